@@ -170,7 +170,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         _ => args.tls_own_ca.then_some(TlsConfig::OwnCa),
     };
     config.tls_suites = args.tls_suites;
-    config.tls_lowest = args.tls_min_version;
+    config.tls_min_version = args.tls_min_version;
     config.agent_ca = args.agent_ca;
     config.agent_crl = args.agent_crl;
     config.agent_auth = args.agent_auth;

@@ -13,7 +13,7 @@ use std::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// Maximum size, in bytes, of the encoded reports that wait. Further reports stay in the agents' spools.
-const QUEUE_BYTES: usize = 64 << 20;
+const MAX_QUEUE_BYTES: usize = 64 << 20;
 /// Bytes of space for each permit of the semaphore.
 const PERMIT_BYTES: usize = 1 << 10;
 /// Total time for which the reports between two heartbeats may wait for space. A heartbeat waits behind these reports, so the time is much
@@ -22,7 +22,7 @@ pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// An item of the queue.
 #[derive(Debug)]
-pub(crate) enum Work {
+pub(crate) enum QueueItem {
     Report {
         /// The agent that gets the acknowledgement.
         agent: String,
@@ -65,27 +65,27 @@ impl ReportConnection {
 /// The sending half of the queue, which connections use.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
-    to: mpsc::UnboundedSender<Work>,
+    to: mpsc::UnboundedSender<QueueItem>,
     permits: Arc<Semaphore>,
     /// Number of ends of attempts that wait to be stored.
-    ends: Arc<AtomicUsize>,
+    waiting_ends: Arc<AtomicUsize>,
 }
 
-pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
+pub(crate) type Queue = mpsc::UnboundedReceiver<QueueItem>;
 
 /// Space for one report in the queue. Dropping this frees the space.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) bytes: usize,
     _permit: OwnedSemaphorePermit,
-    end: Option<End>,
+    end: Option<CountedEnd>,
 }
 
-/// An attempt's end, which is counted in [`Inbox::ends`] until it is stored.
+/// An attempt's end, which is counted in [`Inbox::waiting_ends`] until it is stored.
 #[derive(Debug)]
-struct End(Arc<AtomicUsize>);
+struct CountedEnd(Arc<AtomicUsize>);
 
-impl Drop for End {
+impl Drop for CountedEnd {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -95,40 +95,44 @@ impl Inbox {
     pub(crate) fn new() -> (Self, Queue) {
         let (to, queue) = mpsc::unbounded_channel();
         (
-            Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)), ends: Arc::default() },
+            Self {
+                to,
+                permits: Arc::new(Semaphore::new(MAX_QUEUE_BYTES / PERMIT_BYTES)),
+                waiting_ends: Arc::default(),
+            },
             queue,
         )
     }
 
     /// Waits for space for a report of `bytes` encoded bytes. Meanwhile nothing more is read from the agent, whose spool keeps later
-    /// records. `None` after `patience`: the database is so slow that the agent should send the report again later.
-    pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
-        let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
+    /// records. `None` after `timeout`: the database is so slow that the agent should send the report again later.
+    pub(crate) async fn reserve(&self, bytes: usize, timeout: Duration) -> Option<Reservation> {
+        let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, MAX_QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
-        let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
+        let permit = tokio::time::timeout(timeout, permit).await.ok()?.ok()?;
         Some(Reservation { bytes, _permit: permit, end: None })
     }
 
-    /// Queues a report. The queue itself is unbounded: the reservation limits it.
-    pub(crate) fn put(&self, mut work: Work) {
-        if let Work::Report { report, reservation, .. } = &mut work
+    /// Queues a report. The queue itself is unbounded, because the reservation limits it.
+    pub(crate) fn put(&self, mut item: QueueItem) {
+        if let QueueItem::Report { report, reservation, .. } = &mut item
             && report.events.iter().any(|event| matches!(event, AttemptEvent::Ended(_)))
         {
-            self.ends.fetch_add(1, Ordering::Relaxed);
-            reservation.end = Some(End(Arc::clone(&self.ends)));
+            self.waiting_ends.fetch_add(1, Ordering::Relaxed);
+            reservation.end = Some(CountedEnd(Arc::clone(&self.waiting_ends)));
         }
-        let _ = self.to.send(work);
+        let _ = self.to.send(item);
     }
 
     /// Whether the end of an attempt has arrived and is not stored yet. The attempt's slots become free soon.
     pub(crate) fn has_ends(&self) -> bool {
-        self.ends.load(Ordering::Relaxed) > 0
+        self.waiting_ends.load(Ordering::Relaxed) > 0
     }
 
-    /// Flush: returns when everything that was queued before this call is stored.
+    /// Returns when everything that was queued before this call is stored.
     pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
-        if self.to.send(Work::Flush(to)).is_ok() {
+        if self.to.send(QueueItem::Flush(to)).is_ok() {
             let _ = done.await;
         }
     }
@@ -141,7 +145,7 @@ mod tests {
     #[tokio::test]
     async fn reports_wait_for_space_for_a_limited_time() {
         let (inbox, _queue) = Inbox::new();
-        let first = inbox.reserve(QUEUE_BYTES - PERMIT_BYTES, RESERVE_TIMEOUT).await.unwrap();
+        let first = inbox.reserve(MAX_QUEUE_BYTES - PERMIT_BYTES, RESERVE_TIMEOUT).await.unwrap();
         let second =
             inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT).await.expect("there is space for the last kibibyte");
         assert!(inbox.reserve(1, Duration::from_millis(1)).await.is_none(), "there is no more space");

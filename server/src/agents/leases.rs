@@ -40,7 +40,7 @@ struct Lease {
     attempt: AttemptRef,
     holds: Vec<AgentHold>,
     /// Whether the agents were requested to stop the ranks, or will be requested in their `Welcome`.
-    stop_requested: bool,
+    is_stop_requested: bool,
     /// Ranks whose machines do not respond, as reported by neighbouring ranks.
     unreachable: HashSet<u32>,
 }
@@ -49,7 +49,7 @@ struct Lease {
 #[derive(Debug)]
 struct AgentHold {
     place: Place,
-    until: Instant,
+    expires_at: Instant,
     /// How the ranks on this agent have ended. `None` while the ranks may run.
     end: Option<RanksEnd>,
     /// Whether the agent has reported the attempt to this server, so the order to start has reached the agent.
@@ -61,7 +61,7 @@ struct AgentHold {
 
 /// The part of an attempt on an agent whose lease has expired, or which was given up.
 #[derive(Debug)]
-pub(crate) struct Expired {
+pub(crate) struct ExpiredPart {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
     /// Number of all agents to which the attempt was given.
@@ -85,8 +85,8 @@ impl Lease {
         !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.end == Some(RanksEnd::LostContact))
     }
 
-    fn to_expired(&self, hold: &AgentHold) -> Expired {
-        Expired {
+    fn to_expired_part(&self, hold: &AgentHold) -> ExpiredPart {
+        ExpiredPart {
             attempt: self.attempt.clone(),
             place: hold.place.clone(),
             agent_count: self.holds.len(),
@@ -148,23 +148,28 @@ impl Leases {
     }
 
     /// Adds a lease.
-    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
-        let until = Instant::now() + self.duration;
-        let hold = |place| AgentHold { place, until, end: None, has_order: false, ready: None };
+    pub(crate) fn add(&self, attempt: AttemptRef, places: Vec<Place>) {
+        let expires_at = Instant::now() + self.duration;
+        let hold = |place| AgentHold { place, expires_at, end: None, has_order: false, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        lock(&self.table).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
+        lock(&self.table).put(Lease {
+            attempt,
+            holds,
+            is_stop_requested: false,
+            unreachable: HashSet::new(),
+        });
     }
 
     /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
         if let Some(lease) = lock(&self.table).lease_of_mut(attempt) {
-            lease.stop_requested = true;
+            lease.is_stop_requested = true;
         }
     }
 
     /// Whether the agents of a job's attempt were requested to stop it.
     pub(crate) fn is_stop_requested(&self, job: &JobId) -> bool {
-        lock(&self.table).by_job.get(job).is_some_and(|lease| lease.stop_requested)
+        lock(&self.table).by_job.get(job).is_some_and(|lease| lease.is_stop_requested)
     }
 
     /// Releases the slots of an attempt. The slots of a later attempt of the job stay occupied.
@@ -179,7 +184,7 @@ impl Leases {
 
     /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
     /// ranks of the attempt.
-    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
+    pub(crate) fn note_end(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
         let mut leases = lock(&self.table);
         let Some(lease) = leases.lease_of_mut(attempt) else { return Vec::new() };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
@@ -193,14 +198,14 @@ impl Leases {
 
     /// Renews the leases of the attempts that an agent reports. Returns the attempts that do not or no longer belong to the agent.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
-        let until = Instant::now() + self.duration;
-        self.update_given_up(agent_id, attempts, until);
+        let expires_at = Instant::now() + self.duration;
+        self.update_given_up(agent_id, attempts, expires_at);
         let mut leases = lock(&self.table);
         let mut renew_one = |attempt: &AttemptRef| {
             let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
-                    hold.until = until;
+                    hold.expires_at = expires_at;
                     hold.has_order = true;
                     true
                 }
@@ -212,7 +217,7 @@ impl Leases {
 
     /// Records that an agent has finished its preflight check. After the last agent, returns all agents and the port on which rank 0 will
     /// listen.
-    pub(crate) fn ready(
+    pub(crate) fn note_ready(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,
@@ -231,7 +236,7 @@ impl Leases {
     }
 
     /// Live attempts on an agent, each with the places of all its live ranks.
-    pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
+    pub(crate) fn attempts_on(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
         lock(&self.table)
             .leases_on(agent_id)
             .map(|(lease, _)| (lease.attempt.clone(), lease.live_places()))
@@ -266,7 +271,7 @@ impl Leases {
     pub(crate) fn remaining_time(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
         let leases = lock(&self.table);
-        leases.leases_on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
+        leases.leases_on(agent_id).map(|(_, hold)| hold.expires_at.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
@@ -303,14 +308,14 @@ impl Leases {
     }
 
     /// The parts of attempts whose leases have expired.
-    pub(crate) fn expired(&self) -> Vec<Expired> {
+    pub(crate) fn expired_parts(&self) -> Vec<ExpiredPart> {
         let now = Instant::now();
-        let expired = |lease: &Lease| -> Vec<Expired> {
+        let expired = |lease: &Lease| -> Vec<ExpiredPart> {
             // If all ranks have ended, all parts may expire, because the store may lack some of the ends.
             let has_ended = lease.live_holds().next().is_none();
             let may_expire = |hold: &&AgentHold| has_ended || hold.end.is_none();
-            let holds = lease.holds.iter().filter(may_expire).filter(|hold| hold.until <= now);
-            holds.map(|hold| lease.to_expired(hold)).collect()
+            let holds = lease.holds.iter().filter(may_expire).filter(|hold| hold.expires_at <= now);
+            holds.map(|hold| lease.to_expired_part(hold)).collect()
         };
         lock(&self.table).by_job.values().flat_map(expired).collect()
     }

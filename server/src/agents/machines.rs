@@ -6,7 +6,7 @@ mod point;
 mod warnings;
 
 pub(crate) use minutes::{minute_of, point_of};
-pub(crate) use point::{GPU_METRICS, MACHINE_METRICS, Point, buckets};
+pub(crate) use point::{GPU_METRICS, MACHINE_METRICS, Point, bucket_means};
 pub(crate) use warnings::{MachineState, warnings};
 
 use crate::{
@@ -28,7 +28,7 @@ use std::{
 use tokio::time::{MissedTickBehavior, interval};
 
 /// Time for which the means of minutes are kept in the database.
-pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
+pub(crate) const RETENTION: Duration = Duration::from_secs(24 * 3600);
 /// Interval at which finished minutes are stored. A server that is killed loses the minutes since the last time.
 const STORE_INTERVAL: Duration = Duration::from_secs(20);
 const PURGE_INTERVAL: Duration = Duration::from_secs(600);
@@ -48,12 +48,12 @@ const MIN_CLOCK_SAMPLES: usize = 3;
 /// Measurements by the agent's id.
 #[derive(Debug, Default)]
 pub(crate) struct Machines {
-    by_agent: Mutex<HashMap<String, Measured>>,
+    by_agent: Mutex<HashMap<String, Measurements>>,
 }
 
 /// The measurements of a machine.
 #[derive(Debug)]
-struct Measured {
+struct Measurements {
     /// When the newest sample arrived.
     arrived_at: Instant,
     newest: MachineSample,
@@ -68,7 +68,7 @@ struct Measured {
 
 /// The newest sample of a machine.
 #[derive(Debug, Clone)]
-pub(crate) struct Newest {
+pub(crate) struct NewestSample {
     pub(crate) sample: MachineSample,
     /// Time since the sample arrived.
     pub(crate) age: Duration,
@@ -77,13 +77,13 @@ pub(crate) struct Newest {
 }
 
 /// `value` if it is between 0 and `max`, otherwise `None`.
-fn possible(value: Option<f32>, max: f32) -> Option<f32> {
+fn in_range(value: Option<f32>, max: f32) -> Option<f32> {
     value.filter(|value| (0.0..=max).contains(value))
 }
 
 /// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. The limits are far above what any
 /// machine has.
-fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
+fn sanitize(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
     // An agent has at most 1024 slots.
     sample.gpus.truncate(1024);
@@ -95,9 +95,9 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
         }
         is_valid
     });
-    sample.cpus = possible(Some(sample.cpus), 1e6).unwrap_or(0.0);
-    sample.cpu_utilization = possible(sample.cpu_utilization, 1.0);
-    sample.load = possible(sample.load, 1e9);
+    sample.cpus = in_range(Some(sample.cpus), 1e6).unwrap_or(0.0);
+    sample.cpu_utilization = in_range(sample.cpu_utilization, 1.0);
+    sample.load = in_range(sample.load, 1e9);
     let limit = |bytes: &mut u64| *bytes = (*bytes).min(MAX_VALUE as u64);
     [
         &mut sample.memory_used_bytes,
@@ -116,16 +116,16 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     ];
     rates.into_iter().flatten().for_each(limit);
     for gpu in &mut sample.gpus {
-        gpu.utilization = possible(gpu.utilization, 1.0);
-        gpu.temperature_celsius = possible(gpu.temperature_celsius, 1000.0);
-        gpu.power_watts = possible(gpu.power_watts, 1e6);
+        gpu.utilization = in_range(gpu.utilization, 1.0);
+        gpu.temperature_celsius = in_range(gpu.temperature_celsius, 1000.0);
+        gpu.power_watts = in_range(gpu.power_watts, 1e6);
         limit(&mut gpu.memory_used_bytes);
     }
     sample
 }
 
 /// Limits the number and length of findings.
-pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarning> {
+pub(crate) fn limit_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarning> {
     let short = |finding: MachineWarning| MachineWarning {
         text: escape_invisible(&finding.text).chars().take(FINDING_CHARS).collect(),
         ..finding
@@ -137,7 +137,7 @@ impl Machines {
     /// Adds a sample of an agent with these slots, which arrived at the time `at` of this server's clock.
     pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
         let behind_ms = at.as_millisecond() - sample.at.as_millisecond();
-        let sample = checked(sample, slots);
+        let sample = sanitize(sample, slots);
         let point = Point::of(at, &sample);
         let mut by_agent = lock(&self.by_agent);
         if !by_agent.contains_key(agent)
@@ -150,7 +150,7 @@ impl Machines {
         let measured = match by_agent.get_mut(agent) {
             Some(measured) if now - measured.arrived_at < MIN_SAMPLE_INTERVAL => return,
             Some(measured) => measured,
-            None => by_agent.entry(agent.to_owned()).or_insert_with(|| Measured {
+            None => by_agent.entry(agent.to_owned()).or_insert_with(|| Measurements {
                 arrived_at: now,
                 newest: sample.clone(),
                 recent: VecDeque::new(),
@@ -173,7 +173,7 @@ impl Machines {
     }
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
-    pub(crate) fn connected(&self, agent: &str) {
+    pub(crate) fn note_connected(&self, agent: &str) {
         if let Some(measured) = lock(&self.by_agent).get_mut(agent) {
             measured.behind_ms.clear();
         }
@@ -184,11 +184,11 @@ impl Machines {
     }
 
     /// The newest sample of a machine.
-    pub(crate) fn newest(&self, agent: &str) -> Option<Newest> {
+    pub(crate) fn newest(&self, agent: &str) -> Option<NewestSample> {
         let by_agent = lock(&self.by_agent);
         let measured = by_agent.get(agent)?;
         let fastest = measured.behind_ms.iter().copied().min_by_key(|ms| ms.abs());
-        Some(Newest {
+        Some(NewestSample {
             sample: measured.newest.clone(),
             age: measured.arrived_at.elapsed(),
             clock_behind_ms: fastest.filter(|_| measured.behind_ms.len() >= MIN_CLOCK_SAMPLES),
@@ -196,7 +196,7 @@ impl Machines {
     }
 
     /// All finished minutes that are not in the database, and the samples in memory from `since` on. Both are in order of time.
-    pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
+    pub(crate) fn measurements_since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
         let by_agent = lock(&self.by_agent);
         let Some(measured) = by_agent.get(agent) else { return (Vec::new(), Vec::new()) };
         let recent = measured.recent.iter().filter(|point| point.at >= since).cloned();
@@ -215,7 +215,7 @@ impl Machines {
     }
 
     /// Takes minutes back that could not be stored.
-    pub(crate) fn give_back(&self, minutes: Vec<MinuteRow>) {
+    pub(crate) fn put_back(&self, minutes: Vec<MinuteRow>) {
         let mut by_agent = lock(&self.by_agent);
         for minute in minutes.into_iter().rev() {
             if let Some(measured) = by_agent.get_mut(&minute.agent_id)
@@ -227,19 +227,19 @@ impl Machines {
     }
 
     /// Stores finished minutes and removes old ones. Runs until dropped.
-    pub(crate) async fn keep_minutes(&self, store: &dyn Store) {
+    pub(crate) async fn run(&self, store: &dyn Store) {
         let mut tick = interval(STORE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut purged: Option<Instant> = None;
+        let mut purged_at: Option<Instant> = None;
         loop {
             tick.tick().await;
             self.store_minutes(store, crate::now()).await;
-            if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
-                let before = minute_of(crate::now() - KEPT);
+            if purged_at.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
+                let before = minute_of(crate::now() - RETENTION);
                 if let Err(error) = store.purge_machine_minutes(before).await {
                     tracing::warn!(%error, "old measurements of machines could not be removed");
                 }
-                purged = Some(Instant::now());
+                purged_at = Some(Instant::now());
             }
         }
     }
@@ -251,7 +251,7 @@ impl Machines {
             && let Err(error) = store.add_machine_minutes(&minutes).await
         {
             tracing::warn!(%error, "measurements of machines could not be stored");
-            self.give_back(minutes);
+            self.put_back(minutes);
         }
     }
 }

@@ -33,16 +33,16 @@ use tokio::sync::{mpsc, oneshot};
 
 /// A connected agent.
 #[derive(Debug, Clone)]
-pub(crate) struct Online {
+pub(crate) struct OnlineAgent {
     /// The id of the connection. A newer connection of the same agent replaces this connection.
     pub(crate) connection: u64,
     pub(crate) row: Arc<AgentRow>,
     /// The job for which the agent was started. `None`: the agent serves all jobs.
     pub(crate) only_job: Option<JobId>,
     /// The reason that the agent gave when it began to shut down.
-    pub(crate) leaving: Option<String>,
+    pub(crate) leave_reason: Option<String>,
     /// The reason why the agent accepts no work now.
-    pub(crate) no_work: Option<String>,
+    pub(crate) no_work_reason: Option<String>,
     /// The random id of the agent's process, from its `Hello`.
     process: String,
     /// A refused process with the same id: its address, and the time of its last attempt.
@@ -56,10 +56,10 @@ pub(crate) struct Online {
 
 /// An agent that wants to join.
 #[derive(Debug)]
-pub(crate) struct Joining {
+pub(crate) struct JoiningAgent {
     pub(crate) row: AgentRow,
     pub(crate) only_job: Option<JobId>,
-    pub(crate) no_work: Option<String>,
+    pub(crate) no_work_reason: Option<String>,
     /// The random id of the agent's process, from its `Hello`.
     pub(crate) process: String,
     /// The address of the connection's client.
@@ -68,13 +68,13 @@ pub(crate) struct Joining {
 
 /// Why an agent may not join, as text for the person who runs the agent.
 #[derive(Debug)]
-pub(crate) struct MayNotJoin {
+pub(crate) struct JoinError {
     pub(crate) why: String,
     /// Whether the reason may pass, so that the agent should retry.
     pub(crate) may_pass: bool,
 }
 
-impl From<String> for MayNotJoin {
+impl From<String> for JoinError {
     fn from(why: String) -> Self {
         Self { why, may_pass: false }
     }
@@ -137,7 +137,7 @@ pub(crate) struct QueuePosition {
 
 /// A request without a reply.
 #[derive(Debug)]
-struct Pending {
+struct PendingRequest {
     connection: u64,
     agent: String,
     queue: RequestQueue,
@@ -156,9 +156,9 @@ pub(crate) struct Agents {
     /// The agents' reports.
     pub(crate) inbox: Inbox,
     /// By the agent's id.
-    online: Mutex<HashMap<String, Online>>,
+    online: Mutex<HashMap<String, OnlineAgent>>,
     /// By the request's id, the oldest first.
-    pending: Mutex<BTreeMap<u64, Pending>>,
+    pending: Mutex<BTreeMap<u64, PendingRequest>>,
     /// The id of the next connection or request.
     next_id: AtomicU64,
     /// The time of each agent's last message since this server's start (monotonic clock), by the agent's id.
@@ -213,17 +213,17 @@ impl Agents {
     }
 
     /// Adds a connection. An earlier connection of the same process is closed. A connection of another process is replaced only if it
-    /// was silent for `silence`; until then, the new connection is refused.
+    /// was silent for `max_silence`; until then, the new connection is refused.
     ///
     /// # Errors
     /// Another agent has the name, or the id.
     pub(crate) fn join(
         &self,
-        joining: Joining,
-        silence: Duration,
+        joining: JoiningAgent,
+        max_silence: Duration,
         to: mpsc::UnboundedSender<ToAgent>,
-    ) -> Result<u64, MayNotJoin> {
-        let Joining { row, only_job, no_work, process, address } = joining;
+    ) -> Result<u64, JoinError> {
+        let JoiningAgent { row, only_job, no_work_reason, process, address } = joining;
         let mut online = lock(&self.online);
         if let Some(other) = online.values().find(|o| o.row.name == row.name && o.row.id != row.id) {
             let why = format!(
@@ -232,7 +232,7 @@ impl Agents {
             );
             return Err(why.into());
         }
-        let is_alive = self.silence(&row.id).is_some_and(|silent| silent < silence);
+        let is_alive = self.silence(&row.id).is_some_and(|silence| silence < max_silence);
         if let Some(first) = online.get_mut(&row.id).filter(|first| is_alive && first.process != process) {
             first.twin = Some((address, crate::now()));
             let why = format!(
@@ -240,18 +240,18 @@ impl Agents {
                  once that connection has been silent for {} s. If the folder is a copy, remove its file agent_id and start this agent with \
                  its own token and another --name",
                 first.row.machine.hostname,
-                silence.as_secs_f64()
+                max_silence.as_secs_f64()
             );
-            return Err(MayNotJoin { why, may_pass: true });
+            return Err(JoinError { why, may_pass: true });
         }
         let connection = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
-        let joined = Online {
+        let joined = OnlineAgent {
             connection,
             row,
             only_job,
-            leaving: None,
-            no_work,
+            leave_reason: None,
+            no_work_reason,
             process,
             twin: None,
             connected_at,
@@ -264,7 +264,7 @@ impl Agents {
     }
 
     /// Removes a connection, unless a newer connection has replaced it. Its requests get no reply.
-    pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
+    pub(crate) fn disconnect(&self, id: &str, connection: u64) -> Option<OnlineAgent> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
         let is_current = online.get(id).is_some_and(|o| o.connection == connection);
@@ -292,16 +292,18 @@ impl Agents {
             // Copied only if a reader still uses the old value.
             Arc::make_mut(&mut agent.row).last_seen_at = at;
             if let Some(reason) = leaving {
-                agent.leaving = Some(reason.to_owned());
+                agent.leave_reason = Some(reason.to_owned());
             }
         }
     }
 
     /// Notes whether an agent accepts work. Returns whether this has changed.
-    pub(crate) fn set_no_work(&self, id: &str, no_work: Option<String>) -> bool {
+    pub(crate) fn set_no_work(&self, id: &str, no_work_reason: Option<String>) -> bool {
         let mut online = lock(&self.online);
-        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work != no_work) else { return false };
-        agent.no_work = no_work;
+        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work_reason != no_work_reason) else {
+            return false;
+        };
+        agent.no_work_reason = no_work_reason;
         true
     }
 
@@ -332,7 +334,7 @@ impl Agents {
     }
 
     /// The connected agents, by name.
-    pub(crate) fn online(&self) -> Vec<Online> {
+    pub(crate) fn online(&self) -> Vec<OnlineAgent> {
         let mut agents: Vec<_> = lock(&self.online).values().cloned().collect();
         agents.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
         agents
@@ -347,11 +349,11 @@ impl Agents {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
 
-    /// Sends a request to an agent; the reply is awaited with [`Agents::reply`].
-    pub(crate) fn send_request(&self, agent: &Online, request: AgentRequest) -> PendingReply {
+    /// Sends a request to an agent; the reply is awaited with [`Agents::wait_for_reply`].
+    pub(crate) fn send_request(&self, agent: &OnlineAgent, request: AgentRequest) -> PendingReply {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (reply_to, reply) = oneshot::channel();
-        let pending = Pending {
+        let pending = PendingRequest {
             connection: agent.connection,
             agent: agent.row.name.clone(),
             queue: request.queue(),
@@ -368,14 +370,14 @@ impl Agents {
     /// Waits for the reply.
     ///
     /// # Errors
-    /// No reply within `patience`, a closed connection, or the agent's refusal.
-    pub(crate) async fn reply(
+    /// No reply within `timeout`, a closed connection, or the agent's refusal.
+    pub(crate) async fn wait_for_reply(
         &self,
         pending: PendingReply,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<AgentReply, RequestError> {
         let PendingReply { id, agent, reply } = pending;
-        let reply = tokio::time::timeout(patience, reply).await;
+        let reply = tokio::time::timeout(timeout, reply).await;
         let position = self.queue_position(id).unwrap_or(QueuePosition { agent, ahead: 0 });
         lock(&self.pending).remove(&id);
         match reply {
@@ -387,7 +389,7 @@ impl Agents {
         }
     }
 
-    /// The number of requests before this request; `None` after its reply.
+    /// The request's agent, and the number of requests before this request; `None` after its reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
         let request = pending.get(&id)?;
@@ -402,7 +404,7 @@ impl Agents {
     }
 
     /// Passes an agent's reply on to the caller that waits for it.
-    pub(crate) fn replied(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
+    pub(crate) fn deliver_reply(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
         let mut requests = lock(&self.pending);
         if requests.get(&id).is_some_and(|pending| pending.connection == connection)
             && let Some(pending) = requests.remove(&id)
@@ -413,7 +415,7 @@ impl Agents {
     }
 }
 
-/// A request that was sent; its reply is awaited with [`Agents::reply`].
+/// A request that was sent; its reply is awaited with [`Agents::wait_for_reply`].
 #[derive(Debug)]
 pub(crate) struct PendingReply {
     pub(crate) id: u64,

@@ -31,7 +31,7 @@ impl Refusals {
 
     /// Logs that an agent was disconnected because its reports cannot be stored, or counts the disconnection. The agent sends
     /// the reports again.
-    pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
+    pub(crate) fn note_disconnection(&self, agent: &str, why: &str) {
         if let Some(repeated) = self.count((None, agent.to_owned(), why.to_owned()), Instant::now()) {
             tracing::error!(
                 agent,

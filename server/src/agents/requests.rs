@@ -1,28 +1,28 @@
 //! Requests to agents about models and data. A request goes to the least busy of the agents that have its files.
 
-use super::{Agents, Online, PendingReply, RequestError};
+use super::{Agents, OnlineAgent, PendingReply, RequestError};
 use futures_util::future::join_all;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
 
-/// Time limit of the check whether files exist. An agent that does not reply in time, for example because its disk hangs, is only used if no
-/// other agent has the files.
+/// Time limit of the check whether files exist. An agent that does not reply in time, for example because its disk hangs, is only used if
+/// no other agent has the files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Sends a request and waits for the reply.
 ///
 /// # Errors
-/// No agent is online or has the files, or the agent did not reply within `patience` or refused.
+/// No agent is online or has the files, or the agent did not reply within `timeout` or refused.
 pub(crate) async fn call(
     agents: &Agents,
     request: AgentRequest,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<AgentReply, RequestError> {
     let waiting = send(agents, request).await?;
-    agents.reply(waiting, patience).await
+    agents.wait_for_reply(waiting, timeout).await
 }
 
-/// Sends a request to the agent that [`choose_agent`] chooses. `Agents::reply` waits for the reply.
+/// Sends a request to the agent that [`choose_agent`] chooses. `Agents::wait_for_reply` waits for the reply.
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
@@ -36,13 +36,16 @@ pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<Pendi
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
-pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Result<Online, RequestError> {
+pub(crate) async fn choose_agent(
+    agents: &Agents,
+    request: &AgentRequest,
+) -> Result<OnlineAgent, RequestError> {
     let mut online = agents.online();
-    online.retain(|agent| agent.leaving.is_none());
+    online.retain(|agent| agent.leave_reason.is_none());
     if online.len() > 1 {
         online = agents_with_files(agents, online, request.paths()).await?;
     }
-    let load = |agent: &Online| {
+    let load = |agent: &OnlineAgent| {
         (
             // Agents for a single job, and drained agents, are only used if no other agent can reply.
             agent.only_job.is_some() || agents.is_draining(&agent.row.id),
@@ -53,17 +56,17 @@ pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Res
     online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
-/// The agents that have all of these files. If no agent has all files, the agents that did not reply.
+/// The agents that have all of these files. If no agent has all files, returns the agents that did not reply.
 async fn agents_with_files(
     agents: &Agents,
-    online: Vec<Online>,
+    online: Vec<OnlineAgent>,
     paths: Vec<String>,
-) -> Result<Vec<Online>, RequestError> {
+) -> Result<Vec<OnlineAgent>, RequestError> {
     let checks = online.into_iter().map(|agent| {
         let request = AgentRequest::HasFiles { paths: paths.clone() };
         async {
             let waiting = agents.send_request(&agent, request);
-            let existing = match agents.reply(waiting, FILES_TIMEOUT).await {
+            let existing = match agents.wait_for_reply(waiting, FILES_TIMEOUT).await {
                 Ok(AgentReply::Files { there }) => Some(there),
                 // The agent is silent or disconnected.
                 _ => None,
@@ -86,12 +89,14 @@ async fn agents_with_files(
             None => silent.push(agent),
         }
     }
-    match (with_files.is_empty(), silent.is_empty(), missing) {
-        (false, ..) => Ok(with_files),
-        (true, true, Some(index)) => {
-            let path = paths.get(index).cloned().unwrap_or_default();
-            Err(RequestError::NobodyHasFiles { path, asked: without_files })
-        }
-        _ => Ok(silent),
+    if !with_files.is_empty() {
+        return Ok(with_files);
     }
+    if silent.is_empty()
+        && let Some(index) = missing
+    {
+        let path = paths.get(index).cloned().unwrap_or_default();
+        return Err(RequestError::NobodyHasFiles { path, asked: without_files });
+    }
+    Ok(silent)
 }

@@ -48,13 +48,14 @@ impl AgentRows {
             waiting.drain(..count).unzip()
         };
         let batch = store.put_agents(&rows).await;
-        let is_refused = batch.as_ref().is_err_and(|error| !error.may_pass());
+        let is_refused = batch.as_ref().is_err_and(|error| !error.is_temporary());
         let batch = batch.map_err(|error| error.to_string());
         for (row, reply) in rows.iter().zip(replies) {
             // If the database refuses a row, each row is stored separately.
-            let written = match is_refused {
-                true => store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string()),
-                false => batch.clone(),
+            let written = if is_refused {
+                store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string())
+            } else {
+                batch.clone()
             };
             // The agent's connection may have ended.
             let _ = reply.send(written);

@@ -57,7 +57,7 @@ pub(crate) async fn readyz(
 
 async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Result<String> {
     // Any error here means that the database cannot be written.
-    store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+    store.check_writable().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![config.data_dir.join("jobs")];
     // The database's file may be on another disk.
     folders.extend(Location::of(config).ok().and_then(|location| location.other_folder(&config.data_dir)));
@@ -97,7 +97,8 @@ pub(crate) async fn prometheus(
     let slots = online.iter().map(|agent| agent.row.slots.len()).sum::<usize>();
     let busy = online.iter().map(|agent| agents.leases.slots_in_use(&agent.row.id).len()).sum::<usize>();
     let clients = u64::try_from(events.stream_clients.load(Ordering::Relaxed)).unwrap_or(0);
-    let (stored, steps) = (events.stored.load(Ordering::Relaxed), events.steps.load(Ordering::Relaxed));
+    let (stored, steps) =
+        (events.stored_events.load(Ordering::Relaxed), events.reported_steps.load(Ordering::Relaxed));
 
     let mut text = String::new();
     write_header(&mut text, "lockstep_jobs", "gauge", "Jobs by state.");

@@ -174,7 +174,7 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         &mut webhook,
         WebhookChange { url: Some(url), form: Some(form), project, events, enabled },
     )?;
-    let _one_at_a_time = webhooks.changing.lock().await;
+    let _one_at_a_time = webhooks.change_lock.lock().await;
     if webhooks.store.webhooks().await?.len() >= MAX_WEBHOOKS {
         let detail = format!(
             "there are already {MAX_WEBHOOKS} webhooks, the maximum; remove webhooks that nobody needs"
@@ -188,7 +188,7 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
 
 /// Changes a webhook.
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
-    let _one_at_a_time = webhooks.changing.lock().await;
+    let _one_at_a_time = webhooks.change_lock.lock().await;
     let mut row = find(webhooks, id).await?;
     apply(webhooks, &mut row.webhook, change)?;
     webhooks.store.put_webhook(&row).await?;
@@ -199,7 +199,7 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
 
 /// Removes a webhook.
 async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
-    let _one_at_a_time = webhooks.changing.lock().await;
+    let _one_at_a_time = webhooks.change_lock.lock().await;
     find(webhooks, id).await?;
     Ok(webhooks.store.remove_webhook(id).await?)
 }
@@ -264,7 +264,7 @@ pub(crate) async fn test(
     Path(id): Path<String>,
 ) -> Result<Json<Delivery>> {
     let row = find(&webhooks, &id).await?;
-    Ok(Json(webhooks.test(&row).await?))
+    Ok(Json(webhooks.send_test(&row).await?))
 }
 
 /// List messages of a webhook, with each attempt to send them
@@ -371,7 +371,7 @@ pub(crate) async fn submit(
     let work = async {
         match action.as_str() {
             "add" => return add(&webhooks, read_form(&fields)?).await.map(Some),
-            "test" => drop(webhooks.test(&find(&webhooks, &id).await?).await?),
+            "test" => drop(webhooks.send_test(&find(&webhooks, &id).await?).await?),
             "enable" => drop(edit(&webhooks, &id, enable(true)).await?),
             "disable" => drop(edit(&webhooks, &id, enable(false)).await?),
             "remove" => remove(&webhooks, &id).await?,

@@ -3,7 +3,7 @@
 
 use crate::{
     store::{AuditEntry, Store},
-    util::failure_log::Failing,
+    util::failure_log::FailureLog,
 };
 use lockstep_protocol::backoff::Backoff;
 use std::{sync::Arc, time::Duration};
@@ -18,7 +18,7 @@ const MAX_WAITING: usize = 10_000;
 
 /// Maximum number of entries in a transaction.
 const MAX_BATCH: usize = 500;
-/// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
+/// Maximum age of an entry. The number of entries is also limited (`ServeConfig::max_audit_entries`).
 const ENTRY_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// A purge begins early after this many new entries, or after half of the maximum number of entries if that is less.
@@ -116,19 +116,19 @@ impl AuditWriter {
                 Entry::Flush(done) => flushes.push(done),
             }
         }
-        let (mut backoff, mut failing) = (RETRY, Failing::default());
+        let (mut backoff, mut failure_log) = (RETRY, FailureLog::default());
         while !entries.is_empty() {
-            match self.store.add_audit(&entries).await {
+            match self.store.add_audit_entries(&entries).await {
                 Ok(()) => {
-                    if let Some(failures) = failing.note_success() {
+                    if let Some(failures) = failure_log.note_success() {
                         tracing::info!(failures, "writing the audit log works again");
                     }
                     break;
                 }
-                Err(error) if error.may_pass() && !self.stopping.is_cancelled() => {
+                Err(error) if error.is_temporary() && !self.stopping.is_cancelled() => {
                     // Flushes do not wait for the retry, because the entries are in the server's log.
                     flushes.clear();
-                    if failing.note_failure(&error) {
+                    if failure_log.note_failure(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
                     }
                     sleep(backoff.pause()).await;
@@ -148,7 +148,7 @@ impl AuditWriter {
     async fn purge(&self) {
         let before = crate::now() - ENTRY_LIFE;
         loop {
-            match self.store.purge_audit(before, self.limit).await {
+            match self.store.purge_audit_entries(before, self.limit).await {
                 Ok(true) => sleep(PURGE_PAUSE).await,
                 Ok(false) => return,
                 Err(error) => {

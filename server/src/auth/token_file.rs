@@ -55,7 +55,7 @@ pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     let mut file = File::options()
         .write(true)
         .create_new(true)
-        .mode(private_files::FILE)
+        .mode(private_files::FILE_MODE)
         .custom_flags(OFlags::NOFOLLOW.bits() as i32)
         .open(&new)?;
     file.write_all(format!("{token}\n").as_bytes())?;

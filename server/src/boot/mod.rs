@@ -11,7 +11,7 @@ use crate::{
         artifact_store::{ArtifactStore, RequestKind},
         object_storage::{ObjectStorage, Unusable},
     },
-    config::{AccessLogTo, ServeConfig, TlsConfig, may_listen, serve_error::ServeError},
+    config::{AccessLogTo, ServeConfig, TlsConfig, check_listen_address, serve_error::ServeError},
     http::{
         access_log::AccessLog,
         listener::{self, Listener},
@@ -50,7 +50,7 @@ pub async fn serve(
     ready: impl FnOnce(Running) + Send,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
-    may_listen(&config)?;
+    check_listen_address(&config)?;
     // Files that the user provides are read before anything is created.
     let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
     let given =
@@ -75,9 +75,9 @@ pub async fn serve(
         listeners.push(Listener { socket: socket.map_err(ServeError::Stopped)?, tls: None });
     }
 
-    let app = open(config, certificate, artifacts).await?;
+    let app = open_app(config, certificate, artifacts).await?;
     ready(Running { config: app.config.clone(), auth: app.auth.clone() });
-    let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
+    let max_connections = app.config.max_connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.tasks.stopping.clone();
     let stop = async {
         shutdown.await;
@@ -87,7 +87,7 @@ pub async fn serve(
     };
     let router = build_router(app.clone());
     tokio::select! {
-        () = listener::serve(listeners, app.gate.clone(), router, limit, access_log) => {}
+        () = listener::serve(listeners, app.gate.clone(), router, max_connections, access_log) => {}
         () = stop => {} // A download in progress is cut off; the client can continue it with a range request.
     }
     stopping.cancel();
@@ -106,7 +106,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
-    let data_dir = resolved(&config.data_dir)
+    let data_dir = resolve_links(&config.data_dir)
         .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
     if let Some(directory) = storage.directory() {
         let overlap = if directory.starts_with(&data_dir) {
@@ -128,7 +128,7 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
 }
 
 /// Resolves the links of a path whose last components may not exist yet.
-fn resolved(path: &Path) -> std::io::Result<PathBuf> {
+fn resolve_links(path: &Path) -> std::io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
     for ancestor in path.ancestors() {
         match (ancestor.canonicalize(), path.strip_prefix(ancestor)) {
@@ -149,14 +149,14 @@ async fn unavailable_reason(
 ) -> Result<Option<String>, String> {
     match tokio::time::timeout(STORE_TIMEOUT, check).await {
         Ok(Ok(())) => Ok(None),
-        Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
+        Ok(Err(Unusable { why, is_temporary: true })) => Ok(Some(why)),
         Ok(Err(Unusable { why, .. })) => Err(why),
         Err(_) => Ok(Some(format!("it did not respond within {} s", STORE_TIMEOUT.as_secs()))),
     }
 }
 
 /// Confirms that the object store is the store that the database knows. `unavailable` is the reason if the store is unavailable.
-async fn known_artifacts(
+async fn confirm_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
     storage: ObjectStorage,
@@ -173,8 +173,8 @@ async fn known_artifacts(
         artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
-    let forgotten = store.forget_damaged(artifacts.storage.url()).await;
-    forgotten.map_err(|error| database_error(config, error))?;
+    let cleared = store.clear_damage_marks(artifacts.storage.url()).await;
+    cleared.map_err(|error| database_error(config, error))?;
     Ok(artifacts)
 }
 
@@ -215,13 +215,13 @@ fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
 }
 
 /// Opens the database and starts the subsystems.
-async fn open(
+async fn open_app(
     mut config: ServeConfig,
     certificate: Option<Arc<ServerCertificate>>,
     artifacts: Option<(ObjectStorage, Option<String>)>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
-    config.data_dir = private_files::data_dir(data_dir)
+    config.data_dir = private_files::create_data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let location = Location::of(&config)?;
@@ -233,7 +233,8 @@ async fn open(
     run_files::clear_incoming(&config.data_dir.join("jobs"));
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
     let artifact_store = match artifacts {
-        Some((storage, unavailable)) => match known_artifacts(&config, &*store, storage, unavailable).await {
+        Some((storage, unavailable)) => match confirm_artifacts(&config, &*store, storage, unavailable).await
+        {
             Ok(artifacts) => Some(artifacts),
             Err(error) => {
                 store.close().await;
@@ -265,8 +266,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
 /// Creates the data directory and takes its lock. The system releases the lock when this process ends for any reason.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
-    private_files::data_dir(path).map_err(failed)?;
-    let mut file = private_files::lock_file(&private_files::server_lock(path)).map_err(failed)?;
+    private_files::create_data_dir(path).map_err(failed)?;
+    let mut file = private_files::open_lock_file(&private_files::server_lock_path(path)).map_err(failed)?;
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {

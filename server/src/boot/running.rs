@@ -52,13 +52,10 @@ impl Running {
     /// The system has no random bits.
     pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
-        match self.auth.access.required {
-            true => Ok(format!(
-                "{url}/login?code={}&next={page}",
-                self.auth.access.codes.make(ADMIN_TOKEN.0, None)?
-            )),
-            false => Ok(format!("{url}{page}")),
+        if !self.auth.access.required {
+            return Ok(format!("{url}{page}"));
         }
+        Ok(format!("{url}/login?code={}&next={page}", self.auth.access.codes.make(ADMIN_TOKEN.0, None)?))
     }
 
     /// Whether a link of [`Running::login_link`] can still sign a browser in.
@@ -76,22 +73,22 @@ impl Running {
             return Ok(false);
         }
         let agent = Some(("local".to_owned(), agent_id.to_owned()));
-        ensure(&self.auth, AGENT_TOKEN, Scope::Agent, agent, path).await?;
+        ensure_token(&self.auth, AGENT_TOKEN, Scope::Agent, agent, path).await?;
         Ok(true)
     }
 }
 
 /// Makes sure that the data directory has a token for programs of this machine.
-pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
+pub(super) async fn ensure_own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
     if !auth.access.required {
         return Ok(());
     }
-    ensure(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
+    ensure_token(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
 }
 
 /// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to
-/// the database: only the owner of the data directory can write the file. A revoked token is replaced.
-async fn ensure(
+/// the database, because only the owner of the data directory can write the file. A revoked token is replaced.
+async fn ensure_token(
     auth: &Auth,
     (id, name): (&str, &str),
     scope: Scope,

@@ -13,7 +13,7 @@ use crate::{
     ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
-    store::{Changed, EventRow, Store, purge::DeletedJobs},
+    store::{ChangedJob, EventRow, Store, purge::DeletedJobs},
     util::tasks::Tasks,
     webhooks::Webhooks,
 };
@@ -43,10 +43,10 @@ pub(super) async fn start(
         let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
         let artifact_store = artifact_store.clone();
         vec![
-            Box::new(move |changed: &Changed| waiting.note(&changed.job)),
-            Box::new(move |changed: &Changed| hub.publish(changed)),
-            Box::new(move |changed: &Changed| metrics.note(changed)),
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| waiting.note_change(&changed.job)),
+            Box::new(move |changed: &ChangedJob| hub.publish(changed)),
+            Box::new(move |changed: &ChangedJob| metrics.note_change(changed)),
+            Box::new(move |changed: &ChangedJob| {
                 if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
                     webhooks.wake();
                     if changed.job.trial.is_some() {
@@ -54,14 +54,14 @@ pub(super) async fn start(
                     }
                 }
             }),
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| {
                 if let Some(artifacts) = &artifact_store {
                     let ids = changed.events.iter().filter_map(EventRow::checkpoint);
                     ids.for_each(|id| artifacts.queue(&id));
                 }
             }),
             // When a job is no longer active, its lease is released, which frees its slots.
-            Box::new(move |changed: &Changed| {
+            Box::new(move |changed: &ChangedJob| {
                 if !changed.job.state.is_active() {
                     agents.leases.release(&changed.job.id, changed.job.attempt);
                 }
@@ -69,7 +69,7 @@ pub(super) async fn start(
         ]
     };
     let events = Arc::new(Events::new(store.clone(), hub, subscribers));
-    let (audit, audit_writer) = Audit::new(store.clone(), config.audit_entries, tasks.stopping.clone());
+    let (audit, audit_writer) = Audit::new(store.clone(), config.max_audit_entries, tasks.stopping.clone());
     let auth = Arc::new(Auth::new(&config, store.clone(), audit, oidc));
     let checkpoints = Arc::new(Checkpoints::new(
         config.clone(),
@@ -111,7 +111,7 @@ pub(super) async fn start(
     app.tasks.spawn(ingest::run(app.scheduler.clone(), reports));
     run_tasks(&app);
     if let Some(certificate) = certificate {
-        app.tasks.spawn(certificate.watch(app.config.certificate_check));
+        app.tasks.spawn(certificate.watch(app.config.certificate_check_interval));
     }
     Ok(app)
 }
@@ -119,12 +119,12 @@ pub(super) async fn start(
 /// Restores the stored state, and removes incomplete downloads of checkpoints from before the server's last stop.
 async fn restore(app: &App) -> Result<(), ServeError> {
     let restored = async {
-        app.agents.set_draining(app.store.draining().await?);
+        app.agents.set_draining(app.store.draining_agents().await?);
         app.auth.load().await?;
-        dispatch::restore(&app.scheduler).await
+        dispatch::restore_leases(&app.scheduler).await
     };
     restored.await.map_err(|error| database_error(&app.config, error))?;
-    running::own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
+    running::ensure_own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
     if app.checkpoints.artifact_store.is_some() {
         let jobs = app.config.data_dir.join("jobs");
         let removed = tokio::task::spawn_blocking(move || artifact_fetches::remove_unfinished(&jobs)).await;
@@ -146,7 +146,7 @@ fn run_tasks(app: &App) {
     tasks.spawn(retire::run(app.metrics.clone()));
     tasks.spawn(async move { deleted_jobs.run().await });
     tasks.spawn(artifact_mover::run(app.checkpoints.clone()));
-    tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
+    tasks.spawn(async move { agents.machines.run(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });
     tasks.spawn(app.webhooks.clone().run());

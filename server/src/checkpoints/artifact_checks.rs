@@ -2,9 +2,8 @@
 //! it, or the job can continue from another checkpoint.
 
 use super::{
-    Checkpoints,
+    Checkpoints, folder_name_of,
     manifest::{MANIFEST, Manifest, is_media_error, verify_checkpoint},
-    name_of,
 };
 use crate::{
     store::CheckpointRow,
@@ -30,7 +29,7 @@ pub(crate) async fn set_damaged_aside(
     let checked = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
     if let Some(how) = checked.map_err(io::Error::other)?? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
-        let name = name_of(row);
+        let name = folder_name_of(row);
         let text = format!(
             "checkpoint {name} on the server's disk is damaged ({how}); it is set aside and {consequence}"
         );

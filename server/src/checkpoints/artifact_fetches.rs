@@ -4,8 +4,8 @@
 use super::{
     Checkpoints, Wait, artifact_checks,
     artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
+    folder_name_of,
     manifest::{MANIFEST, ManifestFile, Verifier},
-    name_of,
     object_storage::{Prefix, describe},
 };
 use crate::{
@@ -63,7 +63,7 @@ pub(crate) fn fetch(
     if !copies.is_some_and(Copies::may_be_fetched) || checkpoints.folder(row).exists() {
         return None;
     }
-    Some(begin(checkpoints, store, row, None).0)
+    Some(begin_fetch(checkpoints, store, row, None).0)
 }
 
 /// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if
@@ -79,7 +79,7 @@ pub(crate) fn check(
     if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
         return None;
     }
-    Some(begin(checkpoints, store, row, waiting))
+    Some(begin_fetch(checkpoints, store, row, waiting))
 }
 
 /// Same as [`check`], but only if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the
@@ -100,13 +100,13 @@ pub(crate) async fn check_if_incomplete(
     check(checkpoints, row, copies, None).map(|(fetch, _)| fetch)
 }
 
-fn begin(
+fn begin_fetch(
     checkpoints: &Arc<Checkpoints>,
     store: &ArtifactStore,
     row: &CheckpointRow,
     waiting: Option<&Job>,
 ) -> (Fetch, bool) {
-    let (fetch, sender) = store.fetch(&row.id);
+    let (fetch, sender) = store.join_or_start_fetch(&row.id);
     let is_new = sender.is_some();
     if let Some(sender) = sender {
         let (checkpoints, row) = (Arc::clone(checkpoints), row.clone());
@@ -146,10 +146,10 @@ async fn ensure_undamaged(
     row: &CheckpointRow,
 ) -> Result<()> {
     let folder = checkpoints.folder(row);
-    let is_stopping = || NotFetched::StoreUnavailable("the server is stopping".into());
+    let stopping_error = || NotFetched::StoreUnavailable("the server is stopping".into());
     if folder.exists() {
-        let _permit = store.checking.acquire().await.map_err(|_| is_stopping())?;
-        // A disk error is not fatal here: the process that reads the checkpoint reports the error.
+        let _permit = store.check_permits.acquire().await.map_err(|_| stopping_error())?;
+        // A disk error is not fatal here, because the process that reads the checkpoint reports the error.
         let consequence = "fetched from the object store";
         if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, consequence).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
@@ -158,7 +158,7 @@ async fn ensure_undamaged(
             return Ok(());
         }
     }
-    let _permit = store.fetching.acquire().await.map_err(|_| is_stopping())?;
+    let _permit = store.fetch_permits.acquire().await.map_err(|_| stopping_error())?;
     let fetched = fetch_now(checkpoints, store, row).await;
     if fetched.is_err() {
         remove_partial(checkpoints, row).await;
@@ -169,11 +169,11 @@ async fn ensure_undamaged(
     fetched
 }
 
-/// Waits for the end of a check, at most for `patience`, which becomes shorter by the time of the wait.
-async fn wait_for_check(check: Fetch, patience: &mut Duration) -> FetchOutcome {
+/// Waits for the end of a check, at most for `time_left`, which becomes shorter by the time of the wait.
+async fn wait_for_check(check: Fetch, time_left: &mut Duration) -> FetchOutcome {
     let began = Instant::now();
-    let ended = wait(check, *patience).await;
-    *patience = patience.saturating_sub(began.elapsed());
+    let ended = wait(check, *time_left).await;
+    *time_left = time_left.saturating_sub(began.elapsed());
     ended
 }
 
@@ -190,12 +190,12 @@ pub(crate) enum Availability {
 
 /// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the
 /// checkpoint, which may be another job than the one that wrote it.
-pub(crate) async fn fetch_if_missing(
+pub(crate) async fn find_availability(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,
     waiting: &Job,
-    patience: &mut Duration,
+    time_left: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
     let waits = |failed: Option<String>, keeps_slots: bool| {
@@ -209,10 +209,10 @@ pub(crate) async fn fetch_if_missing(
     {
         // Most checks are quick. Without a wait, the job would start one round later.
         let ended =
-            if is_new { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
+            if is_new { wait_for_check(fetch, time_left).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
-            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the checkpoint
-            // is being fetched now.
+            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the
+            // checkpoint is being fetched now.
             return Ok(waits(None, checkpoints.folder(row).exists()));
         }
     }
@@ -240,7 +240,7 @@ fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String 
         _ => "is not there".to_owned(),
     };
     if row.job == waiting.id {
-        let name = name_of(row);
+        let name = folder_name_of(row);
         return format!(
             "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous checkpoint"
         );
@@ -249,9 +249,9 @@ fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String 
     format!("checkpoint {id} of model.pretrained cannot be fetched from the object store: it {how}")
 }
 
-/// Waits for the end of a fetch, at most for `patience`. `None` if the fetch takes longer.
-pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> FetchOutcome {
-    let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
+/// Waits for the end of a fetch, at most for `timeout`. `None` if the fetch takes longer.
+pub(crate) async fn wait(mut fetch: Fetch, timeout: Duration) -> FetchOutcome {
+    let ended = tokio::time::timeout(timeout, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),
         Ok(Err(_)) => Some(Err(NotFetched::StoreUnavailable("the server is stopping".into()))),
@@ -261,7 +261,7 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> FetchOutcome {
 
 /// The folder into which the files of a checkpoint are fetched, until all have arrived.
 fn partial_folder(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
-    checkpoints.config.job_dir(&row.job).join(FETCHING).join(name_of(row))
+    checkpoints.config.job_dir(&row.job).join(FETCHING).join(folder_name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is
@@ -307,7 +307,7 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
         }
     }
     let to = checkpoints.folder(row);
-    tokio::task::spawn_blocking(move || publish(&partial, &to)).await.map_err(io::Error::other)??;
+    tokio::task::spawn_blocking(move || move_into_place(&partial, &to)).await.map_err(io::Error::other)??;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
@@ -317,7 +317,7 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
 }
 
 /// Checks that `needed` bytes fit on a disk with `free` free bytes, of which [`SPARE_BYTES`] stay free.
-fn check_room(needed: u64, free: u64) -> Result<()> {
+fn check_free_space(needed: u64, free: u64) -> Result<()> {
     if needed.saturating_add(SPARE_BYTES) <= free {
         return Ok(());
     }
@@ -334,13 +334,13 @@ fn check_room(needed: u64, free: u64) -> Result<()> {
 async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
     if_exists(tokio::fs::remove_dir_all(partial).await)?;
     let manifest_bytes = store.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
-    let manifest = prefix.read(&manifest_bytes).map_err(NotFetched::Damaged)?;
+    let manifest = prefix.parse_manifest(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
     let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
     let needed = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
-    check_room(needed, disk.f_bavail.saturating_mul(disk.f_frsize))?;
+    check_free_space(needed, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, expected) in &manifest.files {
-        receive(store, prefix, (name, expected), &partial.join(name)).await.map_err(|why| match why {
+        fetch_file(store, prefix, (name, expected), &partial.join(name)).await.map_err(|why| match why {
             // The manifest names the file, so the checkpoint is damaged.
             NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
             why => why,
@@ -351,13 +351,13 @@ async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> 
     Ok(File::open(&path).await?.sync_all().await?)
 }
 
-async fn receive(
+async fn fetch_file(
     store: &ArtifactStore,
     prefix: &Prefix,
     (name, expected): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
-    let mut bytes = store.storage.get(prefix, name, &expected.sha256).await?;
+    let mut bytes = store.storage.get_file(prefix, name, &expected.sha256).await?;
     let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;
@@ -373,7 +373,7 @@ async fn receive(
 }
 
 /// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
-fn publish(partial: &Path, to: &Path) -> io::Result<()> {
+fn move_into_place(partial: &Path, to: &Path) -> io::Result<()> {
     fs::File::open(partial)?.sync_all()?;
     if let Some(parent) = to.parent() {
         fs::create_dir_all(parent)?;

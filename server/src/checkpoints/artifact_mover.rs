@@ -7,8 +7,8 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, RequestKind},
+    folder_name_of,
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
-    name_of,
     object_storage::{PART_BYTES, Prefix, Unusable, describe, part_bytes},
 };
 use crate::{
@@ -26,11 +26,11 @@ use std::{
 };
 
 /// Number of checkpoints that are processed at the same time.
-const CONCURRENT: usize = 2;
+const WORKERS: usize = 2;
 /// Pauses after a failure: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// Number of rows that are read at a time.
-const ROWS: u32 = 1000;
+const ROWS_PER_QUERY: u32 = 1000;
 
 /// Why the upload or the deletion of a checkpoint failed.
 enum MoveError {
@@ -84,7 +84,7 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
         tokio::time::sleep(backoff.pause()).await;
     }
     wait_until_usable(&checkpoints, store).await;
-    futures_util::future::join_all((0..CONCURRENT).map(|_| work(&checkpoints, store))).await;
+    futures_util::future::join_all((0..WORKERS).map(|_| run_worker(&checkpoints, store))).await;
 }
 
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
@@ -92,7 +92,7 @@ async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> 
     queue_abandoned(checkpoints, store).await?;
     let mut after = String::new();
     loop {
-        let rows = checkpoints.store.checkpoints_after(&after, ROWS).await?;
+        let rows = checkpoints.store.checkpoints_after(&after, ROWS_PER_QUERY).await?;
         let Some(last) = rows.last() else { return Ok(()) };
         after.clone_from(&last.id);
         for row in rows {
@@ -105,7 +105,8 @@ async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> 
 async fn queue_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut after = String::new();
     loop {
-        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS).await?;
+        let ids =
+            checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS_PER_QUERY).await?;
         let Some(last) = ids.last() else { return Ok(()) };
         after.clone_from(last);
         ids.iter().for_each(|id| store.queue(id));
@@ -144,7 +145,7 @@ async fn wait_until_usable(checkpoints: &Checkpoints, store: &ArtifactStore) {
     let (mut backoff, mut is_logged) = (RETRY, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
         store.note_failure(RequestKind::Other, &unusable.why);
-        if !unusable.may_pass && !is_logged {
+        if !unusable.is_temporary && !is_logged {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_logged = true;
         }
@@ -153,11 +154,11 @@ async fn wait_until_usable(checkpoints: &Checkpoints, store: &ArtifactStore) {
     store.note_success(RequestKind::Other);
 }
 
-async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
+async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
     let mut backoff = RETRY;
     loop {
-        let noted = store.waiting.notified();
-        let Some(id) = store.take() else {
+        let noted = store.queue_changed.notified();
+        let Some(id) = store.take_next() else {
             noted.await;
             continue;
         };
@@ -183,13 +184,13 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             }
         };
         if failed {
-            // Until `done`, the other worker does not process this checkpoint.
+            // Until `store.finish`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.pause()).await;
             store.requeue(&id);
         } else {
             backoff = RETRY;
         }
-        store.done(&id);
+        store.finish(&id);
     }
 }
 
@@ -199,7 +200,7 @@ async fn record_damage(checkpoints: &Checkpoints, id: &str, how: &str) {
     if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, id).await
         && let Ok(Some(row)) = checkpoints.store.checkpoint(id).await
     {
-        let name = name_of(&row);
+        let name = folder_name_of(&row);
         let text = format!(
             "checkpoint {name} on the server's disk is damaged ({how}); it is not uploaded to the object store"
         );
@@ -215,8 +216,8 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
         // The objects may belong to another server, if it has a copy of this database and has adopted the store.
         store.confirm(&*checkpoints.store).await?;
         let deleted = async {
-            if let Some(parts) = &record.parts {
-                store.storage.drop_parts(parts).await?;
+            if let Some(upload_id) = &record.unfinished_upload {
+                store.storage.abort_upload(upload_id).await?;
             }
             store.storage.delete(&prefix, None).await
         };
@@ -242,8 +243,11 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         return Ok(());
     }
     let manifest = Bytes::from(manifest);
-    let record =
-        StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
+    let record = StoredCheckpoint {
+        id: row.id.clone(),
+        manifest: None,
+        unfinished_upload: known.and_then(|known| known.unfinished_upload),
+    };
     match send_files(checkpoints, store, &prefix, &folder, &manifest, record).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
         Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
@@ -253,7 +257,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         Ok(()) => {
             store.note_success(RequestKind::Write);
             // Ranks do not remove checkpoints that only the object store has.
-            Ok(checkpoints.forget_old(&row.job).await?)
+            Ok(checkpoints.remove_old_in_object_store(&row.job).await?)
         }
     }
 }
@@ -267,18 +271,18 @@ async fn send_files(
     manifest_bytes: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = prefix.read(manifest_bytes).map_err(MoveError::Damaged)?;
+    let manifest = prefix.parse_manifest(manifest_bytes).map_err(MoveError::Damaged)?;
     store.confirm(&*checkpoints.store).await?;
-    if let Some(parts) = record.parts.take() {
-        store.storage.drop_parts(&parts).await?;
+    if let Some(upload_id) = record.unfinished_upload.take() {
+        store.storage.abort_upload(&upload_id).await?;
     }
     // The row is written before the first object exists, so that every object can be found and deleted.
-    write(checkpoints, store, &record).await?;
+    write_record(checkpoints, store, &record).await?;
     // An earlier server may have been killed after the upload of the manifest and before the row was updated.
     if store.storage.manifest(prefix).await?.as_ref() != Some(manifest_bytes) {
         for (name, file) in &manifest.files {
-            if !store.storage.has(prefix, name, &file.sha256, file.size_bytes).await? {
-                send(checkpoints, store, prefix, (name, file), &folder.join(name), &mut record).await?;
+            if !store.storage.has_file(prefix, name, &file.sha256, file.size_bytes).await? {
+                send_file(checkpoints, store, prefix, (name, file), &folder.join(name), &mut record).await?;
             }
         }
         store.storage.put_manifest(prefix, manifest_bytes.clone()).await?;
@@ -288,11 +292,15 @@ async fn send_files(
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     store.confirm(&*checkpoints.store).await?;
     record.manifest = Some(sha256(manifest_bytes));
-    write(checkpoints, store, &record).await
+    write_record(checkpoints, store, &record).await
 }
 
 /// Writes the row of a copy that is in the object store, or will be.
-async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<()> {
+async fn write_record(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    record: &StoredCheckpoint,
+) -> Result<()> {
     if !checkpoints.store.put_stored_checkpoint(store.storage.url(), record).await? {
         // The checkpoint was removed during the upload.
         return Err(MoveError::Changed);
@@ -307,7 +315,7 @@ struct Reader {
 }
 
 /// Reads the next part, of at most `bytes` bytes.
-async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
+async fn read_part(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
     blocking(move || {
         let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
         (&mut reader.file).take(bytes).read_to_end(&mut part)?;
@@ -323,7 +331,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send
 }
 
 /// Uploads a file. The object appears after the last part has arrived and the checksum is correct.
-async fn send(
+async fn send_file(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     prefix: &Prefix,
@@ -336,28 +344,28 @@ async fn send(
     let file = blocking(move || regular_files::open(&path)).await?;
     let mut reader = Reader { file, verifier: Verifier::default() };
     let bytes;
-    (bytes, reader) = next(reader, part_size).await?;
+    (bytes, reader) = read_part(reader, part_size).await?;
     if expected.size_bytes <= PART_BYTES {
         reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
-        return Ok(store.storage.put(prefix, name, &expected.sha256, bytes).await?);
+        return Ok(store.storage.put_file(prefix, name, &expected.sha256, bytes).await?);
     }
-    let mut upload = store.storage.begin(prefix, name, &expected.sha256).await?;
+    let mut upload = store.storage.begin_upload(prefix, name, &expected.sha256).await?;
     let sent: Result<()> = async {
-        record.parts = upload.parts();
-        if record.parts.is_some() {
-            write(checkpoints, store, record).await?;
+        record.unfinished_upload = upload.upload_id();
+        if record.unfinished_upload.is_some() {
+            write_record(checkpoints, store, record).await?;
         }
         let mut bytes = bytes;
         while !bytes.is_empty() {
             upload.send(bytes).await?;
-            (bytes, reader) = next(reader, part_size).await?;
+            (bytes, reader) = read_part(reader, part_size).await?;
         }
         reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;
     if sent.is_ok() {
-        record.parts = None;
+        record.unfinished_upload = None;
     } else {
         upload.abort().await;
     }

@@ -58,7 +58,7 @@ pub(crate) type FetchOutcome = Option<Result<(), NotFetched>>;
 #[derive(Debug, Clone)]
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<FetchOutcome>,
-    since: Instant,
+    changed_at: Instant,
     /// Number of consecutive failures.
     failures: u32,
 }
@@ -79,13 +79,13 @@ pub(crate) struct ArtifactStore {
     /// checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// A permit for each checkpoint that is being fetched.
-    pub(crate) fetching: Semaphore,
+    pub(crate) fetch_permits: Semaphore,
     /// A permit for each copy on the disk that is being checked.
-    pub(crate) checking: Semaphore,
+    pub(crate) check_permits: Semaphore,
     /// Notified when a checkpoint waits for the mover.
-    pub(crate) waiting: Notify,
+    pub(crate) queue_changed: Notify,
     /// The kinds of requests that have failed and not succeeded since.
-    failing: Mutex<HashSet<RequestKind>>,
+    failing_kinds: Mutex<HashSet<RequestKind>>,
 }
 
 /// The kind of a request to the store.
@@ -117,10 +117,10 @@ impl ArtifactStore {
             queue: Mutex::default(),
             fetches: Mutex::default(),
             checked: Mutex::default(),
-            fetching: Semaphore::new(CONCURRENT_FETCHES),
-            checking: Semaphore::new(CONCURRENT_CHECKS),
-            waiting: Notify::new(),
-            failing: Mutex::default(),
+            fetch_permits: Semaphore::new(CONCURRENT_FETCHES),
+            check_permits: Semaphore::new(CONCURRENT_CHECKS),
+            queue_changed: Notify::new(),
+            failing_kinds: Mutex::default(),
         }
     }
 
@@ -134,7 +134,7 @@ impl ArtifactStore {
     pub(crate) fn queue(&self, id: &str) {
         // A checkpoint that waits already moves to the end.
         lock(&self.queue).waiting.insert(id.to_owned());
-        self.waiting.notify_waiters();
+        self.queue_changed.notify_waiters();
     }
 
     /// Queues a checkpoint again after a failure, behind all others, so that a permanent failure does not delay other checkpoints.
@@ -146,8 +146,8 @@ impl ArtifactStore {
         }
     }
 
-    /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ArtifactStore::done`].
-    pub(crate) fn take(&self) -> Option<String> {
+    /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ArtifactStore::finish`].
+    pub(crate) fn take_next(&self) -> Option<String> {
         let mut queue = lock(&self.queue);
         let id = queue.waiting.iter().rev().find(|id| !queue.busy.contains(*id))?.clone();
         queue.waiting.remove(&id);
@@ -155,10 +155,10 @@ impl ArtifactStore {
         Some(id)
     }
 
-    /// Notes that a checkpoint from [`ArtifactStore::take`] is no longer being processed.
-    pub(crate) fn done(&self, id: &str) {
+    /// Notes that a checkpoint from [`ArtifactStore::take_next`] is no longer being processed.
+    pub(crate) fn finish(&self, id: &str) {
         lock(&self.queue).busy.remove(id);
-        self.waiting.notify_waiters();
+        self.queue_changed.notify_waiters();
     }
 
     /// Forgets a checkpoint that is no longer in the database.
@@ -166,9 +166,9 @@ impl ArtifactStore {
         lock(&self.fetches).remove(id);
     }
 
-    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must run the fetch and end
-    /// it with [`ArtifactStore::end_fetch`].
-    pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<FetchOutcome>>) {
+    /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender. The caller must then run the fetch and
+    /// end it with [`ArtifactStore::end_fetch`].
+    pub(crate) fn join_or_start_fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<FetchOutcome>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
@@ -176,14 +176,14 @@ impl ArtifactStore {
             let is_current = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.since.elapsed() < FETCH_RETRY.after(fetch.failures),
+                Some(Err(_)) => fetch.changed_at.elapsed() < FETCH_RETRY.after(fetch.failures),
             };
             if is_current {
                 return (fetch.clone(), None);
             }
         }
         let (sender, outcome) = watch::channel(None);
-        let fetch = Fetch { outcome, since: Instant::now(), failures };
+        let fetch = Fetch { outcome, changed_at: Instant::now(), failures };
         fetches.insert(id.to_owned(), fetch.clone());
         (fetch, Some(sender))
     }
@@ -206,7 +206,7 @@ impl ArtifactStore {
         outcome: Result<(), NotFetched>,
     ) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
-            fetch.since = Instant::now();
+            fetch.changed_at = Instant::now();
             fetch.failures = if outcome.is_ok() { 0 } else { fetch.failures.saturating_add(1) };
         }
         sender.send_replace(Some(outcome));
@@ -214,7 +214,7 @@ impl ArtifactStore {
 
     /// Notes that a request has failed, for the reason `error`. Logged once until the store works again. Returns whether it was logged.
     pub(crate) fn note_failure(&self, kind: RequestKind, error: &str) -> bool {
-        let mut failing = lock(&self.failing);
+        let mut failing = lock(&self.failing_kinds);
         let is_first = failing.is_empty();
         failing.insert(kind);
         if is_first {
@@ -230,7 +230,7 @@ impl ArtifactStore {
 
     /// Notes that the store has handled a request. Returns whether requests failed before and none fail now, which is logged.
     pub(crate) fn note_success(&self, kind: RequestKind) -> bool {
-        let mut failing = lock(&self.failing);
+        let mut failing = lock(&self.failing_kinds);
         let has_failed = !failing.is_empty();
         // A write that succeeds shows that the store answers other requests, too.
         failing.retain(|failed| kind == RequestKind::Other && *failed == RequestKind::Write);

@@ -22,11 +22,11 @@ pub(crate) enum Failure {
 
 /// Running evaluations, by the file of their result.
 #[derive(Debug, Default)]
-pub(crate) struct Evaluations(pub(crate) Mutex<HashMap<PathBuf, Running>>);
+pub(crate) struct Evaluations(pub(crate) Mutex<HashMap<PathBuf, RunningEvaluation>>);
 
 /// A running evaluation.
 #[derive(Debug, Clone)]
-pub(crate) struct Running {
+pub(crate) struct RunningEvaluation {
     /// The id of the request to the agent, once it is sent.
     pub(crate) request: Arc<OnceLock<u64>>,
     pub(crate) outcome: watch::Receiver<Outcome>,

@@ -53,7 +53,7 @@ impl Verifier {
     }
 }
 
-fn damaged(detail: String) -> io::Error {
+fn damage_error(detail: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, detail)
 }
 
@@ -64,14 +64,16 @@ fn damaged(detail: String) -> io::Error {
 pub(crate) fn verify(mut file: fs::File, name: &str, expected: &ManifestFile) -> io::Result<()> {
     let (mut verifier, mut block) = (Verifier::default(), vec![0; 1 << 18]);
     loop {
-        let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
-            true => damaged(format!("its {name} cannot be read ({error})")),
-            false => error,
-        })?;
-        if n == 0 {
-            return verifier.finish(name, expected).map_err(damaged);
+        let bytes = match file.read(&mut block) {
+            Err(error) if is_media_error(&error) => {
+                return Err(damage_error(format!("its {name} cannot be read ({error})")));
+            }
+            bytes => bytes?,
+        };
+        if bytes == 0 {
+            return verifier.finish(name, expected).map_err(damage_error);
         }
-        verifier.add(&block[..n]);
+        verifier.add(&block[..bytes]);
     }
 }
 
@@ -81,13 +83,13 @@ pub(crate) fn verify(mut file: fs::File, name: &str, expected: &ManifestFile) ->
 /// [`io::ErrorKind::InvalidData`] if a file is missing, damaged or permanently unreadable. The text names the file.
 pub(crate) fn verify_checkpoint(folder: &Path) -> io::Result<()> {
     let bytes = fs::read(folder.join(MANIFEST))
-        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
+        .map_err(|e| damage_error(format!("its MANIFEST.json cannot be read ({e})")))?;
     let manifest: Manifest = serde_json::from_slice(&bytes)
-        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
+        .map_err(|e| damage_error(format!("its MANIFEST.json cannot be read ({e})")))?;
     for (name, expected) in &manifest.files {
         match fs::File::open(folder.join(name)) {
             Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => verify(file, name, expected)?,
-            _ => return Err(damaged(format!("its {name} is missing"))),
+            _ => return Err(damage_error(format!("its {name} is missing"))),
         }
     }
     Ok(())

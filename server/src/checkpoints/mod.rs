@@ -21,7 +21,7 @@ use crate::{
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
     util::{if_exists, tasks::Tasks},
 };
-use artifact_fetches::{Availability, fetch_if_missing};
+use artifact_fetches::{Availability, find_availability};
 use artifact_store::{ArtifactStore, StoredState};
 use evaluations::Evaluations;
 use lockstep_protocol::{
@@ -40,7 +40,7 @@ use std::{
 use verified_files::VerifiedFiles;
 use waits::CheckpointWaits;
 
-fn name_of(row: &CheckpointRow) -> String {
+fn folder_name_of(row: &CheckpointRow) -> String {
     folder_name(row.info.epoch, row.info.step)
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Checkpoints {
     pub(crate) verified_files: VerifiedFiles,
     pub(crate) evaluations: Evaluations,
     /// Held while old checkpoints are removed, and while a checkpoint is registered as a model version, which must not be removed.
-    pub(crate) removing: tokio::sync::Mutex<()>,
+    pub(crate) removal_lock: tokio::sync::Mutex<()>,
 }
 
 impl Checkpoints {
@@ -81,13 +81,13 @@ impl Checkpoints {
             waits: CheckpointWaits::default(),
             verified_files: VerifiedFiles::default(),
             evaluations: Evaluations::default(),
-            removing: tokio::sync::Mutex::default(),
+            removal_lock: tokio::sync::Mutex::default(),
         }
     }
 
     /// The folder of a checkpoint on the server's disk.
     pub(crate) fn folder(&self, row: &CheckpointRow) -> PathBuf {
-        self.config.job_dir(&row.job).join("checkpoints").join(name_of(row))
+        self.config.job_dir(&row.job).join("checkpoints").join(folder_name_of(row))
     }
 
     /// The copies of a job's checkpoints, by the checkpoint's id.
@@ -139,21 +139,23 @@ impl Checkpoints {
     }
 
     /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
-    /// newest checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
-    pub(crate) async fn wait_for_newer(
+    /// newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
+    /// checks.
+    pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
         agent: &str,
-        patience: &mut Duration,
+        time_left: &mut Duration,
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
         // Pretrained weights are a checkpoint of another job.
-        if let (Some(_), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
+        if self.artifact_store.is_some()
+            && let Some(given) = &job.spec.model.pretrained
             && let Some(row) = self.store.checkpoint(given).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
             && let Availability::Waits(wait) =
-                fetch_if_missing(self, &row, Some(&copies), job, patience).await?
+                find_availability(self, &row, Some(&copies), job, time_left).await?
         {
             return Ok(Some(wait));
         }
@@ -163,19 +165,21 @@ impl Checkpoints {
         }
         let online = self.reachable_agents();
         let copies = self.copies(&job.id).await?;
-        let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
+        // Checkpoints that online agents upload, and the names of these agents.
+        let (mut checkpoints, mut agents) = (Vec::new(), Vec::new());
+        let mut is_newest_elsewhere = false;
         for row in self.store.checkpoints(&job.id).await? {
             // The newest checkpoint comes first.
             let copies = copies.get(&row.id);
             let holders = self.holders_if_missing(&row, copies);
             if holders.is_empty() {
-                match fetch_if_missing(self, &row, copies, job, patience).await? {
+                match find_availability(self, &row, copies, job, time_left).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
                     Availability::Waits(wait) => return Ok(Some(wait)),
                 }
             }
-            is_coming = true;
+            is_newest_elsewhere = true;
             if holders.iter().any(|holder| holder.agent_id == agent) {
                 break;
             }
@@ -184,10 +188,10 @@ impl Checkpoints {
                 agents.push(holder.agent);
             }
         }
-        if !is_coming {
+        if !is_newest_elsewhere {
             self.waits.forget(&job.id);
         }
-        let awaited = self.waits.awaited(&job.id, &checkpoints, self.config.checkpoint_wait);
+        let awaited = self.waits.first_awaited(&job.id, &checkpoints, self.config.checkpoint_wait);
         Ok(awaited.map(|index| {
             let (holder, checkpoint) = (agents.swap_remove(index), checkpoints.swap_remove(index));
             let (checkpoint, agent) = (checkpoint.into(), Some(holder.into()));
@@ -197,9 +201,9 @@ impl Checkpoints {
     }
 
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
-    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk
-    /// remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
-    pub(crate) async fn keep_uploaded(&self, report: &mut Report) -> Result<()> {
+    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them. Ranks on
+    /// the server's disk remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
+    pub(crate) async fn drop_removals_of_kept(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
         }
@@ -212,7 +216,7 @@ impl Checkpoints {
             }
             None => Default::default(),
         };
-        let place = self.store.given_place(&report.attempt, &report.agent_id).await?;
+        let place = self.store.agent_place(&report.attempt, &report.agent_id).await?;
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
@@ -229,12 +233,12 @@ impl Checkpoints {
 
     /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own
     /// disk, but the server also has checkpoints of earlier machines.
-    pub(crate) async fn tidy(&self, attempt: &AttemptRef) -> Result<()> {
+    pub(crate) async fn remove_old_after_upload(&self, attempt: &AttemptRef) -> Result<()> {
         // Another attempt is training, possibly on this disk.
         if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
             return Ok(());
         }
-        let _removing = self.removing.lock().await;
+        let _guard = self.removal_lock.lock().await;
         let Some((rows, old)) = self.old_checkpoints(&attempt.job).await? else { return Ok(()) };
         let kept: HashSet<String> = rows
             .iter()
@@ -242,7 +246,7 @@ impl Checkpoints {
             .filter(|row| !old.contains(row))
             .map(|(epoch, step)| folder_name(epoch, step))
             .collect();
-        self.replace(&attempt.job, old, Vec::new()).await?;
+        self.change_rows(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
         let removed = tokio::task::spawn_blocking(move || remove_others(&job_dir, &kept)).await;
         if let Err(error) = removed.map_err(io::Error::other).flatten() {
@@ -251,11 +255,11 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A job's checkpoints, with the epoch and step of each checkpoint that the job no longer keeps: it is older than the newest
-    /// `checkpoint.keep`, is not the best, and is not a version of a model.
+    /// A job's checkpoints, and epoch and step of each checkpoint that the job no longer keeps, because it is older than the newest
+    /// `checkpoint.keep`, is not the best, and is not a version of a model. `None` if the job does not exist.
     async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(row) = self.store.job(job).await? else { return Ok(None) };
-        // Ranks, too, keep at least two checkpoints: if the newest is damaged, the job continues from the previous checkpoint.
+        // Ranks, too, keep at least two checkpoints, because if the newest is damaged, the job continues from the previous checkpoint.
         let keep = (row.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(job).await?;
         let registered = self.store.registered_checkpoints(job).await?;
@@ -268,7 +272,7 @@ impl Checkpoints {
     }
 
     /// Removes the rows of the checkpoints `removed`, each given by epoch and step, and adds rows of the checkpoints `added`.
-    pub(crate) async fn replace(
+    pub(crate) async fn change_rows(
         &self,
         job: &JobId,
         removed: Vec<(u32, u64)>,
@@ -291,15 +295,15 @@ impl Checkpoints {
     }
 
     /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
-    pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
-        let _removing = self.removing.lock().await;
+    pub(crate) async fn remove_old_in_object_store(&self, job: &JobId) -> Result<()> {
+        let _guard = self.removal_lock.lock().await;
         let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };
         let on_disk = |(epoch, step): &(u32, u64)| {
             let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
             row.is_some_and(|row| self.folder(row).exists())
         };
         let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
-        self.replace(job, gone, Vec::new()).await
+        self.change_rows(job, gone, Vec::new()).await
     }
 }
 

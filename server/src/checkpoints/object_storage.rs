@@ -107,7 +107,7 @@ impl ObjectStorage {
                 })
             }
             Location::Bucket { bucket, prefix } => {
-                check::environment()?;
+                check::check_environment()?;
                 let retry = RetryConfig {
                     backoff: BackoffConfig::default(),
                     max_retries: RETRIES,
@@ -151,7 +151,7 @@ impl ObjectStorage {
     /// The bytes of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
     ///
     /// # Errors
-    /// A store error. A manifest that is too large is cut off, and then refused by [`Prefix::read`].
+    /// A store error. A manifest that is too large is cut off, and then refused by [`Prefix::parse_manifest`].
     pub(crate) async fn manifest(&self, prefix: &Prefix) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
         let found = with_timeout(self.objects.get_opts(&prefix.path.clone().join(MANIFEST), options)).await;
@@ -165,24 +165,36 @@ impl ObjectStorage {
     }
 
     /// Whether the store has a file with this checksum and size.
-    pub(crate) async fn has(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: u64) -> Result<bool> {
-        let found = optional(with_timeout(self.objects.head(&prefix.file(name, sha256))).await)?;
+    pub(crate) async fn has_file(
+        &self,
+        prefix: &Prefix,
+        name: &str,
+        sha256: &str,
+        bytes: u64,
+    ) -> Result<bool> {
+        let found = optional(with_timeout(self.objects.head(&prefix.file_path(name, sha256))).await)?;
         Ok(found.is_some_and(|found| found.size == bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
-    pub(crate) async fn put(&self, prefix: &Prefix, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
-        with_timeout(self.objects.put(&prefix.file(name, sha256), bytes.into())).await.map(drop)
+    pub(crate) async fn put_file(
+        &self,
+        prefix: &Prefix,
+        name: &str,
+        sha256: &str,
+        bytes: Bytes,
+    ) -> Result<()> {
+        with_timeout(self.objects.put(&prefix.file_path(name, sha256), bytes.into())).await.map(drop)
     }
 
     /// The bytes of a file. The caller must verify them.
-    pub(crate) async fn get(
+    pub(crate) async fn get_file(
         &self,
         prefix: &Prefix,
         name: &str,
         sha256: &str,
     ) -> Result<BoxStream<'static, Result<Bytes>>> {
-        Ok(with_timeout(self.objects.get(&prefix.file(name, sha256))).await?.into_stream())
+        Ok(with_timeout(self.objects.get(&prefix.file_path(name, sha256))).await?.into_stream())
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
@@ -192,7 +204,7 @@ impl ObjectStorage {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &ManifestFile)| prefix.file(name, &file.sha256);
+            let file = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
             kept.is_some_and(|kept| {
                 *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
             })
@@ -215,7 +227,7 @@ impl ObjectStorage {
 }
 
 impl Prefix {
-    fn file(&self, name: &str, sha256: &str) -> Path {
+    fn file_path(&self, name: &str, sha256: &str) -> Path {
         self.path.clone().join(sha256).join(name)
     }
 
@@ -223,7 +235,7 @@ impl Prefix {
     ///
     /// # Errors
     /// The bytes are not a valid manifest of this checkpoint.
-    pub(crate) fn read(&self, bytes: &[u8]) -> std::result::Result<Manifest, String> {
+    pub(crate) fn parse_manifest(&self, bytes: &[u8]) -> std::result::Result<Manifest, String> {
         let invalid = |detail: String| format!("its {MANIFEST} {detail}");
         if bytes.len() > MANIFEST_BYTES {
             return Err(invalid(format!("has more than {MANIFEST_BYTES} bytes")));

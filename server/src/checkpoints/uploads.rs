@@ -1,6 +1,7 @@
 //! Uploads of checkpoints by agents that have their own disk. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder,
 //! which is renamed into `checkpoints/` after every checksum was verified. So a checkpoint exists completely or not at all, like the
-//! checkpoints of ranks. Pieces survive a restart of the agent or the server: the agent asks how many bytes have arrived, and continues.
+//! checkpoints of ranks. Pieces survive a restart of the agent or the server, because the agent asks how many bytes have arrived, and
+//! continues.
 
 use crate::{
     checkpoints::manifest::{MANIFEST, Manifest, sha256, verify_checkpoint},
@@ -20,11 +21,11 @@ use std::{
 /// Maximum size of a piece of a file in a request, in bytes.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
 /// Maximum total size of the files of a checkpoint, in bytes.
-const CHECKPOINT_BYTES: u64 = 1 << 40;
+const MAX_CHECKPOINT_BYTES: u64 = 1 << 40;
 
 /// Why a piece or a checkpoint is refused.
 #[derive(Debug)]
-pub(crate) enum Refused {
+pub(crate) enum UploadError {
     /// The request is invalid.
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
@@ -39,13 +40,13 @@ pub(crate) enum Refused {
     Io(io::Error),
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for UploadError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
-type Result<T> = std::result::Result<T, Refused>;
+type Result<T> = std::result::Result<T, UploadError>;
 
 /// The folders of a checkpoint below a job's folder.
 pub(crate) struct Upload {
@@ -88,7 +89,7 @@ impl Upload {
         let entries = if_exists(fs::read_dir(&self.partial))?.into_iter().flatten();
         let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
         let names: Vec<String> = names.collect::<io::Result<_>>()?;
-        Ok(names.into_iter().filter(|name| is_file(name)).collect())
+        Ok(names.into_iter().filter(|name| is_checkpoint_file(name)).collect())
     }
 
     /// Begins an upload with its manifest. An earlier upload with another manifest is dropped. `is_live`: whether the attempt may still
@@ -97,8 +98,8 @@ impl Upload {
     /// # Errors
     /// The bytes are not a manifest of this checkpoint, or it names files that are too large.
     pub(crate) fn begin(&self, bytes: &[u8], is_live: bool) -> Result<()> {
-        let manifest = self.read_manifest(bytes)?;
-        self.may_replace(&manifest, is_live)?;
+        let manifest = self.parse_manifest(bytes)?;
+        self.check_replaceable(&manifest, is_live)?;
         let _lock = self.lock()?;
         let path = self.partial.join(MANIFEST);
         if fs::read(&path).is_ok_and(|before| before == bytes) {
@@ -118,19 +119,22 @@ impl Upload {
     /// The upload was not begun, `offset` is not the file's size, or the file would be larger than in the manifest.
     pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
         let _lock = self.lock()?;
-        let manifest = self.manifest()?;
+        let manifest = self.read_manifest()?;
         let Some(expected) = manifest.files.get(name) else {
-            return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
+            return Err(UploadError::Wrong(format!(
+                "the manifest of checkpoint {} names no {name}",
+                self.name
+            )));
         };
         let path = self.partial.join(name);
         let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;
         let size = file.metadata()?.len();
         if size != offset {
-            return Err(Refused::Offset(size));
+            return Err(UploadError::Offset(size));
         }
         let end = offset.saturating_add(piece.len() as u64);
         if end > expected.size_bytes {
-            return Err(Refused::Wrong(format!(
+            return Err(UploadError::Wrong(format!(
                 "{name} has {} bytes, and more were sent",
                 expected.size_bytes
             )));
@@ -147,28 +151,28 @@ impl Upload {
     /// Verifies all checksums, syncs all files and renames the folder to its final name.
     ///
     /// # Errors
-    /// [`Refused::Damaged`] if the files do not match the manifest. The files are removed.
+    /// [`UploadError::Damaged`] if the files do not match the manifest. The files are removed.
     pub(crate) fn commit(&self, is_live: bool) -> Result<()> {
         let _lock = self.lock()?;
-        let manifest = match self.manifest() {
+        let manifest = match self.read_manifest() {
             Ok(manifest) => manifest,
             // The upload was committed before, and only the response was lost.
-            Err(Refused::Wrong(_)) if self.complete.join(MANIFEST).exists() => return Ok(()),
+            Err(UploadError::Wrong(_)) if self.complete.join(MANIFEST).exists() => return Ok(()),
             Err(error) => return Err(error),
         };
-        self.may_replace(&manifest, is_live)?;
+        self.check_replaceable(&manifest, is_live)?;
         if let Err(error) = verify_checkpoint(&self.partial) {
             if error.kind() != io::ErrorKind::InvalidData {
                 return Err(error.into());
             }
             fs::remove_dir_all(&self.partial)?;
-            return Err(Refused::Damaged(error.to_string()));
+            return Err(UploadError::Damaged(error.to_string()));
         }
         for name in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
             File::open(self.partial.join(name))?.sync_all()?;
         }
         File::open(&self.partial)?.sync_all()?;
-        let Some(parent) = self.complete.parent() else { return Err(Refused::Wrong("no folder".into())) };
+        let Some(parent) = self.complete.parent() else { return Err(UploadError::Wrong("no folder".into())) };
         fs::create_dir_all(parent)?;
         self.rename_to_complete()?;
         Ok(File::open(parent)?.sync_all()?)
@@ -193,17 +197,17 @@ impl Upload {
 
     /// Checks that an upload may replace a stored checkpoint. Only the live attempt may do so. An attempt that has ended may still add the
     /// result of its last evaluation to the same weights.
-    fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
+    fn check_replaceable(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
         if is_live {
             return Ok(());
         }
         let Some(stored) = if_exists(fs::read(self.complete.join(MANIFEST)))? else { return Ok(()) };
-        let stored = self.read_manifest(&stored)?;
+        let stored = self.parse_manifest(&stored)?;
         let weights = |manifest: &Manifest| -> Vec<_> {
             let files = manifest.files.iter().filter(|(name, _)| name.as_str() != STATE);
             files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
         };
-        (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
+        (weights(manifest) == weights(&stored)).then_some(()).ok_or(UploadError::Stored)
     }
 
     /// Takes the lock that is held while files change, because a repeated request of an agent may overlap with the first request.
@@ -214,20 +218,20 @@ impl Upload {
         let folder = File::open(&self.partial)?;
         match folder.try_lock() {
             Ok(()) => Ok(folder),
-            Err(fs::TryLockError::WouldBlock) => Err(Refused::Busy),
+            Err(fs::TryLockError::WouldBlock) => Err(UploadError::Busy),
             Err(fs::TryLockError::Error(error)) => Err(error.into()),
         }
     }
 
-    fn manifest(&self) -> Result<Manifest> {
+    fn read_manifest(&self) -> Result<Manifest> {
         let bytes = if_exists(fs::read(self.partial.join(MANIFEST)))?;
-        let missing = || Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name));
-        self.read_manifest(&bytes.ok_or_else(missing)?)
+        let missing = || UploadError::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name));
+        self.parse_manifest(&bytes.ok_or_else(missing)?)
     }
 
-    fn read_manifest(&self, bytes: &[u8]) -> Result<Manifest> {
+    fn parse_manifest(&self, bytes: &[u8]) -> Result<Manifest> {
         let wrong =
-            |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
+            |detail: String| UploadError::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
         if bytes.len() > MANIFEST_BYTES {
             return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", bytes.len())));
         }
@@ -236,7 +240,7 @@ impl Upload {
         if name != self.name {
             return Err(wrong(format!("it belongs to {name}")));
         }
-        if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
+        if let Some(other) = manifest.files.keys().find(|name| !is_checkpoint_file(name)) {
             return Err(wrong(format!("{other:?} is not a file of a checkpoint")));
         }
         if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
@@ -249,9 +253,9 @@ impl Upload {
             )));
         }
         let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
-        if size > CHECKPOINT_BYTES {
+        if size > MAX_CHECKPOINT_BYTES {
             return Err(wrong(format!(
-                "its files have {size} bytes, at most {CHECKPOINT_BYTES} are allowed"
+                "its files have {size} bytes, at most {MAX_CHECKPOINT_BYTES} are allowed"
             )));
         }
         Ok(manifest)
@@ -259,7 +263,7 @@ impl Upload {
 }
 
 /// Whether a manifest may name this file.
-fn is_file(name: &str) -> bool {
+fn is_checkpoint_file(name: &str) -> bool {
     name == STATE || checkpoint_files::kind(name).is_some()
 }
 

@@ -16,15 +16,20 @@ pub(crate) struct Wait {
     pub(crate) keeps_slots: bool,
 }
 
-/// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after the wait has timed out, until the job
-/// starts or none of its checkpoints is being uploaded: a job that then waits for slots must not wait for the checkpoint again.
+/// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after the wait has timed out, until the
+/// job starts or none of its checkpoints is being uploaded, because a job that then waits for slots must not wait for the checkpoint again.
 #[derive(Debug, Default)]
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
 impl CheckpointWaits {
     /// The index of the first of these checkpoints for which the job has waited less than `limit`. Starts the wait for checkpoints that are
     /// new.
-    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], limit: Duration) -> Option<usize> {
+    pub(crate) fn first_awaited(
+        &self,
+        job: &JobId,
+        checkpoints: &[String],
+        limit: Duration,
+    ) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
         }
@@ -43,7 +48,7 @@ impl CheckpointWaits {
     }
 
     /// Forgets all jobs except those that still wait.
-    pub(crate) fn keep(&self, waiting: &HashSet<&JobId>) {
+    pub(crate) fn retain(&self, waiting: &HashSet<&JobId>) {
         lock(&self.0).retain(|job, _| waiting.contains(job));
     }
 }
@@ -57,22 +62,22 @@ mod tests {
         let (waits, job, zero) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
         let long = Duration::from_secs(600);
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
-        assert_eq!(waits.awaited(&job, &[], long), None);
-        assert_eq!(waits.awaited(&job, &newest, long), Some(0));
+        assert_eq!(waits.first_awaited(&job, &[], long), None);
+        assert_eq!(waits.first_awaited(&job, &newest, long), Some(0));
         assert_eq!(
-            waits.awaited(&job, &newest, zero),
+            waits.first_awaited(&job, &newest, zero),
             None,
             "there is no second wait for the older checkpoint"
         );
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
-        assert_eq!(waits.awaited(&job, &[], zero), None);
-        waits.keep(&HashSet::from([&job]));
+        assert_eq!(waits.first_awaited(&job, &[], zero), None);
+        waits.retain(&HashSet::from([&job]));
         let first = lock(&waits.0)[&job]["1-30"];
-        assert_eq!(waits.awaited(&job, &newest, zero), None);
+        assert_eq!(waits.first_awaited(&job, &newest, zero), None);
         assert_eq!(lock(&waits.0)[&job]["1-30"], first);
         // A checkpoint of a later attempt is waited for again.
-        assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
-        waits.keep(&HashSet::new());
+        assert_eq!(waits.first_awaited(&job, &["2-40".to_owned()], long), Some(0));
+        waits.retain(&HashSet::new());
         assert!(lock(&waits.0).is_empty(), "waits of cancelled jobs are removed");
     }
 }

@@ -68,7 +68,7 @@ words!(FairShare, "fair share": Off = "off", Owner = "owner", Project = "project
 
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
-    /// The address to listen on. Port 0 means a free port. See [`may_listen`].
+    /// The address to listen on. Port 0 means a free port. See [`check_listen_address`].
     pub listen: SocketAddr,
     /// A second listener on loopback without TLS, for the agent of this machine if `listen` uses TLS.
     pub local_listener: Option<Arc<TcpListener>>,
@@ -76,7 +76,7 @@ pub struct ServeConfig {
     pub tls: Option<TlsConfig>,
     /// The accepted cipher suites. `None`: all.
     pub tls_suites: Option<TlsSuites>,
-    pub tls_lowest: TlsVersion,
+    pub tls_min_version: TlsVersion,
     /// Authorities of agents' certificates (PEM). `None`: the server's own authority, if it has one.
     pub agent_ca: Option<PathBuf>,
     /// The revocation list of these authorities (PEM or DER), read again when it changes.
@@ -94,9 +94,9 @@ pub struct ServeConfig {
     /// Maximum requests per second, on average, of a token or a signed-in person. 0: no limit. Agents are not limited.
     pub token_requests_per_second: u32,
     /// Time limit of a TLS handshake.
-    pub handshake_patience: Duration,
+    pub handshake_timeout: Duration,
     /// Interval between two checks whether the certificate's files have changed.
-    pub certificate_check: Duration,
+    pub certificate_check_interval: Duration,
     /// The destination of the access log. `None`: requests are not logged.
     pub access_log: Option<AccessLogTo>,
     /// The size in bytes at which a file of the access log is followed by a new file.
@@ -117,7 +117,7 @@ pub struct ServeConfig {
     /// Maximum wait for the upload of a checkpoint, if its job can only continue on a machine that does not have the checkpoint.
     pub checkpoint_wait: Duration,
     /// A stream whose client reads nothing for this long is closed. The client can reconnect and continue.
-    pub stream_patience: Duration,
+    pub stream_timeout: Duration,
     /// How long a job's points remain in its events, and thus in its stream, after the job's end. Its metrics keep the points for ever.
     pub keep_points: Duration,
     /// A run from elsewhere whose program sends nothing for this long counts as failed until the program sends again.
@@ -125,9 +125,9 @@ pub struct ServeConfig {
     /// How long a request for an evaluation waits for the result. After this time the response is 202, and the client asks again.
     pub evaluation_wait: Duration,
     /// Time limit for a request's head, counted from the start of the connection or the end of the previous response.
-    pub head_patience: Duration,
+    pub head_timeout: Duration,
     /// Maximum time between two parts of a request's body.
-    pub body_patience: Duration,
+    pub body_timeout: Duration,
     /// Whether everybody who reaches the server may do everything. Only allowed on loopback addresses.
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
@@ -136,9 +136,9 @@ pub struct ServeConfig {
     /// these may be in any folder.
     pub dataset_roots: Vec<PathBuf>,
     /// Maximum number of entries in the audit log. The oldest are removed.
-    pub audit_entries: u32,
+    pub max_audit_entries: u32,
     /// Maximum number of concurrent connections. `None`: as many as the process's file descriptors allow.
-    pub connections: Option<usize>,
+    pub max_connections: Option<usize>,
     /// Whether webhooks may send to addresses that are not on the internet: this machine, private networks, metadata services.
     pub webhooks_allow_private: bool,
     /// The mail server for e-mail of webhooks. `None`: webhooks cannot send e-mail.
@@ -165,7 +165,7 @@ impl ServeConfig {
             local_listener: None,
             tls: None,
             tls_suites: None,
-            tls_lowest: TlsVersion::default(),
+            tls_min_version: TlsVersion::default(),
             agent_ca: None,
             agent_crl: None,
             agent_auth: None,
@@ -174,8 +174,8 @@ impl ServeConfig {
             trusted_proxies: Vec::new(),
             requests_per_second: 200,
             token_requests_per_second: 1000,
-            handshake_patience: Duration::from_secs(10),
-            certificate_check: Duration::from_secs(5),
+            handshake_timeout: Duration::from_secs(10),
+            certificate_check_interval: Duration::from_secs(5),
             access_log: None,
             access_log_bytes: 64 << 20,
             data_dir: data_dir.into(),
@@ -186,17 +186,17 @@ impl ServeConfig {
             lease: Duration::from_secs(15),
             fair_share: FairShare::Off,
             checkpoint_wait: Duration::from_secs(600),
-            stream_patience: Duration::from_secs(20),
+            stream_timeout: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
             run_silence: Duration::from_secs(600),
             evaluation_wait: Duration::from_secs(20),
-            head_patience: Duration::from_secs(30),
-            body_patience: Duration::from_secs(30),
+            head_timeout: Duration::from_secs(30),
+            body_timeout: Duration::from_secs(30),
             no_auth: false,
             oidc: None,
             dataset_roots: Vec::new(),
-            audit_entries: 100_000,
-            connections: None,
+            max_audit_entries: 100_000,
+            max_connections: None,
             webhooks_allow_private: false,
             smtp: None,
             webhook_retries: [5, 300, 1800, 7200, 18_000, 36_000].map(Duration::from_secs).into(),
@@ -222,7 +222,7 @@ impl ServeConfig {
     }
 
     /// Whether TLS handshakes request client certificates.
-    pub(crate) fn agents_show_certificates(&self) -> bool {
+    pub(crate) fn requests_client_certificates(&self) -> bool {
         self.agent_auth() != AgentAuth::Token
     }
 
@@ -232,9 +232,11 @@ impl ServeConfig {
             (self.agent_ca.is_some(), "--agent-ca"),
             (self.agent_auth.is_some_and(|auth| auth != AgentAuth::Token), "--agent-auth"),
             (self.tls_suites.is_some(), "--tls-suites"),
-            (self.tls_lowest != TlsVersion::default(), "--tls-min-version"),
+            (self.tls_min_version != TlsVersion::default(), "--tls-min-version"),
         ];
-        if let (None, Some((_, option))) = (&self.tls, tls_options.iter().find(|(given, _)| *given)) {
+        if self.tls.is_none()
+            && let Some((_, option)) = tls_options.iter().find(|(given, _)| *given)
+        {
             return Err(format!(
                 "{option} needs TLS; give a certificate with --tls-cert and --tls-key, or use --tls-own-ca"
             ));
@@ -243,10 +245,10 @@ impl ServeConfig {
             let own = "certificates of the server's own authority are revoked with `lockstep ca revoke`";
             return Err(format!("--agent-crl revokes certificates of --agent-ca, which is missing; {own}"));
         }
-        if self.agent_ca.is_some() && !self.agents_show_certificates() {
+        if self.agent_ca.is_some() && !self.requests_client_certificates() {
             return Err("--agent-ca has no effect with --agent-auth token; leave out one of the two".into());
         }
-        if self.agents_show_certificates() && !self.has_agent_authority() {
+        if self.requests_client_certificates() && !self.has_agent_authority() {
             return Err(
                 "--agent-auth needs the authority of agents' certificates; name it with --agent-ca".into()
             );
@@ -265,7 +267,7 @@ impl ServeConfig {
 ///
 /// # Errors
 /// Other machines can reach the address, and the server would accept requests from anybody, or without TLS.
-pub(crate) fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
+pub(crate) fn check_listen_address(config: &ServeConfig) -> Result<(), ServeError> {
     config.check_agent_auth().map_err(ServeError::Tls)?;
     if let Some(local_listener) = &config.local_listener {
         let address = local_listener.local_addr().map_err(ServeError::Stopped)?;

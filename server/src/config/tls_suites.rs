@@ -44,7 +44,7 @@ impl FromStr for TlsSuites {
         for name in text.split([',', ':']).map(str::trim).filter(|name| !name.is_empty()) {
             let found = known.iter().find(|suite| names(suite).iter().any(|n| n.eq_ignore_ascii_case(name)));
             let Some(found) = found else {
-                let supported: Vec<_> = known.iter().map(iana).collect();
+                let supported: Vec<_> = known.iter().map(iana_name).collect();
                 return Err(format!(
                     "{name:?} is not a supported cipher suite; the supported suites are {}",
                     supported.join(", ")
@@ -61,13 +61,12 @@ impl FromStr for TlsSuites {
     }
 }
 
-/// The IANA's name.
-fn iana(suite: &SupportedCipherSuite) -> String {
+fn iana_name(suite: &SupportedCipherSuite) -> String {
     format!("{:?}", suite.suite()).replacen("TLS13_", "TLS_", 1)
 }
 
 fn names(suite: &SupportedCipherSuite) -> [String; 3] {
-    let (rustls, iana) = (format!("{:?}", suite.suite()), iana(suite));
+    let (rustls, iana) = (format!("{:?}", suite.suite()), iana_name(suite));
     // OpenSSL has its own names for suites before TLS 1.3, such as ECDHE-RSA-AES128-GCM-SHA256.
     let openssl = iana.strip_prefix("TLS_").unwrap_or(&iana).replace("_WITH_", "-");
     let openssl = openssl.replace("AES_", "AES").replace("_POLY1305_SHA256", "-POLY1305").replace('_', "-");
@@ -90,7 +89,7 @@ pub(crate) struct OfferedTls {
 ///
 /// # Errors
 /// No client could connect.
-pub(crate) fn offered(
+pub(crate) fn offered_tls(
     suites: Option<&TlsSuites>,
     lowest: TlsVersion,
     key: &CertifiedKey,
@@ -109,7 +108,7 @@ pub(crate) fn offered(
     };
     let has = |version: &SupportedProtocolVersion| {
         provider.cipher_suites.iter().any(|suite| {
-            suite.version() == version && (suite.tls13().is_some() || iana(suite).contains(key_kind))
+            suite.version() == version && (suite.tls13().is_some() || iana_name(suite).contains(key_kind))
         })
     };
     let versions: Vec<_> = [&TLS13, &TLS12].into_iter().filter(|version| has(version)).collect();

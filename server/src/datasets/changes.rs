@@ -40,7 +40,7 @@ pub(crate) async fn compare(dataset: &Dataset) -> Comparison {
         let permit = COMPARISONS.acquire().await.ok()?;
         let compare = move || {
             let _permit = permit;
-            if changed_in(&period, &path, &classes, DEPTH) {
+            if has_changed_in(&period, &path, &classes, DEPTH) {
                 Comparison::Changed
             } else if is_missing(&path) {
                 Comparison::Missing
@@ -64,7 +64,7 @@ fn is_missing(path: &Path) -> bool {
 
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they
 /// may contain a million files.
-fn changed_in(period: &RangeInclusive<i128>, path: &Path, classes: &HashSet<String>, depth: u32) -> bool {
+fn has_changed_in(period: &RangeInclusive<i128>, path: &Path, classes: &HashSet<String>, depth: u32) -> bool {
     let Ok(metadata) = fs::metadata(path) else { return false };
     if period.contains(&i128::from(changed_ns(&metadata))) {
         return true;
@@ -79,6 +79,6 @@ fn changed_in(period: &RangeInclusive<i128>, path: &Path, classes: &HashSet<Stri
         let is_part = !name.starts_with('.') && !name.starts_with("lockstep-");
         let may_be_folder = entry.file_type().is_ok_and(|kind| !kind.is_file());
         let depth = if classes.contains(&*name) { 0 } else { depth - 1 };
-        is_part && may_be_folder && changed_in(period, &entry.path(), classes, depth)
+        is_part && may_be_folder && has_changed_in(period, &entry.path(), classes, depth)
     })
 }

@@ -12,10 +12,10 @@ const MAX_RESTARTS_LOGGED: u32 = 8;
 
 /// The progress logged last, by job, attempt and agent.
 #[derive(Debug, Default)]
-pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
+pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), LoggedProgress>>);
 
 #[derive(Debug, Default)]
-struct Announced {
+struct LoggedProgress {
     /// Highest number of tenths that was logged. `None` before the first line.
     tenths: Option<u64>,
     restarts: u32,
@@ -32,12 +32,12 @@ pub(crate) enum CopyNotice {
 
 impl CopyProgress {
     /// The line to log for an agent that has copied `copied` of `total` bytes. `None` if there is no progress. Fewer bytes than before are
-    /// logged only if the agent reports that the copy starts again (`restarted`).
-    pub(crate) fn notice(
+    /// logged only if the agent reports that the copy starts again (`is_restart`).
+    pub(crate) fn note_progress(
         &self,
         (job, attempt, agent): (&JobId, u32, &str),
         (copied, total): (u64, u64),
-        restarted: bool,
+        is_restart: bool,
     ) -> Option<CopyNotice> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
         let mut progress = lock(&self.0);
@@ -45,14 +45,14 @@ impl CopyProgress {
         if progress.len() >= MAX_REMEMBERED && !progress.contains_key(&key) {
             progress.clear();
         }
-        let announced = progress.entry(key).or_default();
-        if restarted && announced.restarts < MAX_RESTARTS_LOGGED {
-            *announced = Announced { tenths: Some(tenths), restarts: announced.restarts + 1 };
+        let logged = progress.entry(key).or_default();
+        if is_restart && logged.restarts < MAX_RESTARTS_LOGGED {
+            *logged = LoggedProgress { tenths: Some(tenths), restarts: logged.restarts + 1 };
             return Some(CopyNotice::Restarted);
         }
-        let is_new = announced.tenths.is_none_or(|before| before < tenths);
+        let is_new = logged.tenths.is_none_or(|before| before < tenths);
         if is_new {
-            announced.tenths = Some(tenths);
+            logged.tenths = Some(tenths);
         }
         is_new.then_some(CopyNotice::Tenths(tenths))
     }
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn each_tenth_is_reported_once_per_machine() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let notice = |agent: &str, copied| progress.notice((&job, 1, agent), (copied, 100), false);
+        let notice = |agent: &str, copied| progress.note_progress((&job, 1, agent), (copied, 100), false);
         assert_eq!(notice("a", 0), Some(CopyNotice::Tenths(0)));
         assert_eq!(notice("a", 9), None);
         assert_eq!(notice("b", 9), Some(CopyNotice::Tenths(0)));
@@ -74,14 +74,14 @@ mod tests {
         assert_eq!(notice("a", 20), None, "progress does not go back");
         assert_eq!(notice("a", 39), None);
         assert_eq!(notice("a", 200), Some(CopyNotice::Tenths(10)));
-        let empty = progress.notice((&job, 2, "a"), (0, 0), false);
+        let empty = progress.note_progress((&job, 2, "a"), (0, 0), false);
         assert_eq!(empty, Some(CopyNotice::Tenths(10)), "a dataset without bytes");
     }
 
     #[test]
     fn all_copies_are_forgotten_above_the_limit() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let notice = |agent: usize| progress.notice((&job, 1, &agent.to_string()), (10, 100), false);
+        let notice = |agent: usize| progress.note_progress((&job, 1, &agent.to_string()), (10, 100), false);
         for agent in 0..MAX_REMEMBERED {
             assert_eq!(notice(agent), Some(CopyNotice::Tenths(1)));
         }
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn restarts_of_a_copy_are_reported_a_limited_number_of_times() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let notice = |copied, restarted| progress.notice((&job, 1, "a"), (copied, 100), restarted);
+        let notice = |copied, restarted| progress.note_progress((&job, 1, "a"), (copied, 100), restarted);
         assert_eq!(notice(70, false), Some(CopyNotice::Tenths(7)));
         for _ in 0..MAX_RESTARTS_LOGGED {
             assert_eq!(notice(0, true), Some(CopyNotice::Restarted));

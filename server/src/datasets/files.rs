@@ -21,9 +21,9 @@ const MAX_NAMES: usize = 100_000;
 /// Maximum depth of nested folders.
 const MAX_DEPTH: usize = 32;
 /// Size of a chunk of the list, in bytes.
-const LIST_BYTES: usize = 128 << 10;
+const LIST_CHUNK_BYTES: usize = 128 << 10;
 /// Minimum size of a chunk of parts, in bytes. Smaller parts are sent together.
-const READ_BYTES: usize = 1 << 20;
+const PARTS_CHUNK_BYTES: usize = 1 << 20;
 
 /// The location of a dataset's files.
 #[derive(Debug, Clone)]
@@ -47,7 +47,7 @@ enum Kind {
 type Unsent = (u8, String);
 
 impl Tree {
-    /// Opens the dataset that was registered at `path`. `None` if it has no files; for a pattern, [`List::open`] finds this out.
+    /// Opens the dataset that was registered at `path`. `None` if it has no files; for a pattern, [`FileList::open`] finds this out.
     ///
     /// # Errors
     /// The dataset cannot be read or copied.
@@ -64,7 +64,7 @@ impl Tree {
                 let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
                     return Ok(None);
                 };
-                Ok(Some(Self { root: root.into(), kind: Kind::File, within: unicode(name)? }))
+                Ok(Some(Self { root: root.into(), kind: Kind::File, within: to_unicode(name)? }))
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::open_pattern(path),
@@ -79,7 +79,7 @@ impl Tree {
             return Ok(None);
         }
         let root = without_links(&fixed)?;
-        let within = unicode(rest.as_os_str())?;
+        let within = to_unicode(rest.as_os_str())?;
         Ok(Some(Self { root, kind: Kind::Pattern, within }))
     }
 
@@ -99,16 +99,16 @@ impl Tree {
         let full = self.root.join(path);
         let mut metadata = fs::symlink_metadata(&full).map_err(failed)?;
         if metadata.is_symlink() {
-            metadata = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
+            metadata = fs::metadata(self.root.join(self.resolve_links(path)?)).map_err(failed)?;
         }
-        match metadata.is_dir() || metadata.is_file() {
-            true => Ok(metadata),
-            false => Err(format!("{} is neither a file nor a folder; remove it", path.display())),
+        if metadata.is_dir() || metadata.is_file() {
+            return Ok(metadata);
         }
+        Err(format!("{} is neither a file nor a folder; remove it", path.display()))
     }
 
     /// The path with its links resolved, relative to the root.
-    fn real(&self, path: &Path) -> Result<PathBuf, String> {
+    fn resolve_links(&self, path: &Path) -> Result<PathBuf, String> {
         let real = self.root.join(path).canonicalize();
         let real = real.map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
         real.strip_prefix(&self.root).map(Path::to_owned).map_err(|_| {
@@ -118,7 +118,7 @@ impl Tree {
     }
 
     /// Whether `path` can be a file of the dataset, by its name.
-    fn has(&self, path: &str) -> bool {
+    fn may_contain(&self, path: &str) -> bool {
         match self.kind {
             Kind::Folder => true,
             Kind::File => path == self.within,
@@ -126,7 +126,7 @@ impl Tree {
         }
     }
 
-    /// Whether the file no longer exists. Links are not followed: a path with a link counts as existing.
+    /// Whether the file no longer exists. Links are not followed, so a path with a link counts as existing.
     fn is_gone(&self, path: &str) -> bool {
         let mut current = self.root.clone();
         for part in Path::new(path).components() {
@@ -142,14 +142,14 @@ impl Tree {
     }
 
     /// Opens a file by its path in the list. Links are resolved first; a part of the path that becomes a link after that is not followed.
-    fn file(&self, path: &str) -> Result<File, String> {
-        let may_be_listed = self.has(path);
+    fn open_file(&self, path: &str) -> Result<File, String> {
+        let may_be_listed = self.may_contain(path);
         let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         if !may_be_listed || !is_below || path.as_os_str().is_empty() {
             return Err(format!("{} is not a file of the dataset", path.display()));
         }
-        let real = self.real(path)?;
+        let real = self.resolve_links(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
         // Every folder is opened, from `/` on, because a folder above the root may become a link, too. `O_PATH` needs no right to read.
@@ -182,27 +182,27 @@ pub(super) fn changed_ns(metadata: &Metadata) -> i64 {
     ns(metadata.mtime(), metadata.mtime_nsec()).max(ns(metadata.ctime(), metadata.ctime_nsec()))
 }
 
-fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
+fn to_unicode(name: &std::ffi::OsStr) -> Result<String, String> {
     let text = name.to_str().map(str::to_owned);
     text.ok_or_else(|| format!("the name {name:?} is not UTF-8; rename it"))
 }
 
 /// The list of a dataset's files. It is produced while it is sent, so each folder is read when the list reaches it.
-pub(crate) struct List {
+pub(crate) struct FileList {
     tree: Tree,
     /// Maximum number of files and folders.
     max_entries: u64,
     /// The path and the remaining names of each folder that is not listed to its end.
     open: Vec<(PathBuf, vec::IntoIter<String>)>,
-    /// Number and total size in bytes of the files listed so far, and number of the folders.
+    /// Numbers of files and folders listed so far, and total size of the files in bytes.
     files: u64,
-    bytes: u64,
     folders: u64,
-    begun: bool,
-    ended: bool,
+    bytes: u64,
+    has_begun: bool,
+    has_ended: bool,
 }
 
-impl List {
+impl FileList {
     /// Opens the list of a dataset with at most `max_entries` files and folders. `None` if a pattern has no files.
     ///
     /// # Errors
@@ -216,26 +216,35 @@ impl List {
             }
             open.push((PathBuf::new(), names.into_iter()));
         }
-        Ok(Some(Self { tree, max_entries, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
+        Ok(Some(Self {
+            tree,
+            max_entries,
+            open,
+            files: 0,
+            bytes: 0,
+            folders: 0,
+            has_begun: false,
+            has_ended: false,
+        }))
     }
 
     /// The next lines of the list, or `None` at its end.
     pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut text = Vec::new();
-        while !self.ended && text.len() < LIST_BYTES {
-            let entry = self.next().unwrap_or_else(DatasetEntry::Failed);
-            self.ended = matches!(entry, DatasetEntry::End(..) | DatasetEntry::Failed(_));
+        while !self.has_ended && text.len() < LIST_CHUNK_BYTES {
+            let entry = self.next_entry().unwrap_or_else(DatasetEntry::Failed);
+            self.has_ended = matches!(entry, DatasetEntry::End(..) | DatasetEntry::Failed(_));
             serde_json::to_writer(&mut text, &entry)?;
             text.push(b'\n');
         }
         Ok((!text.is_empty()).then_some(text))
     }
 
-    fn next(&mut self) -> Result<DatasetEntry, String> {
-        if !self.begun {
-            self.begun = true;
+    fn next_entry(&mut self) -> Result<DatasetEntry, String> {
+        if !self.has_begun {
+            self.has_begun = true;
             if self.tree.kind == Kind::Folder {
-                self.enter(PathBuf::new())?;
+                self.enter_folder(PathBuf::new())?;
             }
             return Ok(DatasetEntry::Begin(self.tree.within.clone()));
         }
@@ -248,10 +257,10 @@ impl List {
                 continue;
             };
             let path = folder.join(&name);
-            let shown = unicode(path.as_os_str())?;
+            let shown = to_unicode(path.as_os_str())?;
             let metadata = match self.tree.kind {
                 Kind::Folder => self.tree.stat(&path)?,
-                Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
+                Kind::File | Kind::Pattern => self.tree.open_file(&shown).and_then(|file| {
                     let metadata = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
                     if metadata.is_file() { Ok(metadata) } else { Err(format!("{shown} is not a file")) }
                 })?,
@@ -259,7 +268,7 @@ impl List {
             if metadata.is_dir() {
                 self.folders += 1;
                 self.check_count(0)?;
-                self.enter(path)?;
+                self.enter_folder(path)?;
                 return Ok(DatasetEntry::Folder(shown));
             }
             self.files += 1;
@@ -271,13 +280,13 @@ impl List {
 
     /// Checks that the entries listed so far and `more` further entries are not too many.
     fn check_count(&self, more: usize) -> Result<(), String> {
-        match self.files + self.folders + more as u64 > self.max_entries {
-            true => Err(format!("it has more than {} files and folders", self.max_entries)),
-            false => Ok(()),
+        if self.files + self.folders + more as u64 > self.max_entries {
+            return Err(format!("it has more than {} files and folders", self.max_entries));
         }
+        Ok(())
     }
 
-    fn enter(&mut self, path: PathBuf) -> Result<(), String> {
+    fn enter_folder(&mut self, path: PathBuf) -> Result<(), String> {
         if self.open.len() > MAX_DEPTH {
             let detail = format!("{} is nested deeper than {MAX_DEPTH} folders", path.display());
             return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
@@ -285,7 +294,7 @@ impl List {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let mut names = Vec::new();
         for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
-            names.push(unicode(&entry.map_err(failed)?.file_name())?);
+            names.push(to_unicode(&entry.map_err(failed)?.file_name())?);
             // All names of a folder are in memory at the same time, so they count before they are listed.
             self.check_count(names.len())?;
         }
@@ -299,25 +308,25 @@ impl List {
 pub(crate) struct Parts {
     tree: Tree,
     parts: vec::IntoIter<DatasetPart>,
-    ended: bool,
+    has_ended: bool,
 }
 
 impl Parts {
     pub(crate) fn of(tree: Tree, parts: Vec<DatasetPart>) -> Self {
-        Self { tree, parts: parts.into_iter(), ended: false }
+        Self { tree, parts: parts.into_iter(), has_ended: false }
     }
 
     /// The next whole parts, or `None` at the end.
     pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut out = Vec::new();
-        while !self.ended && out.len() < READ_BYTES {
+        while !self.has_ended && out.len() < PARTS_CHUNK_BYTES {
             let Some(part) = self.parts.next() else { break };
             // A part is read whole before it is sent, so that a read error is reported to the agent. If the response were truncated
             // instead, the agent would request it again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
-            if let Err((code, message)) = self.read(&part, &mut out) {
-                self.ended = true;
+            if let Err((code, message)) = self.append_part(&part, &mut out) {
+                self.has_ended = true;
                 out.truncate(begin);
                 out.push(code);
                 out.extend_from_slice(&u32::try_from(message.len()).unwrap_or(0).to_be_bytes());
@@ -328,16 +337,18 @@ impl Parts {
     }
 
     /// Appends a part's bytes and their SHA-256 to `out`.
-    fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
+    fn append_part(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
         let changed = || (PART_CHANGED, format!("{} has changed since it was listed", part.path));
         let failed = |e: io::Error| match e.kind() {
             io::ErrorKind::UnexpectedEof => changed(),
             _ => (PART_REFUSED, format!("{} cannot be read: {e}", part.path)),
         };
-        let mut file = match self.tree.file(&part.path) {
+        let mut file = match self.tree.open_file(&part.path) {
             Ok(file) => file,
             // The file was removed after it was listed. The agent then requests a new list.
-            Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
+            Err(_) if self.tree.may_contain(&part.path) && self.tree.is_gone(&part.path) => {
+                return Err(changed());
+            }
             Err(message) => return Err((PART_REFUSED, message)),
         };
         let metadata = file.metadata().map_err(failed)?;
@@ -349,7 +360,7 @@ impl Parts {
         }
         file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
         let begin = out.len();
-        // The request was checked: a part has at most `DATASET_PART_BYTES` (4 MiB).
+        // The request was checked, so a part has at most `DATASET_PART_BYTES` (4 MiB).
         out.resize(begin + part.length as usize, 0);
         file.read_exact(&mut out[begin..]).map_err(failed)?;
         if !is_as_listed(&file.metadata().map_err(failed)?, part) {

@@ -1,7 +1,7 @@
 //! Running inspections of datasets, by path. A second request for the same path joins the first.
 
 use crate::{
-    agents::{Online, RequestError},
+    agents::{OnlineAgent, RequestError},
     util::lock,
 };
 use lockstep_protocol::dataset::DatasetInfo;
@@ -22,7 +22,7 @@ pub(crate) type Outcome = std::result::Result<(String, DatasetInfo), RequestErro
 #[derive(Debug, Clone)]
 pub(crate) struct Inspection {
     /// The agent that inspects and the id of the request to it, once the request is sent.
-    pub(crate) request: Arc<OnceLock<(Online, u64)>>,
+    pub(crate) request: Arc<OnceLock<(OnlineAgent, u64)>>,
     pub(crate) outcome: watch::Receiver<Option<Outcome>>,
 }
 

@@ -16,37 +16,55 @@ use std::{
 /// Maximum number of symbolic links that are followed in a path. Linux has the same limit.
 const MAX_LINKS: usize = 40;
 /// Time limit for following links before files are used. After it, the check is skipped, so that jobs do not wait for a file system that
-/// does not respond: the process that opens the files checks their links, too.
+/// does not respond. The process that opens the files checks their links, too.
 const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
 const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
 /// Name of the file of weights in a folder.
 const WEIGHTS: &str = "model.safetensors";
 const ALTERNATIVE: &str = "a checkpoint's id is always allowed";
 
+/// A folder of the configuration.
+#[derive(Debug, Clone)]
+struct Folder {
+    /// The absolute path, as given.
+    given: PathBuf,
+    /// The path with its links resolved on this machine.
+    resolved: PathBuf,
+}
+
+impl Folder {
+    fn new(path: &Path) -> Self {
+        let given = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let resolved = resolve_links(&given);
+        Self { given, resolved }
+    }
+
+    /// Whether a path is this folder or below it. `/data2` is not below `/data`.
+    fn contains(&self, path: &Path) -> bool {
+        path.starts_with(&self.given) || path.starts_with(&self.resolved)
+    }
+}
+
 /// The folders that may contain datasets.
 #[derive(Debug, Clone)]
 pub(crate) struct DatasetRoots {
-    /// Each root as given, made absolute, and with its links resolved on this machine.
-    roots: Vec<(PathBuf, PathBuf)>,
+    roots: Vec<Folder>,
     /// The folder into which the server unpacks the dataset that comes with the program.
     bundled: Option<PathBuf>,
     /// The folder into which the server unpacks uploads.
     pub(crate) uploads: PathBuf,
-    /// The server's data directory, as given and resolved.
-    data_dir: (PathBuf, PathBuf),
+    /// The server's data directory.
+    data_dir: Folder,
 }
 
 impl DatasetRoots {
     pub(crate) fn new(config: &ServeConfig) -> Self {
-        let absolute = |root: &PathBuf| {
-            let root = std::path::absolute(root).unwrap_or_else(|_| root.clone());
-            let resolved = resolved(&root);
-            (root, resolved)
-        };
-        let data_dir = absolute(&config.data_dir);
-        let bundled = config.bundled.as_ref().map(|bundled| data_dir.1.join("datasets").join(bundled.name));
-        let uploads = data_dir.1.join(UPLOADS);
-        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, uploads, data_dir }
+        let data_dir = Folder::new(&config.data_dir);
+        let bundled =
+            config.bundled.as_ref().map(|bundled| data_dir.resolved.join("datasets").join(bundled.name));
+        let uploads = data_dir.resolved.join(UPLOADS);
+        let roots = config.dataset_roots.iter().map(|root| Folder::new(root)).collect();
+        Self { roots, bundled, uploads, data_dir }
     }
 
     /// Whether a caller may name paths at all.
@@ -59,7 +77,7 @@ impl DatasetRoots {
     ///
     /// # Errors
     /// The path is not allowed. The text names the allowed folders.
-    pub(crate) async fn check_asked(&self, path: &str, caller: &Caller) -> Result<(), String> {
+    pub(crate) async fn check_requested(&self, path: &str, caller: &Caller) -> Result<(), String> {
         if self.bundled.as_deref() == Some(Path::new(path)) {
             return Ok(());
         }
@@ -77,11 +95,11 @@ impl DatasetRoots {
         }
         let asked = PathBuf::from(path);
         // A file system that does not respond must not delay other requests.
-        let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
+        let resolved = tokio::task::spawn_blocking(move || resolve_links(&asked)).await;
         match resolved {
             Ok(resolved) if self.covers(&resolved) => Ok(()),
-            // The target of a link is named only for links below a root: for other links it would reveal which paths exist.
-            Ok(resolved) if resolved != Path::new(path) && self.covers(&normalized(Path::new(path))) => {
+            // The target of a link is named only for links below a root, because for other links it would reveal which paths exist.
+            Ok(resolved) if resolved != Path::new(path) && self.covers(&normalize(Path::new(path))) => {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }
             Ok(_) => Err(self.refusal("it")),
@@ -99,18 +117,18 @@ impl DatasetRoots {
             return Err(OWN_DATA.into());
         }
         if self.roots.is_empty() {
-            return match caller.sees_all() {
-                true => Ok(()),
-                false => Err(format!(
-                    "is a path, which only admins may give: this server names no folders that files may come from \
-                     (`lockstep serve --dataset-root DIR`); {ALTERNATIVE}"
-                )),
-            };
+            if caller.sees_all() {
+                return Ok(());
+            }
+            return Err(format!(
+                "is a path, which only admins may give: this server names no folders that files may come from \
+                 (`lockstep serve --dataset-root DIR`); {ALTERNATIVE}"
+            ));
         }
         self.check_targets(path, &targets)
     }
 
-    /// Checks a job's path of weights again when the job starts: a link may have been made after its submission.
+    /// Checks a job's path of weights again when the job starts, because a link may have been made after its submission.
     ///
     /// # Errors
     /// Same as [`DatasetRoots::check_weights`].
@@ -128,31 +146,31 @@ impl DatasetRoots {
         if !self.names_data_dir(path) && targets.iter().any(|target| self.is_in_data_dir(target)) {
             return Err(OWN_DATA.into());
         }
-        match targets.iter().all(|target| self.covers(target)) {
-            true => Ok(()),
-            false => {
-                Err(format!("{}; {ALTERNATIVE}", self.refusal(&format!("{path}, or where its links lead,"))))
-            }
+        if targets.iter().all(|target| self.covers(target)) {
+            return Ok(());
         }
+        Err(format!("{}; {ALTERNATIVE}", self.refusal(&format!("{path}, or where its links lead,"))))
     }
 
     /// The folders in which weights given by this path may be, on the machine that reads them. `None` if every folder is allowed.
-    pub(crate) fn allowed_weights(&self, path: &str) -> Option<AllowedFolders> {
-        let data_dir = self.data_dir.0.display().to_string();
+    pub(crate) fn allowed_weights_folders(&self, path: &str) -> Option<AllowedFolders> {
+        let data_dir = self.data_dir.given.display().to_string();
         let except = if self.names_data_dir(path) { Vec::new() } else { vec![data_dir] };
-        self.allowed().map(|allowed| AllowedFolders { except, ..allowed })
+        self.allowed_folders().map(|allowed| AllowedFolders { except, ..allowed })
     }
 
     /// The folders in which datasets may be, on the machine that reads them. `None` if every folder is allowed.
-    pub(crate) fn allowed(&self) -> Option<AllowedFolders> {
-        let below = || AllowedFolders { below: self.names(), except: Vec::new() };
+    pub(crate) fn allowed_folders(&self) -> Option<AllowedFolders> {
+        let below = || AllowedFolders { below: self.root_names(), except: Vec::new() };
         (!self.roots.is_empty()).then(below)
     }
 
-    /// Same as [`DatasetRoots::allowed`], for a dataset that is to be registered. `None` also for the bundled dataset and for uploads.
-    pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
-        self.allowed()
-            .filter(|_| self.bundled.as_deref() != Some(Path::new(path)) && self.upload(path).is_none())
+    /// Same as [`DatasetRoots::allowed_folders`], for a dataset that is to be registered. `None` also for the bundled dataset and for
+    /// uploads.
+    pub(crate) fn allowed_folders_for_new(&self, path: &str) -> Option<AllowedFolders> {
+        self.allowed_folders().filter(|_| {
+            self.bundled.as_deref() != Some(Path::new(path)) && self.upload_folder(path).is_none()
+        })
     }
 
     /// Checks that the files of a registered dataset may still be used. The path had no links when it was registered, but a link that was
@@ -165,9 +183,9 @@ impl DatasetRoots {
             return Ok(());
         }
         let asked = PathBuf::from(path);
-        let target = tokio::task::spawn_blocking(move || resolved(&asked));
+        let target = tokio::task::spawn_blocking(move || resolve_links(&asked));
         match tokio::time::timeout(LINKS_TIMEOUT, target).await {
-            Ok(Ok(real)) if real == normalized(Path::new(path)) || self.covers(&real) => Ok(()),
+            Ok(Ok(real)) if real == normalize(Path::new(path)) || self.covers(&real) => Ok(()),
             // The process that opens the files checks their links, too.
             Err(_) => Ok(()),
             Ok(_) => Err(self.refusal(&format!("{path}, or where its links lead,"))),
@@ -176,14 +194,13 @@ impl DatasetRoots {
 
     /// Whether a path without links is in the data directory.
     fn is_in_data_dir(&self, path: &Path) -> bool {
-        path.starts_with(&self.data_dir.1)
+        path.starts_with(&self.data_dir.resolved)
     }
 
     /// Whether a path names the data directory literally, without links and `..`. Only admins may give such a path.
     fn names_data_dir(&self, path: &str) -> bool {
         let path = Path::new(path);
-        let is_below = path.starts_with(&self.data_dir.0) || path.starts_with(&self.data_dir.1);
-        is_below && path.components().all(|part| part != Component::ParentDir)
+        self.data_dir.contains(path) && path.components().all(|part| part != Component::ParentDir)
     }
 
     /// Checks that files which a machine found at `path` may be used. The path has no links.
@@ -191,34 +208,34 @@ impl DatasetRoots {
     /// # Errors
     /// The path is not allowed. The text names the allowed folders.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
-        let path_found = normalized(Path::new(path));
-        let is_unpacked = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
+        let path_found = normalize(Path::new(path));
+        let is_unpacked = self.bundled.as_ref() == Some(&path_found) || self.upload_folder(path).is_some();
         let is_below = self.covers(&path_found) && !has_parent_after_brace(Path::new(path));
-        match self.roots.is_empty() || is_unpacked || is_below {
-            true => Ok(()),
-            false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
+        if self.roots.is_empty() || is_unpacked || is_below {
+            return Ok(());
         }
+        Err(self.refusal(&format!("it is {path} on the machine that has it, which")))
     }
 
     /// The folder of the upload that a dataset at this path was unpacked from.
-    pub(crate) fn upload(&self, path: &str) -> Option<PathBuf> {
+    pub(crate) fn upload_folder(&self, path: &str) -> Option<PathBuf> {
         let below = Path::new(path).strip_prefix(&self.uploads).ok()?;
         let is_plain = below.components().all(|part| matches!(part, Component::Normal(_)));
         let folder = below.components().next().filter(|_| is_plain)?;
         Some(self.uploads.join(folder))
     }
 
-    /// Whether a path is a root or below a root. `/data2` is not below `/data`.
+    /// Whether a path is a root or below a root.
     fn covers(&self, path: &Path) -> bool {
-        self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
+        self.roots.iter().any(|root| root.contains(path))
     }
 
     fn refusal(&self, what: &str) -> String {
-        agent::refusal(what, &self.names())
+        agent::refusal(what, &self.root_names())
     }
 
-    fn names(&self) -> Vec<String> {
-        self.roots.iter().map(|(given, _)| given.display().to_string()).collect()
+    fn root_names(&self) -> Vec<String> {
+        self.roots.iter().map(|root| root.given.display().to_string()).collect()
     }
 }
 
@@ -229,9 +246,9 @@ async fn weights_targets(path: &str) -> [PathBuf; 2] {
     // A file system that does not respond must not delay other requests.
     let targets = tokio::task::spawn_blocking(move || {
         let path = std::path::absolute(&path).unwrap_or(path);
-        [resolved(&path), resolved(&path.join(WEIGHTS))]
+        [resolve_links(&path), resolve_links(&path.join(WEIGHTS))]
     });
-    // If the task was cancelled: empty paths, which no root contains.
+    // A cancelled task gives empty paths, which no root contains.
     targets.await.unwrap_or_default()
 }
 
@@ -241,9 +258,9 @@ fn has_parent_after_brace(path: &Path) -> bool {
     from_brace.any(|part| part == Component::ParentDir)
 }
 
-/// A path without `.`, `..` and links, as far as the path exists on this machine. A link is followed even if its target does not exist:
-/// otherwise a link below a root would reveal which paths exist elsewhere.
-pub(crate) fn resolved(path: &Path) -> PathBuf {
+/// A path without `.`, `..` and links, as far as the path exists on this machine. A link is followed even if its target does not exist.
+/// Otherwise a link below a root would reveal which paths exist elsewhere.
+pub(crate) fn resolve_links(path: &Path) -> PathBuf {
     let parts =
         |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };
     let (mut done, mut remaining, mut links) = (PathBuf::new(), parts(path), 0);
@@ -261,7 +278,7 @@ pub(crate) fn resolved(path: &Path) -> PathBuf {
 }
 
 /// A path without `.` and `..`.
-fn normalized(path: &Path) -> PathBuf {
+fn normalize(path: &Path) -> PathBuf {
     let mut done = PathBuf::new();
     path.components().for_each(|part| push(&mut done, part));
     done
@@ -293,10 +310,13 @@ mod tests {
     async fn patterns_with_parent_folders_are_refused() {
         let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
         for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
-            assert!(roots.check_asked(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
+            assert!(
+                roots.check_requested(path, &Caller::anybody()).await.unwrap_err().contains(".."),
+                "{path}"
+            );
             assert!(roots.check_found(path).is_err(), "{path}");
         }
-        assert!(roots.check_asked("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
+        assert!(roots.check_requested("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
     }
 
     #[tokio::test]
@@ -312,7 +332,7 @@ mod tests {
         }
         let allowed = roots(&[&path("root".into())], "127.0.0.1:0");
         let ask = async |links: usize| {
-            allowed.check_asked(path(format!("root/{links}")).to_str().unwrap(), &Caller::anybody()).await
+            allowed.check_requested(path(format!("root/{links}")).to_str().unwrap(), &Caller::anybody()).await
         };
         let why = ask(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
@@ -335,7 +355,8 @@ mod tests {
         symlink(path("root/set"), path("way-in")).unwrap();
         symlink(path("real"), path("linked-root")).unwrap();
         let allowed = roots(&[&path("root"), &path("linked-root")], "127.0.0.1:0");
-        let ask = async |path: PathBuf| allowed.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        let ask =
+            async |path: PathBuf| allowed.check_requested(path.to_str().unwrap(), &Caller::anybody()).await;
         for good in [
             "root",
             "root/set",
@@ -383,30 +404,33 @@ mod tests {
             }
             let (weights, folder) = (
                 allowed.check_weights(&path(known), &anybody).await,
-                allowed.check_asked(&path(known), &anybody).await,
+                allowed.check_requested(&path(known), &anybody).await,
             );
             assert_eq!(weights.map_err(same), allowed.check_weights(&path("missing"), &anybody).await);
-            assert_eq!(folder.map_err(same), allowed.check_asked(&path("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), allowed.check_requested(&path("missing"), &anybody).await);
         }
         assert!(allowed.check_weights(&path("root/link"), &anybody).await.is_err(), "it leads outside");
         // A link below a root is refused with the same message, whether its target exists or not.
         symlink(path("missing"), path("root/dangling")).unwrap();
-        let link = allowed.check_asked(&path("root/link"), &anybody).await.unwrap_err();
-        let dangling = allowed.check_asked(&path("root/dangling"), &anybody).await.unwrap_err();
+        let link = allowed.check_requested(&path("root/link"), &anybody).await.unwrap_err();
+        let dangling = allowed.check_requested(&path("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&path("there"), &path("missing")), dangling);
         let link = allowed.check_weights(&path("root/link"), &anybody).await.unwrap_err();
         let dangling = allowed.check_weights(&path("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&path("root/link"), &path("root/dangling")), dangling);
         // A link to itself does not cause an endless loop.
         symlink(path("root/loop"), path("root/loop")).unwrap();
-        assert_eq!(resolved(Path::new(&path("root/loop"))), resolved(Path::new(&path("root"))).join("loop"));
+        assert_eq!(
+            resolve_links(Path::new(&path("root/loop"))),
+            resolve_links(Path::new(&path("root"))).join("loop")
+        );
         assert_eq!(allowed.check_weights(&path("root/w.safetensors"), &anybody).await, Ok(()));
     }
 
     #[tokio::test]
     async fn without_roots_every_folder_is_allowed() {
         let none = roots(&[], "127.0.0.1:0");
-        assert_eq!(none.check_asked("/etc", &Caller::anybody()).await, Ok(()));
+        assert_eq!(none.check_requested("/etc", &Caller::anybody()).await, Ok(()));
         assert_eq!(none.check_found("/etc"), Ok(()));
     }
 }

@@ -42,7 +42,7 @@ const ARCHIVE: &str = "archive.zip";
 
 /// Why a piece or an archive is refused.
 #[derive(Debug)]
-pub(crate) enum Refused {
+pub(crate) enum UploadError {
     /// The archive or the request is invalid. The text says what to do.
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
@@ -50,21 +50,21 @@ pub(crate) enum Refused {
     Io(io::Error),
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for UploadError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
-type Result<T> = std::result::Result<T, Refused>;
+type Result<T> = std::result::Result<T, UploadError>;
 
 fn refuse<T>(why: impl Into<String>) -> Result<T> {
-    Err(Refused::Wrong(why.into()))
+    Err(UploadError::Wrong(why.into()))
 }
 
 /// The progress of unpacking an archive.
 #[derive(Debug)]
-pub(crate) struct Unpacked {
+pub(crate) struct UnpackProgress {
     /// The folder of the unpacked files.
     pub(crate) pictures: PathBuf,
     /// Number of files that are unpacked.
@@ -86,12 +86,12 @@ impl Upload {
     }
 
     /// Whether a dataset's path is in the folder.
-    pub(crate) fn has(&self, path: &str) -> bool {
+    pub(crate) fn contains(&self, path: &str) -> bool {
         Path::new(path).starts_with(&self.0)
     }
 
     /// The folder of classes. Its name is new for each upload, so that an inspection of earlier pictures is not used for new pictures.
-    fn pictures(&self) -> io::Result<PathBuf> {
+    fn pictures_folder(&self) -> io::Result<PathBuf> {
         let mut entries = fs::read_dir(&self.0)?.flatten().map(|entry| entry.path());
         entries.find(|path| path.is_dir()).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
@@ -108,16 +108,16 @@ impl Upload {
             ));
         }
         if offset == 0 {
-            remove(&self.0)?;
+            remove_folder(&self.0)?;
             fs::create_dir_all(self.0.join(uuid::Uuid::new_v4().simple().to_string()))?;
         }
         let path = self.0.join(ARCHIVE);
         let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
-        let mut file = if_exists(opened)?.ok_or(Refused::Offset(0))?;
+        let mut file = if_exists(opened)?.ok_or(UploadError::Offset(0))?;
         check_space(&self.0, piece.len() as u64)?;
         let size = file.metadata()?.len();
         if size < offset {
-            return Err(Refused::Offset(size));
+            return Err(UploadError::Offset(size));
         }
         // The client resends a piece if the response was lost.
         file.set_len(offset)?;
@@ -125,19 +125,21 @@ impl Upload {
         Ok(file.write_all(piece)?)
     }
 
-    /// Unpacks the archive, or a part of it: at least one file, and no further files after `until`. Existing files are not written again.
+    /// Unpacks the archive, or a part of it: at least one file, and no further files after `deadline`. Existing files are not written
+    /// again.
     ///
     /// # Errors
     /// The archive is not a zip file or has entries that are not allowed, or a disk error.
-    pub(crate) fn unpack(&self, until: Instant) -> Result<Unpacked> {
+    pub(crate) fn unpack(&self, deadline: Instant) -> Result<UnpackProgress> {
         let path = self.0.join(ARCHIVE);
         let Ok(archive) = File::open(&path) else {
             return refuse("no zip file was uploaded under this name; send it first");
         };
-        let reader = Bounded { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
+        let reader =
+            BoundedReader { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
         let budget = reader.budget.clone();
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip = ZipIterable::try_new(reader, config).map_err(unreadable)?;
+        let mut zip = ZipIterable::try_new(reader, config).map_err(zip_error)?;
         // The limit is only for the search of the archive's directory.
         budget.set(u64::MAX);
         if zip.len() > MAX_FILES {
@@ -156,25 +158,27 @@ impl Upload {
                 MAX_UNPACKED_BYTES >> 30
             ));
         }
-        let root = self.pictures()?;
-        let progress = |files| Unpacked { pictures: root.clone(), files, total };
-        let is_unpacked = |file: &Listed| {
+        let root = self.pictures_folder()?;
+        let progress = |files| UnpackProgress { pictures: root.clone(), files, total };
+        let is_unpacked = |file: &ArchiveFile| {
             root.join(&file.path).metadata().is_ok_and(|found| found.is_file() && found.len() == file.bytes)
         };
         let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
         check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
 
-        let body = Bounded { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
-        let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(unreadable)?;
+        let body =
+            BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
+        let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(zip_error)?;
         let (mut unpacked, mut written) = (0, 0);
         for file in &files {
-            let entry = entries.next().ok_or_else(|| Refused::Wrong("the zip file has changed".into()))?;
+            let entry =
+                entries.next().ok_or_else(|| UploadError::Wrong("the zip file has changed".into()))?;
             let Some(file) = file else { continue };
             if !is_unpacked(file) {
-                if written > 0 && Instant::now() >= until {
+                if written > 0 && Instant::now() >= deadline {
                     return Ok(progress(unpacked));
                 }
-                write_file(entry.map_err(unreadable)?, file, &root)?;
+                write_file(entry.map_err(zip_error)?, file, &root)?;
                 written += 1;
             }
             unpacked += 1;
@@ -190,7 +194,7 @@ impl Upload {
 }
 
 /// Removes the folder of an upload, or of a dataset that was uploaded.
-pub(crate) fn remove(folder: &Path) -> io::Result<()> {
+pub(crate) fn remove_folder(folder: &Path) -> io::Result<()> {
     if_exists(fs::remove_dir_all(folder)).map(drop)
 }
 
@@ -202,10 +206,12 @@ pub(crate) fn remove_unused(uploads: &Path, datasets: &[String]) {
         let archive = upload.0.join(ARCHIVE).metadata();
         let changed = archive.or_else(|_| upload.0.metadata()).and_then(|found| found.modified());
         let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNFINISHED_LIFE));
-        let removed = match datasets.iter().any(|path| upload.has(path)) {
-            true => upload.finish(),
-            false if is_old => remove(&upload.0),
-            false => Ok(()),
+        let removed = if datasets.iter().any(|path| upload.contains(path)) {
+            upload.finish()
+        } else if is_old {
+            remove_folder(&upload.0)
+        } else {
+            Ok(())
         };
         if let Err(error) = removed {
             tracing::warn!(folder = %upload.0.display(), %error, "files of an upload cannot be removed");
@@ -215,28 +221,28 @@ pub(crate) fn remove_unused(uploads: &Path, datasets: &[String]) {
 
 /// A file of an archive that is to be unpacked.
 #[derive(Debug)]
-struct Listed {
+struct ArchiveFile {
     /// The path in the folder of classes.
     path: PathBuf,
     bytes: u64,
 }
 
-impl Listed {
+impl ArchiveFile {
     fn shown(&self) -> String {
-        shortened(&self.path.to_string_lossy())
+        shorten(&self.path.to_string_lossy())
     }
 }
 
 /// The entries of an archive in order. `None` for folders and for files that operating systems add. Folders that contain all files are left
 /// out of the files' paths.
-fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
+fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<ArchiveFile>>> {
     let mut entries = Vec::new();
     let mut names_bytes = 0;
-    for entry in zip.files().map_err(unreadable)? {
-        let entry = entry.map_err(unreadable)?;
+    for entry in zip.files().map_err(zip_error)? {
+        let entry = entry.map_err(zip_error)?;
         // Some programs of Windows write `\` as the separator.
-        let name = entry.name().map_err(unreadable)?.replace('\\', "/");
-        let refuse_entry = |why: &str| refuse(format!("{:?} in the zip file {why}", shortened(&name)));
+        let name = entry.name().map_err(zip_error)?.replace('\\', "/");
+        let refuse_entry = |why: &str| refuse(format!("{:?} in the zip file {why}", shorten(&name)));
         names_bytes += name.len();
         if names_bytes > MAX_NAMES_BYTES {
             return refuse(format!(
@@ -279,14 +285,14 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     });
     let common_folder = first[..common].last().cloned();
     let without_common =
-        |(parts, bytes): (Vec<String>, u64)| Listed { path: parts.iter().skip(common).collect(), bytes };
+        |(parts, bytes): (Vec<String>, u64)| ArchiveFile { path: parts.iter().skip(common).collect(), bytes };
     let listed: Vec<_> = entries.into_iter().map(|file| file.map(without_common)).collect();
     let mut seen = HashSet::new();
     if let Some(duplicate) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
         return refuse(format!("the zip file has {:?} twice; pack the folder again", duplicate.shown()));
     }
     drop(seen);
-    let is_picture = |file: &Listed| {
+    let is_picture = |file: &ArchiveFile| {
         file.path.extension().is_some_and(|extension| {
             PICTURE_EXTENSIONS.iter().any(|known| extension.eq_ignore_ascii_case(known))
         })
@@ -295,7 +301,7 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     if files().all(|file| file.path.components().count() == 1) && files().any(is_picture) {
         let problem = common_folder.map_or_else(
             || "has no class folder: its pictures are at the top level".into(),
-            |folder| format!("has only one class folder ({})", shortened(&folder)),
+            |folder| format!("has only one class folder ({})", shorten(&folder)),
         );
         return refuse(format!(
             "the zip file {problem}; put the pictures of each class into a separate folder, at least two folders"
@@ -305,16 +311,16 @@ fn list_files(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
 }
 
 /// Writes a file of the archive. Writes no file if the entry cannot be read to its end.
-fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
+fn write_file(mut entry: impl Read, file: &ArchiveFile, root: &Path) -> Result<()> {
     use io::ErrorKind::{AlreadyExists, IsADirectory, NotADirectory};
     let path = root.join(&file.path);
     let created = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| File::create(&path));
     let mut to = created.map_err(|error| match error.kind() {
-        AlreadyExists | IsADirectory | NotADirectory => Refused::Wrong(format!(
+        AlreadyExists | IsADirectory | NotADirectory => UploadError::Wrong(format!(
             "the zip file has a file and a folder with the same path at {:?}; pack the folder again",
             file.shown()
         )),
-        _ => Refused::Io(error),
+        _ => UploadError::Io(error),
     })?;
     let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut to);
     // The read at the entry's end compares its checksum.
@@ -329,31 +335,31 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
 }
 
 /// Converts an error of the zip reader, whose details are only logged.
-fn unreadable(error: ZipError) -> Refused {
+fn zip_error(error: ZipError) -> UploadError {
     let why = match error {
-        ZipError::Io(error) if error.raw_os_error().is_some() => return Refused::Io(error),
+        ZipError::Io(error) if error.raw_os_error().is_some() => return UploadError::Io(error),
         ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
             "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again"
         }
         _ => "this is not a complete zip file; pack the folder again",
     };
     tracing::info!(%error, "an uploaded zip file cannot be read");
-    Refused::Wrong(why.into())
+    UploadError::Wrong(why.into())
 }
 
-fn shortened(name: &str) -> String {
+fn shorten(name: &str) -> String {
     name.chars().take(100).collect()
 }
 
 /// A file with a limit for the total number of bytes that are read.
 #[derive(Debug)]
-struct Bounded {
+struct BoundedReader {
     file: BufReader<File>,
     /// Number of bytes that may still be read.
     budget: Rc<Cell<u64>>,
 }
 
-impl Read for Bounded {
+impl Read for BoundedReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(into)?;
         let budget = self.budget.get().checked_sub(read as u64);
@@ -362,7 +368,7 @@ impl Read for Bounded {
     }
 }
 
-impl Seek for Bounded {
+impl Seek for BoundedReader {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.file.seek(to)
     }
@@ -393,7 +399,7 @@ mod tests {
         // A part that is sent again because its response was lost.
         upload.write(first.len() as u64, rest).unwrap();
         assert!(
-            matches!(upload.write(1 << 20, rest), Err(Refused::Offset(received)) if received == bytes.len() as u64)
+            matches!(upload.write(1 << 20, rest), Err(UploadError::Offset(received)) if received == bytes.len() as u64)
         );
         upload
     }
@@ -416,7 +422,7 @@ mod tests {
             let unpack = || upload.unpack(now).map(|unpacked| (unpacked.files, unpacked.total)).unwrap();
             assert_eq!(unpack(), (1, 2), "at least one file in each call");
             assert_eq!(unpack(), (2, 2));
-            let pictures = upload.pictures().unwrap();
+            let pictures = upload.pictures_folder().unwrap();
             for file in expected {
                 let content = fs::read_to_string(pictures.join(file)).unwrap();
                 assert!(content.replace('\\', "/").ends_with(file), "{file}: {content}");
@@ -445,7 +451,7 @@ mod tests {
             let upload = upload(dir.path(), names);
             let refused = upload.unpack(later()).unwrap_err();
             assert!(
-                matches!(&refused, Refused::Wrong(why) if why.contains(expected)),
+                matches!(&refused, UploadError::Wrong(why) if why.contains(expected)),
                 "{names:?}: {refused:?}"
             );
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no other files are left");
@@ -463,10 +469,10 @@ mod tests {
         bytes[offset as usize] ^= 0xff;
         fs::write(&archive, &bytes).unwrap();
         let refused = upload.unpack(later()).unwrap_err();
-        assert!(matches!(&refused, Refused::Wrong(why) if why.contains("damaged")), "{refused:?}");
-        assert!(!upload.pictures().unwrap().join("a/1.png").exists());
+        assert!(matches!(&refused, UploadError::Wrong(why) if why.contains("damaged")), "{refused:?}");
+        assert!(!upload.pictures_folder().unwrap().join("a/1.png").exists());
         fs::write(&archive, "no archive").unwrap();
-        assert!(matches!(upload.unpack(later()), Err(Refused::Wrong(_))));
+        assert!(matches!(upload.unpack(later()), Err(UploadError::Wrong(_))));
     }
 
     #[test]
@@ -477,9 +483,12 @@ mod tests {
         assert!(upload.0.exists(), "it is recent");
         let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * UNFINISHED_LIFE).unwrap();
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
-        let path = upload.pictures().unwrap().to_string_lossy().into_owned();
+        let path = upload.pictures_folder().unwrap().to_string_lossy().into_owned();
         remove_unused(dir.path(), &[path]);
-        assert!(upload.pictures().is_ok() && !upload.0.join(ARCHIVE).exists(), "only the archive is removed");
+        assert!(
+            upload.pictures_folder().is_ok() && !upload.0.join(ARCHIVE).exists(),
+            "only the archive is removed"
+        );
         // The dataset was removed.
         remove_unused(dir.path(), &[]);
         assert!(upload.0.exists(), "it has just changed");

@@ -3,7 +3,7 @@
 //! slow readers miss nothing.
 
 use crate::{
-    store::{Changed, EventRow},
+    store::{ChangedJob, EventRow},
     util::lock,
 };
 use lockstep_protocol::{
@@ -17,9 +17,9 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Maximum number of recent rows of events in memory for each watched job. Their total size is limited by [`RECENT_BYTES`].
+/// Maximum number of recent rows of events in memory for each watched job. Their total size is limited by [`MAX_RECENT_BYTES`].
 const MAX_RECENT: usize = 512;
-const RECENT_BYTES: usize = 4 << 20;
+const MAX_RECENT_BYTES: usize = 4 << 20;
 /// Interval between two updates of a job on the list, and between two updates of the job's pace on its stream.
 pub(crate) const LIST_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of updates by which a reader of the list may lag. A reader that lags further is sent the whole list again.
@@ -28,13 +28,13 @@ const LIST_BACKLOG: usize = 1024;
 /// The subscribers of each job and of the list of jobs.
 #[derive(Debug)]
 pub(crate) struct Hub {
-    jobs: Mutex<HashMap<JobId, Watched>>,
-    list: broadcast::Sender<Listed>,
+    jobs: Mutex<HashMap<JobId, WatchedJob>>,
+    list: broadcast::Sender<ListFrame>,
     /// Changes that are not yet sent to the list's readers.
     unpublished: Mutex<HashMap<JobId, Unpublished>>,
     wake: Notify,
     /// Held from reading a job's labels until they are published, so that the newest labels are published last.
-    labelling: tokio::sync::Mutex<()>,
+    labels_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -46,7 +46,7 @@ enum Unpublished {
 }
 
 #[derive(Debug, Default)]
-struct Watched {
+struct WatchedJob {
     last_seq: watch::Sender<u64>,
     /// The newest events, without a gap.
     recent: VecDeque<Arc<EventRow>>,
@@ -59,7 +59,7 @@ struct Watched {
 
 /// A frame of the list, with the facts that decide who may read the frame.
 #[derive(Debug, Clone)]
-pub(crate) struct Listed {
+pub(crate) struct ListFrame {
     pub(crate) text: Arc<str>,
     pub(crate) owner: Option<Arc<str>>,
     /// Whether only the owner and admins may read the frame.
@@ -73,25 +73,26 @@ impl Hub {
             list: broadcast::channel(LIST_BACKLOG).0,
             unpublished: Mutex::default(),
             wake: Notify::new(),
-            labelling: tokio::sync::Mutex::default(),
+            labels_lock: tokio::sync::Mutex::default(),
         }
     }
 
     /// Publishes stored events to subscribers. Changes of a job are published after their transactions, and not always in the order of the
     /// transactions. If a later change is published first, readers read the earlier change from the store.
-    pub(crate) fn publish(&self, changed: &Changed) {
+    pub(crate) fn publish(&self, changed: &ChangedJob) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
         {
             let newest = watched.recent.back().map(|e| e.seq);
             if newest.is_none_or(|seq| last.seq > seq) {
-                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first() != seq + 1)) {
+                if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first_seq() != seq + 1))
+                {
                     watched.recent.clear();
                     watched.recent_bytes = 0;
                 }
                 watched.recent_bytes += changed.events.iter().map(EventRow::bytes).sum::<usize>();
                 watched.recent.extend(changed.events.iter().cloned().map(Arc::new));
-                while watched.recent.len() > MAX_RECENT || watched.recent_bytes > RECENT_BYTES {
+                while watched.recent.len() > MAX_RECENT || watched.recent_bytes > MAX_RECENT_BYTES {
                     let Some(oldest) = watched.recent.pop_front() else { break };
                     watched.recent_bytes -= oldest.bytes();
                 }
@@ -99,12 +100,12 @@ impl Hub {
                 watched.last_seq.send_replace(last.seq);
             }
         }
-        self.list_job(&changed.job, !changed.events.is_empty());
+        self.queue_for_list(&changed.job, !changed.events.is_empty());
     }
 
     /// Queues a job's state for the list. A change without new events, such as of labels, follows the event with the
     /// same number, so it is newer than that event's state.
-    fn list_job(&self, job: &Job, has_new_events: bool) {
+    fn queue_for_list(&self, job: &Job, has_new_events: bool) {
         let mut unpublished = lock(&self.unpublished);
         let is_newer = match unpublished.get(&job.id) {
             Some(Unpublished::Changed(queued)) if has_new_events => queued.last_seq < job.last_seq,
@@ -122,12 +123,13 @@ impl Hub {
 
     /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
     pub(crate) async fn send_labels<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
-        let _labelling = self.labelling.lock().await;
+        let _guard = self.labels_lock.lock().await;
         let job = read.await?;
         if let Some(watched) = lock(&self.jobs).get(&job.id) {
             watched.labels.send_replace(Some(Labels::from(&job)));
         }
-        self.list_job(&job, false);
+        let has_new_events = false;
+        self.queue_for_list(&job, has_new_events);
         Ok(job)
     }
 
@@ -172,7 +174,7 @@ impl Hub {
     }
 
     /// Subscribes to the frames of the list.
-    pub(crate) fn subscribe_to_list(&self) -> broadcast::Receiver<Listed> {
+    pub(crate) fn subscribe_to_list(&self) -> broadcast::Receiver<ListFrame> {
         self.list.subscribe()
     }
 
@@ -190,7 +192,7 @@ impl Hub {
                 let owner = owner.map(Arc::from);
                 if let Ok(text) = serde_json::to_string(&frame) {
                     // Sending fails if there are no readers, which is no error.
-                    let _ = self.list.send(Listed { text: text.into(), owner, private });
+                    let _ = self.list.send(ListFrame { text: text.into(), owner, private });
                 }
             }
             tokio::time::sleep(LIST_INTERVAL).await;
@@ -216,11 +218,12 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them: then read the store.
-    pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
+    /// The rows with events after `seq`. `None` if there are none, or if the hub does not have all of them. The caller then reads the
+    /// store.
+    pub(crate) fn rows_after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;
-        if recent.front()?.first() > seq + 1 {
+        if recent.front()?.first_seq() > seq + 1 {
             return None;
         }
         let skip = recent.partition_point(|row| row.seq <= seq);

@@ -4,7 +4,7 @@ pub(crate) mod hub;
 mod job_log;
 
 use crate::{
-    store::{Change, Changed, Result, Store},
+    store::{Change, ChangedJob, Result, Store},
     util::histogram::Histogram,
 };
 use hub::Hub;
@@ -16,7 +16,7 @@ use std::sync::{
 };
 
 /// Called with each change after it is stored. Must not block.
-pub(crate) type Subscriber = Box<dyn Fn(&Changed) + Send + Sync>;
+pub(crate) type Subscriber = Box<dyn Fn(&ChangedJob) + Send + Sync>;
 
 /// Passes stored changes to subscribers.
 pub(crate) struct Events {
@@ -26,9 +26,9 @@ pub(crate) struct Events {
     subscribers: Vec<Subscriber>,
     written_lines: WrittenLines,
     /// Number of events stored from reports since the server's start.
-    pub(crate) stored: AtomicU64,
+    pub(crate) stored_events: AtomicU64,
     /// Number of steps of jobs in these reports.
-    pub(crate) steps: AtomicU64,
+    pub(crate) reported_steps: AtomicU64,
     /// Time from the writing of a log line by a rank until the line is stored, for the first line of each report.
     pub(crate) ingest_lag: Histogram,
     /// Number of open streams.
@@ -43,8 +43,8 @@ impl Events {
             hub,
             subscribers,
             written_lines: WrittenLines::default(),
-            stored: AtomicU64::new(0),
-            steps: AtomicU64::new(0),
+            stored_events: AtomicU64::new(0),
+            reported_steps: AtomicU64::new(0),
             ingest_lag: Histogram::default(),
             stream_clients: AtomicI64::new(0),
         }
@@ -54,14 +54,14 @@ impl Events {
     ///
     /// # Errors
     /// The job does not exist, the change is refused, or a store error.
-    pub(crate) async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+    pub(crate) async fn change_job(&self, id: &JobId, change: Change) -> Result<ChangedJob> {
         let changed = self.store.change_job(id, change).await?;
         self.publish(&changed);
         Ok(changed)
     }
 
     /// Passes a stored change to all subscribers.
-    pub(crate) fn publish(&self, changed: &Changed) {
+    pub(crate) fn publish(&self, changed: &ChangedJob) {
         self.subscribers.iter().for_each(|subscriber| subscriber(changed));
     }
 }

@@ -143,7 +143,7 @@ fn open_private(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    crate::util::private_files::file(path)?;
+    crate::util::private_files::create_file(path)?;
     let file = File::options().append(true).open(path)?;
     let length = file.metadata()?.len();
     Ok((file, length))

@@ -257,7 +257,7 @@ impl Shared {
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
-                let patience = self.gate.config.handshake_patience;
+                let patience = self.gate.config.handshake_timeout;
                 tokio::select! {
                     tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
                         Ok(stream) => Either::Right(Box::new(stream)),
@@ -288,7 +288,7 @@ impl Shared {
         }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(self.gate.config.head_patience)
+            .header_read_timeout(self.gate.config.head_timeout)
             .max_buf_size(HEAD_BYTES)
             .serve_connection(io, service)
             .with_upgrades();

@@ -34,7 +34,7 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
     if request.body().is_end_stream() {
         return next.run(request).await;
     }
-    let patience = config.body_patience;
+    let patience = config.body_timeout;
     let stopped = Arc::new(AtomicBool::new(false));
     let mut rest = None;
     let request = request.map(|body| {

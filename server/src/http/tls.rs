@@ -96,16 +96,16 @@ impl ServerCertificate {
         let loaded = load(&certificate, &key)?;
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
-        let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
+        let (suites, lowest) = (config.tls_suites.clone(), config.tls_min_version);
         // If no version or suite can be offered, no client could connect. The server then does not start.
-        tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
+        tls_suites::offered_tls(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
     }
 
     /// An acceptor for TLS connections that uses the current certificate.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let offered = tls_suites::offered(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let offered = tls_suites::offered_tls(self.suites.as_ref(), self.lowest, &self.current().key)?;
         let config = ServerConfig::builder_with_provider(offered.provider)
             .with_protocol_versions(&offered.versions)
             .map_err(|error| error.to_string())?;
@@ -251,7 +251,7 @@ pub fn expires_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<S
 /// # Errors
 /// The certificate cannot be read.
 pub fn examine(certificate: &Path) -> Result<Facts, String> {
-    files::first_facts(certificate, &pem_files::certificates(certificate)?)
+    files::first_facts(certificate, &pem_files::read_certificates(certificate)?)
 }
 
 impl ResolvesServerCert for ServerCertificate {

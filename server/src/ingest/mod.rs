@@ -5,11 +5,11 @@ pub(crate) mod run_files;
 pub(crate) mod runs;
 
 use crate::{
-    agents::inbox::{Queue, Work},
+    agents::inbox::{Queue, QueueItem},
     checkpoints::artifact_mover,
     scheduler::{Scheduler, dispatch},
-    store::{Changed, EventRow, Ingested, Report, Result},
-    util::failure_log::Failing,
+    store::{ChangedJob, EventRow, IngestResult, Report, Result},
+    util::failure_log::FailureLog,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -24,15 +24,18 @@ use std::{
 };
 
 /// Size of a batch, in bytes, from which on no report is added. Reports are published only after the whole batch is stored.
-const BATCH_BYTES: usize = 4 << 20;
+const MAX_BATCH_BYTES: usize = 4 << 20;
 
 /// Stores reports, publishes the stored changes, and acknowledges the reports to agents. Runs until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
         let mut batch = vec![first];
-        let size = |w: &Work| if let Work::Report { reservation, .. } = w { reservation.bytes } else { 0 };
+        let size = |item: &QueueItem| match item {
+            QueueItem::Report { reservation, .. } => reservation.bytes,
+            QueueItem::Flush(_) => 0,
+        };
         let mut bytes = size(&batch[0]);
-        while bytes < BATCH_BYTES
+        while bytes < MAX_BATCH_BYTES
             && let Ok(more) = queue.try_recv()
         {
             bytes += size(&more);
@@ -42,23 +45,23 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>, mut queue: Queue) {
     }
 }
 
-async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
+async fn store_batch(scheduler: &Scheduler, batch: Vec<QueueItem>) {
     let Scheduler { events, agents, checkpoints, .. } = scheduler;
     let mut reports = Vec::with_capacity(batch.len());
     let mut senders = Vec::with_capacity(batch.len());
     let mut flushes = Vec::new();
     // Dropped when all reports are stored.
     let mut reservations = Vec::with_capacity(batch.len());
-    for work in batch {
-        match work {
-            Work::Report { agent, connection, mut report, reservation } => {
+    for item in batch {
+        match item {
+            QueueItem::Report { agent, connection, mut report, reservation } => {
                 if connection.is_incomplete(&report.attempt) {
                     continue;
                 }
-                if let Err(error) = checkpoints.keep_uploaded(&mut report).await {
+                if let Err(error) = checkpoints.drop_removals_of_kept(&mut report).await {
                     let job = &report.attempt.job;
                     let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
-                    agents.refusals.note_cut_off(&agent, &why);
+                    agents.refusals.note_disconnection(&agent, &why);
                     connection.close_for(&report.attempt);
                     continue;
                 }
@@ -66,7 +69,7 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
                 reservations.push(reservation);
                 reports.push(*report);
             }
-            Work::Flush(done) => flushes.push(done),
+            QueueItem::Flush(done) => flushes.push(done),
         }
     }
     let answers =
@@ -76,15 +79,15 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
         catch_up(scheduler, senders.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
     }
     for ((agent, connection, attempt, summary), answer) in senders.into_iter().zip(answers) {
-        if summary.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
+        if summary.ending.is_some() && !matches!(answer, IngestResult::Gap { .. }) {
             agents.leases.note_ranks_ended(&agent, &attempt);
         }
         match answer {
-            Ingested::Stored { mut acknowledged, changed } => {
+            IngestResult::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
                     let count = changed.events.iter().map(EventRow::count).sum();
-                    events.stored.fetch_add(count, Ordering::Relaxed);
-                    events.steps.fetch_add(summary.steps, Ordering::Relaxed);
+                    events.stored_events.fetch_add(count, Ordering::Relaxed);
+                    events.reported_steps.fetch_add(summary.steps, Ordering::Relaxed);
                     if let Some(at) = summary.first_line_at {
                         let lag = crate::now().duration_since(at);
                         // Negative if the clock of the rank's machine is ahead.
@@ -96,16 +99,16 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
                     agents.leases.mark_unreachable(&attempt, &summary.unreachable);
                 }
                 if let Some(ending) = &summary.ending {
-                    dispatch::ranks_ended(scheduler, &attempt, &agent, ending);
+                    dispatch::note_ranks_ended(scheduler, &attempt, &agent, ending);
                 }
                 acknowledged.watched = events.hub.is_watched(&attempt.job);
                 agents.send(&agent, ToAgent::Ack(acknowledged));
             }
-            Ingested::Stale => {
+            IngestResult::Stale => {
                 let reason = "another attempt has taken its place, or the job is over".into();
                 agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }
-            Ingested::Gap { stored } => {
+            IngestResult::Gap { stored } => {
                 tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
                 connection.close_for(&attempt);
             }
@@ -121,13 +124,13 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<Work>) {
 async fn store_with_retries(
     scheduler: &Scheduler,
     reports: &[Report],
-) -> Option<(Result<Vec<Ingested>>, bool)> {
+) -> Option<(Result<Vec<IngestResult>>, bool)> {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
-    let mut failing = Failing::default();
+    let mut failure_log = FailureLog::default();
     loop {
         match scheduler.store.ingest(reports).await {
-            Err(error) if error.may_pass() => {
-                if failing.note_failure(&error) {
+            Err(error) if error.is_temporary() => {
+                if failure_log.note_failure(&error) {
                     tracing::error!(%error, "reports cannot be stored; trying again");
                 }
                 tokio::select! {
@@ -136,7 +139,7 @@ async fn store_with_retries(
                 }
             }
             done => {
-                let tries = failing.note_success();
+                let tries = failure_log.note_success();
                 if let Some(failures) = tries.filter(|_| done.is_ok()) {
                     tracing::info!(failures, "storing reports works again");
                 }
@@ -149,7 +152,7 @@ async fn store_with_retries(
 /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
 /// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
 /// are logged.
-async fn store_all(scheduler: &Scheduler, reports: Vec<Report>) -> Option<(Vec<Ingested>, bool)> {
+async fn store_all(scheduler: &Scheduler, reports: Vec<Report>) -> Option<(Vec<IngestResult>, bool)> {
     let (done, mut tried_again) = store_with_retries(scheduler, &reports).await?;
     let error = match done {
         Ok(answers) => return Some((answers, tried_again)),
@@ -168,9 +171,9 @@ async fn store_all(scheduler: &Scheduler, reports: Vec<Report>) -> Option<(Vec<I
     Some((answers, tried_again))
 }
 
-async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Option<Ingested> {
-    let mut combined: Option<Changed> = None;
-    let mut answer = Ingested::Stale;
+async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Option<IngestResult> {
+    let mut combined: Option<ChangedJob> = None;
+    let mut answer = IngestResult::Stale;
     for (number, event) in (report.first..).zip(report.events.clone()) {
         let single = |event| Report { first: number, events: vec![event], ..report.clone() };
         let (mut done, _) = store_with_retries(scheduler, &[single(event)]).await?;
@@ -186,27 +189,27 @@ async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Opti
         answer = match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,
             // Not even the record's number can be stored, so no report of this job can be stored. The job's ranks are asked to stop.
-            _ => Ingested::Stale,
+            _ => IngestResult::Stale,
         };
         match &mut answer {
-            Ingested::Stored { changed, .. } => {
+            IngestResult::Stored { changed, .. } => {
                 if let Some(changed) = changed.take() {
-                    let combined =
-                        combined.get_or_insert_with(|| Changed { events: Vec::new(), ..(*changed).clone() });
+                    let combined = combined
+                        .get_or_insert_with(|| ChangedJob { events: Vec::new(), ..(*changed).clone() });
                     combined.events.extend(changed.events);
                     combined.job = changed.job;
                 }
             }
-            Ingested::Stale | Ingested::Gap { .. } => break,
+            IngestResult::Stale | IngestResult::Gap { .. } => break,
         }
     }
-    if let (Ingested::Stored { changed, .. }, Some(combined)) = (&mut answer, combined) {
+    if let (IngestResult::Stored { changed, .. }, Some(combined)) = (&mut answer, combined) {
         *changed = Some(Box::new(combined));
     }
     Some(answer)
 }
 
-/// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
+/// Publishes events that may have been stored without being published, because if the connection to the database broke at the end of a
 /// transaction, the retry finds the records stored and returns no events.
 async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
     let Scheduler { store, events, checkpoints, .. } = scheduler;
@@ -214,7 +217,7 @@ async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
         match store.job(id).await {
             Ok(Some(row)) => {
                 events.hub.catch_up(&row.job);
-                events.publish(&Changed { job: row.job, events: Vec::new() });
+                events.publish(&ChangedJob { job: row.job, events: Vec::new() });
                 if let Err(error) = artifact_mover::catch_up(checkpoints, id).await {
                     tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
                 }

@@ -21,7 +21,7 @@ static MOVE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Why a file is refused.
 #[derive(Debug)]
-pub(crate) enum Refused {
+pub(crate) enum FileError {
     Path(String),
     /// A file or folder conflicts with the path.
     Taken(String),
@@ -30,13 +30,13 @@ pub(crate) enum Refused {
     Io(io::Error),
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for FileError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
-type Result<T> = std::result::Result<T, Refused>;
+type Result<T> = std::result::Result<T, FileError>;
 
 /// The files of one run.
 #[derive(Debug, Clone)]
@@ -73,7 +73,7 @@ impl RunFiles {
     /// All files, in the order of their paths.
     pub(crate) fn list(&self) -> io::Result<Vec<RunFile>> {
         let mut files = Vec::new();
-        collect(&self.folder(), "", &mut files)?;
+        collect_files(&self.folder(), "", &mut files)?;
         files.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(files)
     }
@@ -83,7 +83,7 @@ impl RunFiles {
     /// # Errors
     /// The path is not allowed.
     pub(crate) fn disk_path(&self, path: &str) -> Result<PathBuf> {
-        let refuse = |why: &str| Err(Refused::Path(format!("no file of a run may have this path: {why}")));
+        let refuse = |why: &str| Err(FileError::Path(format!("no file of a run may have this path: {why}")));
         if path.len() > RUN_FILE_PATH_BYTES {
             return refuse(&format!(
                 "it has {} bytes, at most {RUN_FILE_PATH_BYTES} are allowed",
@@ -110,13 +110,13 @@ impl RunFiles {
         let mut others = self.list()?;
         others.retain(|file| file.path != path);
         if others.len() >= RUN_FILES {
-            return Err(Refused::Full(format!("a run has at most {RUN_FILES} files: delete some first")));
+            return Err(FileError::Full(format!("a run has at most {RUN_FILES} files: delete some first")));
         }
         Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
     }
 
     /// A new file for an upload.
-    pub(crate) fn incoming(&self) -> io::Result<Incoming> {
+    pub(crate) fn create_incoming(&self) -> io::Result<Incoming> {
         let folder = self.job_dir.join(INCOMING);
         fs::create_dir_all(&folder)?;
         check_space(&folder, 0)?;
@@ -140,7 +140,7 @@ impl RunFiles {
         let target = self.disk_path(path)?;
         if let Some(ms) = modified_ms {
             if ms > MAX_MODIFIED_MS {
-                return Err(Refused::Path("modified_ms is later than the year 9999".into()));
+                return Err(FileError::Path("modified_ms is later than the year 9999".into()));
             }
             let file = fs::File::options().write(true).open(incoming.path())?;
             file.set_modified(UNIX_EPOCH + Duration::from_millis(ms))?;
@@ -148,7 +148,7 @@ impl RunFiles {
         let metadata = fs::metadata(incoming.path())?;
         if metadata.len() != size_bytes {
             let detail = format!("{} of {size_bytes} bytes were written", metadata.len());
-            return Err(Refused::Io(io::Error::other(detail)));
+            return Err(FileError::Io(io::Error::other(detail)));
         }
         let _lock = lock(&MOVE_LOCK);
         check_size(metadata.len(), self.max_size(path)?)?;
@@ -163,7 +163,7 @@ impl RunFiles {
             Err(e)
                 if matches!(e.kind(), AlreadyExists | DirectoryNotEmpty | IsADirectory | NotADirectory) =>
             {
-                Err(Refused::Taken(format!(
+                Err(FileError::Taken(format!(
                     "the run has a folder {path}, or a file where this path needs a folder: delete that file or folder first"
                 )))
             }
@@ -209,19 +209,19 @@ pub(crate) fn check_size(size_bytes: u64, max_bytes: u64) -> Result<()> {
     if size_bytes <= max_bytes {
         return Ok(());
     }
-    Err(Refused::Full(format!(
+    Err(FileError::Full(format!(
         "the files of a run may have at most {RUN_FILES_BYTES} bytes together, of which {max_bytes} are left for this file"
     )))
 }
 
-fn collect(folder: &Path, prefix: &str, files: &mut Vec<RunFile>) -> io::Result<()> {
+fn collect_files(folder: &Path, prefix: &str, files: &mut Vec<RunFile>) -> io::Result<()> {
     for entry in if_exists(fs::read_dir(folder))?.into_iter().flatten() {
         let entry = entry?;
         // A file that was removed meanwhile is left out.
         let (Ok(name), Ok(metadata)) = (entry.file_name().into_string(), entry.metadata()) else { continue };
         let path = format!("{prefix}{name}");
         if metadata.is_dir() {
-            collect(&entry.path(), &format!("{path}/"), files)?;
+            collect_files(&entry.path(), &format!("{path}/"), files)?;
         } else {
             files.push(describe(path, &metadata));
         }
@@ -249,7 +249,7 @@ mod tests {
         for path in
             ["", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\\b", "a\0b", "a\nb", long.as_str()]
         {
-            assert!(matches!(files.disk_path(path), Err(Refused::Path(_))), "{path:?}");
+            assert!(matches!(files.disk_path(path), Err(FileError::Path(_))), "{path:?}");
         }
         assert!(files.disk_path(&"a".repeat(256)).is_err());
     }
@@ -259,12 +259,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = RunFiles::of(dir.path().join("j1"));
         let put = |content: &str, size_bytes| {
-            let incoming = files.incoming().unwrap();
+            let incoming = files.create_incoming().unwrap();
             fs::write(incoming.path(), content).unwrap();
             files.put("a", incoming, size_bytes, None)
         };
         put("whole", 5).unwrap();
-        assert!(matches!(put("who", 5), Err(Refused::Io(_))));
+        assert!(matches!(put("who", 5), Err(FileError::Io(_))));
         assert_eq!(fs::read_to_string(files.disk_path("a").unwrap()).unwrap(), "whole");
         // A crash left an incomplete file.
         let left = dir.path().join("j1").join(INCOMING);

@@ -24,9 +24,9 @@ pub enum EndOnAgent {
 }
 
 impl EndOnAgent {
-    /// The precedence of this end as the explanation of the attempt's end, then the step of a stalled rank: of several stalled ranks, the
-    /// rank with the lowest step delayed the other ranks. The lowest pair is the best explanation.
-    fn precedence(&self) -> (u8, u64) {
+    /// Sort key: the end with the lowest key explains the attempt's end best. The second number is the step of a stalled rank, because the
+    /// stalled rank with the lowest step delayed the other ranks.
+    fn sort_key(&self) -> (u8, u64) {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
                 // Each agent only sees its own ranks wait for ranks of other agents.
@@ -51,10 +51,10 @@ impl EndOnAgent {
     }
 }
 
-/// Selects the end that explains the attempt's end. `ends`: the ends on all agents, in the order of their reports.
-pub(super) fn explanation(ends: Vec<EndOnAgent>) -> Option<EndOnAgent> {
+/// Selects the end that explains the attempt's end best. `ends`: the ends on all agents, in the order of their reports.
+pub(super) fn best_explanation(ends: Vec<EndOnAgent>) -> Option<EndOnAgent> {
     // `min_by_key` selects the first of several equal ends.
-    ends.into_iter().min_by_key(EndOnAgent::precedence)
+    ends.into_iter().min_by_key(EndOnAgent::sort_key)
 }
 
 #[cfg(test)]
@@ -89,7 +89,7 @@ mod tests {
 
     #[track_caller]
     fn explains(ends: &[EndOnAgent], first: usize) {
-        assert_eq!(explanation(ends.to_vec()).as_ref(), ends.get(first), "{ends:#?}");
+        assert_eq!(best_explanation(ends.to_vec()).as_ref(), ends.get(first), "{ends:#?}");
     }
 
     #[test]

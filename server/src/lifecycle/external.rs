@@ -1,8 +1,8 @@
 //! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one
-//! rank, to which the points belong, and no fencing token: every program with the right to change the job may report.
+//! rank, to which the points belong, and no fencing token, because every program with the right to change the job may report.
 
 use super::{
-    JobRow, Refused, change_state, refused,
+    JobRow, Refusal, change_state, refusal,
     reports::{note_column, points_event},
     state_event,
 };
@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 pub const ATTEMPT: u32 = 1;
 /// Number of a run's only rank.
 pub const RANK: u32 = 0;
-/// Maximum number of alerts in a change: only the newest are stored. The Python package keeps the same number.
+/// Maximum number of alerts in a change. Only the newest are stored. The Python package keeps the same number.
 const ALERTS: usize = 50;
 
 /// A change of a run by its program. It is applied completely or not at all.
@@ -50,21 +50,23 @@ pub struct RunChange {
 
 /// Refuses a request about a run from elsewhere that is only possible for jobs that this server's ranks train. `what`: what the request
 /// would do to the job, such as "paused".
-pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refused> {
-    let why = || {
-        format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
-    };
-    job.external.as_ref().map_or(Ok(()), |_| Err(refused(job.state, why())))
+pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refusal> {
+    if job.external.is_none() {
+        return Ok(());
+    }
+    let detail =
+        format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here");
+    Err(refusal(job.state, detail))
 }
 
 /// Begins a new run. Its state is `running` at once.
-pub fn begin(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn begin(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     row.job.attempt = ATTEMPT;
     make_running(row, at)
 }
 
-/// Applies a change that a run's program reports. A run that failed because its program was silent continues.
-pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+/// Applies a change that a run's program reports. A run that failed because its program was silent is running again.
+pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
@@ -88,7 +90,7 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
 }
 
 /// Fails a running run whose program has been silent for `secs` seconds.
-pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
@@ -96,7 +98,7 @@ pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<Eve
 }
 
 /// Changes a run to `running` from any state, through `queued` and `starting`.
-fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     if row.job.state == JobState::Running {
         return Ok(Vec::new());
     }
@@ -118,10 +120,10 @@ fn end_reason(state: JobState, text: Option<&str>) -> Option<Reason> {
 }
 
 /// Applies settings, results and tags. Returns the new alerts.
-fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
+fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refusal> {
     let (state, id) = (row.job.state, row.job.id.clone());
     let external = row.job.external.as_mut().ok_or_else(|| {
-        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
+        refusal(state, "this server's ranks train the job; programs can change only runs from elsewhere")
     })?;
     let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
@@ -132,7 +134,7 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
                 "Changing param values is not allowed. Param with key='{name}' was already logged with value='{logged}' for run \
                  ID='{id}'. Attempted logging new value '{value}'."
             );
-            return Err(refused(state, detail));
+            return Err(refusal(state, detail));
         }
         external.config.entry(name.clone()).or_insert_with(|| Value::String(value.clone()));
     }
@@ -154,7 +156,7 @@ fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
         if bytes > RUN_CONFIG_BYTES {
             let detail =
                 format!("the run's {what} would have {bytes} bytes; the limit is {RUN_CONFIG_BYTES}");
-            return Err(refused(state, detail));
+            return Err(refusal(state, detail));
         }
     }
     Ok(alerts)
@@ -182,14 +184,14 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values. A value that is not finite is a gap in a chart, and the newest finite
 /// value stays the job's newest value.
-fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
+fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refusal> {
     // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
     if last.len().max(known.len()) + new > RUN_METRICS {
         let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
-        return Err(refused(row.job.state, detail));
+        return Err(refusal(row.job.state, detail));
     }
     let attempt = row.job.attempt;
     let mut events = Vec::with_capacity(columns.len());
@@ -220,10 +222,12 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
 }
 
 /// Updates the best validation accuracy. Values outside 0 to 1, such as percentages, do not count. The epoch is the value of the metric
-/// `epoch` at the same step of `columns`. A run that has only a newest accuracy starts from it, as if measured at the run's newest step.
+/// `epoch` at the same step of `columns`. A run without a best accuracy first takes its newest accuracy, as measured at the newest step.
 fn note_best(job: &mut Job, accuracies: &MetricColumn, columns: &[MetricColumn]) {
     let is_share = |value: &f64| (0.0..=1.0).contains(value);
-    if let (None, Some(value)) = (job.best, job.last.val_accuracy.filter(is_share)) {
+    if job.best.is_none()
+        && let Some(value) = job.last.val_accuracy.filter(is_share)
+    {
         job.best = Some(Measured { value, loss: None, step: job.step, epoch: job.epoch });
     }
     let epochs = columns.iter().find(|column| column.name == "epoch");

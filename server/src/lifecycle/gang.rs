@@ -2,7 +2,8 @@
 //! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
 use super::{
-    EndOnAgent, JobRow, Refused, end_lost_attempt, end_on_agent::explanation, reports::end_attempt, requeue,
+    EndOnAgent, JobRow, Refusal, end_lost_attempt, end_on_agent::best_explanation, reports::end_attempt,
+    requeue,
 };
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
@@ -14,7 +15,7 @@ pub fn record_end_on_agent(
     agent_id: &str,
     end: EndOnAgent,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
+) -> Result<Vec<EventBody>, Refusal> {
     let ends = &mut row.progress.ends;
     if ends.iter().any(|(known, _)| known == agent_id) {
         return Ok(Vec::new());
@@ -23,7 +24,7 @@ pub fn record_end_on_agent(
     if ends.len() < agent_count {
         return Ok(Vec::new());
     }
-    let Some(cause) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
+    let Some(cause) = best_explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
         return Ok(Vec::new());
     };
     match cause {

@@ -26,10 +26,10 @@ pub use preemption::preempt;
 pub use progress::{Progress, Rung};
 use reports::MAX_NOT_BEGUN;
 pub use reports::{merge_points, report};
-pub use row::{AttemptEnd, JobRow, Refused};
+pub use row::{AttemptEnd, JobRow, Refusal};
 
-fn refused(state: JobState, detail: impl Into<String>) -> Refused {
-    Refused { state, detail: detail.into() }
+fn refusal(state: JobState, detail: impl Into<String>) -> Refusal {
+    Refusal { state, detail: detail.into() }
 }
 
 /// The origin of a forked job.
@@ -55,22 +55,23 @@ fn change_state(
     reason: Option<Reason>,
     next: Option<Next>,
     at: Timestamp,
-) -> Result<EventBody, Refused> {
+) -> Result<EventBody, Refusal> {
     if !row.job.state.may_become(state) {
-        return Err(refused(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
+        return Err(refusal(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
     if !state.is_active() && row.fencing_token.take().is_some() {
-        let trained = state == JobState::Succeeded || row.progress.trained;
-        row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
+        let has_trained = state == JobState::Succeeded || row.progress.trained;
+        row.attempt_end =
+            Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), has_trained });
     }
     if state.is_waiting() && !row.job.state.is_waiting() {
         row.waiting_since = Some(at);
     }
     let job = &mut row.job;
-    match (job.state.is_active(), state.is_active()) {
-        (false, true) => row.progress.began = Some(at),
-        (true, false) => job.ran_secs = row.progress.end(at),
-        _ => {}
+    if state.is_active() && !job.state.is_active() {
+        row.progress.began = Some(at);
+    } else if job.state.is_active() && !state.is_active() {
+        job.ran_secs = row.progress.end_attempt(at);
     }
     job.state = state;
     job.set_reason(match (reason, next) {
@@ -88,7 +89,7 @@ fn change_state(
         JobState::Queued => job.finished_at = None,
         _ if state.is_final() => {
             job.finished_at = Some(at);
-            row.stop = None;
+            row.cancel_reason = None;
             row.progress.others.clear();
         }
         _ => {}
@@ -126,18 +127,18 @@ pub fn first_events(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     events
 }
 
-/// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer` is the reason if the attempt has fewer ranks than
-/// the job.
+/// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer_ranks_reason` is the reason if the attempt has
+/// fewer ranks than the job.
 pub fn start_attempt(
     row: &mut JobRow,
-    fewer: Option<Reason>,
+    fewer_ranks_reason: Option<Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
+) -> Result<Vec<EventBody>, Refusal> {
     row.progress.trained = false;
     row.progress.began_from = row.progress.checkpoint;
     row.progress.ends.clear();
     row.progress.unreachable.clear();
-    Ok(vec![change_state(row, JobState::Starting, fewer, None, at)?])
+    Ok(vec![change_state(row, JobState::Starting, fewer_ranks_reason, None, at)?])
 }
 
 /// Whether a waiting job shows `reason`, the reason why it waits. Otherwise the job shows how its last attempt ended, which tells a user
@@ -154,7 +155,7 @@ pub fn shows_wait_reason(job: &Job, reason: &Reason) -> bool {
 
 /// Sets the reason why a job still waits. Returns no event if the job shows this reason already, or if it shows how its last attempt ended
 /// ([`shows_wait_reason`]).
-pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
+pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refusal> {
     let job = &mut row.job;
     if !shows_wait_reason(job, reason) || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
@@ -163,19 +164,19 @@ pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBod
     Ok(vec![state_event(row)])
 }
 
-/// Cancels a job for a user. If `reachable` is false, no agent can be asked to stop the job's ranks: the job ends at once, and its agent
-/// gets the order when it reconnects.
-pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+/// Cancels a job for a user. If no agent of the job is reachable to stop its ranks, the job ends at once, and the agents get the order when
+/// they reconnect.
+pub fn cancel(row: &mut JobRow, is_reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     let state = row.job.state;
     if state.is_final() {
-        return Err(refused(state, format!("the job has already ended: it {}", state.predicate())));
+        return Err(refusal(state, format!("the job has already ended: it {}", state.predicate())));
     }
     let reason: Reason = ReasonKind::CancelledByUser { detail: None }.into();
-    if row.fencing_token.is_some() && reachable {
-        if row.stop.is_some() {
+    if row.fencing_token.is_some() && is_reachable {
+        if row.cancel_reason.is_some() {
             return Ok(Vec::new());
         }
-        row.stop = Some(reason);
+        row.cancel_reason = Some(reason);
         row.job.set_reason(Some(ReasonKind::Cancelling.into()));
         return Ok(vec![state_event(row)]);
     }
@@ -184,25 +185,25 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
 
 /// Pauses a job for a user: its ranks write a checkpoint and free their slots. An unreachable agent gets the order when it reconnects, or
 /// its ranks end when the lease expires.
-pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     external::refuse_external(&row.job, "paused")?;
     let state = row.job.state;
     match state {
         JobState::Queued | JobState::Restarting => Ok(vec![become_paused(row, None, at)?]),
-        JobState::Starting | JobState::Running if row.stop.is_none() => {
+        JobState::Starting | JobState::Running if row.cancel_reason.is_none() => {
             Ok(vec![change_state(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
         _ => {
             let detail =
                 format!("the job {}; only a waiting or running job can be paused", state.predicate());
-            Err(refused(state, detail))
+            Err(refusal(state, detail))
         }
     }
 }
 
 /// Resumes a paused job for a user.
-pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     external::refuse_external(&row.job, "resumed")?;
     trial::refuse_at_rung(row)?;
     let state = row.job.state;
@@ -213,27 +214,27 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
             _ => "",
         };
         let detail = format!("the job {}; only a paused job can be resumed{hint}", state.predicate());
-        return Err(refused(state, detail));
+        return Err(refusal(state, detail));
     }
     queue_anew(row, ReasonKind::ResumedByUser, at)
 }
 
 /// Changes a job without running ranks to `paused`. `why` is the reason if its ranks have not ended in an orderly way.
-fn become_paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
+fn become_paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refusal> {
     let reason = ReasonKind::PausedByUser { detail: why.map(|why| why.words().into()) };
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
     change_state(row, JobState::Paused, Some(reason.into()), Some(next), at)
 }
 
 /// Queues a job, to continue from its newest checkpoint.
-fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
+fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refusal> {
     let next = Next::Continue { from_step: row.progress.checkpoint };
     change_state(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
-/// Queues a job to continue, and forgets earlier restarts. Without a known checkpoint, the reason names no step: the next start may find a
-/// checkpoint that no rank has reported.
-fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+/// Queues a job to continue, and forgets earlier restarts. Without a known checkpoint, the reason names no step, because the next start may
+/// find a checkpoint that no rank has reported.
+fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     row.restarts = 0;
     row.progress.not_begun = 0;
     let next = row.progress.checkpoint.map(|step| Next::Continue { from_step: Some(step) });
@@ -241,11 +242,11 @@ fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec
 }
 
 /// Retries a failed or cancelled job from its newest checkpoint, for a user.
-pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     external::refuse_external(&row.job, "retried")?;
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
-        return Err(refused(
+        return Err(refusal(
             state,
             format!(
                 "the job {}; only a job that has failed or was cancelled can be retried",
@@ -257,12 +258,12 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 }
 
 /// Ends an attempt whose agent was silent for longer than the lease, or has reconnected without the attempt's ranks.
-pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    if row.job.state == JobState::Pausing && row.stop.is_none() {
+pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+    if row.job.state == JobState::Pausing && row.cancel_reason.is_none() {
         return Ok(vec![preemption::pause_or_requeue(row, Some(why), at)?]);
     }
     let mut events = vec![change_state(row, JobState::Lost, Some(why.clone()), None, at)?];
-    events.push(match row.stop.take() {
+    events.push(match row.cancel_reason.take() {
         Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
         None => restart_or_fail(row, why.clone(), at)?,
     });
@@ -270,8 +271,8 @@ pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result
 }
 
 /// Returns a job to the queue without counting a restart, such as when its agent was stopped in an orderly way.
-pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    let event = match row.stop.take() {
+pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+    let event = match row.cancel_reason.take() {
         Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
         None if row.job.state == JobState::Pausing => preemption::pause_or_requeue(row, None, at)?,
         None => queue(row, why.clone(), at)?,
@@ -280,13 +281,14 @@ pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<Even
 }
 
 /// Fails a job that could not start because one of its requirements no longer exists.
-pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     Ok(vec![change_state(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
 /// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
-/// the attempt has written a newer checkpoint: a job on many machines loses machines from time to time, but makes progress in each attempt.
-fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
+/// the attempt has written a newer checkpoint, because a job on many machines loses machines from time to time, but makes progress in each
+/// attempt.
+fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refusal> {
     // No rank has run, because the order to start ranks was lost with a connection.
     let start_was_lost = matches!(why.kind(), ReasonKind::StartLost { .. })
         && !row.progress.trained

@@ -1,7 +1,7 @@
 //! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The
 //! preempted job then waits again and continues by itself. Preemption does not count as a failed attempt.
 
-use super::{JobRow, Refused, become_paused, change_state, queue, state_event};
+use super::{JobRow, Refusal, become_paused, change_state, queue, state_event};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Job, JobState},
@@ -11,9 +11,9 @@ use lockstep_protocol::{
 
 /// Orders the ranks of a job to end for the job `by`. Nothing changes if the ranks are ending already, or if this version does not know the
 /// job's stored state. The reason does not name `by` if it is private, because people who can see the preempted job may not see `by`.
-pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     if !matches!(row.job.state, JobState::Starting | JobState::Running)
-        || row.stop.is_some()
+        || row.cancel_reason.is_some()
         || row.unknown_state.is_some()
     {
         return Ok(Vec::new());
@@ -39,7 +39,7 @@ pub(super) fn pause_or_requeue(
     row: &mut JobRow,
     why: Option<&Reason>,
     at: Timestamp,
-) -> Result<EventBody, Refused> {
+) -> Result<EventBody, Refusal> {
     let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
         return become_paused(row, why, at);
     };

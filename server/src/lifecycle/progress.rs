@@ -73,7 +73,7 @@ fn is_zero(number: &u32) -> bool {
 
 impl Progress {
     /// Notes that an attempt has freed its slots. Returns the total time for which all attempts had slots, in seconds.
-    pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
+    pub(super) fn end_attempt(&mut self, at: Timestamp) -> Option<f64> {
         if let Some(began) = self.began.take() {
             let ms = at.as_millisecond().saturating_sub(began.as_millisecond());
             // The clock may have been set back.

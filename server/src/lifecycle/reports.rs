@@ -1,7 +1,7 @@
 //! The rules by which records of ranks and agents change a job.
 
 use super::{
-    JobRow, Refused, change_state, checkpoint_id, preemption::pause_or_requeue, requeue, restart_or_fail,
+    JobRow, Refusal, change_state, checkpoint_id, preemption::pause_or_requeue, requeue, restart_or_fail,
     state_event, trial,
 };
 use jiff::Timestamp;
@@ -37,7 +37,7 @@ pub fn report(
     event: AttemptEvent,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
+) -> Result<Vec<EventBody>, Refusal> {
     let (attempt, ranks) = (row.job.attempt, row.job.ranks);
     Ok(match event {
         AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
@@ -57,7 +57,7 @@ pub fn report(
             if row.job.state == JobState::Starting {
                 // The reason stays if the job is being cancelled, or runs on fewer ranks.
                 let is_kept = |cause: &Reason| {
-                    row.stop.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
+                    row.cancel_reason.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
                 };
                 let cause = row.job.cause.clone().filter(is_kept);
                 events.push(change_state(row, JobState::Running, cause, None, at)?);
@@ -67,14 +67,14 @@ pub fn report(
         }
         // A job that is being cancelled keeps its reason.
         AttemptEvent::PrecisionFallback { step, what }
-            if row.job.state == JobState::Running && row.stop.is_none() =>
+            if row.job.state == JobState::Running && row.cancel_reason.is_none() =>
         {
             let detail = what.into();
             row.job.set_reason(Some(ReasonKind::PrecisionFallback { step, detail }.into()));
             vec![state_event(row)]
         }
         AttemptEvent::StoppedEarly { step, why }
-            if row.job.state == JobState::Running && row.stop.is_none() =>
+            if row.job.state == JobState::Running && row.cancel_reason.is_none() =>
         {
             row.job.set_reason(Some(ReasonKind::StoppedEarly { step, detail: why.into() }.into()));
             vec![state_event(row)]
@@ -115,8 +115,8 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // The loss is not finite, or the accuracy is not in 0 to 1. Such a result is invalid: no event is stored, and the job has no newest
-        // result.
+        // The loss is not finite, or the accuracy is not in 0 to 1. Such a result is invalid, so no event is stored, and the job has no
+        // newest result.
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {
@@ -275,13 +275,13 @@ pub(super) fn end_attempt(
     ending: Ending,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refused> {
+) -> Result<Vec<EventBody>, Refusal> {
     let ending = match ending {
         // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
         ending => ending,
     };
-    Ok(match (ending, row.stop.take()) {
+    Ok(match (ending, row.cancel_reason.take()) {
         (Ending::Succeeded { step }, _) => {
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {

@@ -15,9 +15,9 @@ pub struct JobRow {
     /// The job as clients see it.
     pub job: Job,
     /// The state in the newest state event.
-    pub announced: JobState,
-    /// The reason if the job's ranks are being stopped at a user's request.
-    pub stop: Option<Reason>,
+    pub announced_state: JobState,
+    /// The reason if a user has cancelled the job and its ranks are still being stopped.
+    pub cancel_reason: Option<Reason>,
     /// The parent of a fork, if people who can see the fork may not see the parent. `job` then has no parent.
     pub private_parent: Option<Parent>,
     /// Number of failed or lost attempts that count as restarts, since the job was last submitted, resumed or retried.
@@ -29,7 +29,7 @@ pub struct JobRow {
     /// The state from which the job's newest values and its sparkline are computed.
     pub progress: Progress,
     /// The end of the attempt that held the fencing token, until the end is stored.
-    pub ended: Option<AttemptEnd>,
+    pub attempt_end: Option<AttemptEnd>,
     /// The stored state if this version does not know it, and the state that is shown instead: running while an attempt may write,
     /// otherwise failed. The stored state is kept until the attempt's end.
     pub unknown_state: Option<(String, JobState)>,
@@ -44,14 +44,14 @@ impl JobRow {
             "total_steps": 0, "steps_per_epoch": 0, "created_at": Timestamp::UNIX_EPOCH, "last": {}, "last_seq": 1, "sparkline": []});
         Self {
             job: serde_json::from_value(job).unwrap(),
-            announced: JobState::Queued,
-            stop: None,
+            announced_state: JobState::Queued,
+            cancel_reason: None,
             private_parent: None,
             restarts: 0,
             waiting_since: None,
             fencing_token: None,
             progress: Progress::default(),
-            ended: None,
+            attempt_end: None,
             unknown_state: None,
         }
     }
@@ -62,7 +62,7 @@ impl JobRow {
     }
 
     /// The attempt that may write, if there is one.
-    pub fn live(&self) -> Option<AttemptRef> {
+    pub fn live_attempt(&self) -> Option<AttemptRef> {
         let job = &self.job;
         self.fencing_token.map(|fencing_token| AttemptRef {
             job: job.id.clone(),
@@ -80,13 +80,13 @@ pub struct AttemptEnd {
     /// The reason. `None` if the attempt succeeded.
     pub reason: Option<Reason>,
     /// Whether the attempt's ranks have trained. If not, the job's step is from an earlier attempt.
-    pub trained: bool,
+    pub has_trained: bool,
 }
 
 /// A request that a job's state forbids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{detail}")]
-pub struct Refused {
+pub struct Refusal {
     /// The state of the job.
     pub state: JobState,
     /// Why the request is refused, and what the user can do.

@@ -1,7 +1,7 @@
 //! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
 //! (`sweeps/decide.rs`).
 
-use super::{JobRow, Refused, change_state, progress::Rung, queue_anew, refused};
+use super::{JobRow, Refusal, change_state, progress::Rung, queue_anew, refusal};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
@@ -9,7 +9,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Whether the stopped ranks of a trial have reached its rung: a checkpoint of that epoch exists.
+/// Whether the stopped ranks of a trial have reached its rung, so that a checkpoint of that epoch exists.
 pub(super) fn is_at_rung(row: &JobRow) -> bool {
     let (steps, newest) = (row.job.steps_per_epoch, row.progress.checkpoint);
     row.progress.pause_after.is_some_and(|epoch| steps > 0 && newest >= Some(u64::from(epoch) * steps))
@@ -26,7 +26,7 @@ pub fn rung(row: &JobRow, epoch: u32) -> Rung {
 }
 
 /// Pauses a trial whose ranks have stopped at its rung.
-pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refused> {
+pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refusal> {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
     let reached = rung(row, epoch);
     row.progress.rungs.push(reached);
@@ -36,7 +36,7 @@ pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody
 }
 
 /// Refuses a request to resume a trial that waits at a rung, because the trial would continue without a comparison.
-pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
+pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refusal> {
     let Some(trial) = row.job.trial.as_ref().filter(|_| row.job.waits_for_sweep()) else { return Ok(()) };
     let detail = format!(
         "the job is trial {} of {sweep} and waits at a rung, where its sweep compares it with other trials and then resumes or ends it; \
@@ -45,26 +45,26 @@ pub(super) fn refuse_at_rung(row: &JobRow) -> Result<(), Refused> {
         trial.number,
         sweep = trial.sweep,
     );
-    Err(refused(row.job.state, detail))
+    Err(refusal(row.job.state, detail))
 }
 
 /// Checks that a trial waits at a rung for its sweep.
-fn require_waiting(row: &JobRow) -> Result<(), Refused> {
-    match row.job.waits_for_sweep() {
-        true => Ok(()),
-        false => Err(refused(row.job.state, "the trial does not wait for its sweep")),
+fn require_waiting(row: &JobRow) -> Result<(), Refusal> {
+    if row.job.waits_for_sweep() {
+        return Ok(());
     }
+    Err(refusal(row.job.state, "the trial does not wait for its sweep"))
 }
 
 /// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.
-pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     require_waiting(row)?;
     row.progress.pause_after = pause_after;
     queue_anew(row, ReasonKind::ResumedBySweep, at)
 }
 
 /// Ends a trial for its sweep, because other trials are better.
-pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     require_waiting(row)?;
     Ok(vec![change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
 }

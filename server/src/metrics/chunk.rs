@@ -53,7 +53,7 @@ pub(crate) struct Bucket {
     pub(crate) step: u64,
     pub(crate) points: u64,
     /// Number of points with a finite value. The fields below are computed from these points only.
-    pub(crate) finite: u64,
+    pub(crate) finite_points: u64,
     pub(crate) min: f32,
     pub(crate) max: f32,
     pub(crate) sum: f64,
@@ -65,7 +65,7 @@ impl Bucket {
         Self {
             step,
             points: 1,
-            finite: finite.into(),
+            finite_points: finite.into(),
             min: if finite { value } else { f32::INFINITY },
             max: if finite { value } else { f32::NEG_INFINITY },
             sum: if finite { value.into() } else { 0.0 },
@@ -75,7 +75,7 @@ impl Bucket {
     pub(crate) fn join(&mut self, other: &Self) {
         self.step = self.step.min(other.step);
         self.points += other.points;
-        self.finite += other.finite;
+        self.finite_points += other.finite_points;
         self.min = self.min.min(other.min);
         self.max = self.max.max(other.max);
         self.sum += other.sum;
@@ -114,7 +114,7 @@ pub(crate) fn merge(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bu
 }
 
 /// Adds a point to the bucket of its step, among ascending buckets of `width` steps. `width` is more than 1.
-pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
+pub(crate) fn add_point(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
     let index = |bucket: &Bucket| bucket.index(width);
     // Most points come in order.
     let position = match to.last() {
@@ -136,12 +136,12 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
         put_number(&mut out, bucket.step - last_step);
         last_step = bucket.step;
         if level == 0 {
-            let value = if bucket.finite == 1 { bucket.min } else { f32::NAN };
+            let value = if bucket.finite_points == 1 { bucket.min } else { f32::NAN };
             out.extend(value.to_le_bytes());
             continue;
         }
         put_number(&mut out, bucket.points);
-        put_number(&mut out, bucket.finite);
+        put_number(&mut out, bucket.finite_points);
         out.extend(bucket.min.to_le_bytes());
         out.extend(bucket.max.to_le_bytes());
         out.extend(bucket.sum.to_le_bytes());
@@ -163,7 +163,7 @@ pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError>
             Some(Bucket {
                 step,
                 points: from.number()?,
-                finite: from.number()?,
+                finite_points: from.number()?,
                 min: f32::from_le_bytes(from.bytes()?),
                 max: f32::from_le_bytes(from.bytes()?),
                 sum: f64::from_le_bytes(from.bytes()?),

@@ -6,7 +6,7 @@ use super::{
     chunk::{self, Bucket, LEVELS, SeriesKey, capacity, width},
     compaction_queue::batch_cost,
 };
-use crate::store::{MetricChunk, MetricFilter, RankColumn, Result, Store, StoreError, quarantine};
+use crate::store::{MetricChunk, MetricFilter, RankColumn, Result, Store, StoreError, unreadable};
 use lockstep_protocol::job::JobId;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -20,19 +20,19 @@ const COMPACTION_PAUSE: Duration = Duration::from_millis(20);
 /// Compacts the points of queued jobs. Runs until dropped.
 pub(crate) async fn run(metrics: Arc<Metrics>) {
     // The queue is in memory, so every unfinished job is queued once at the server's start.
-    match metrics.store.unfinished().await {
+    match metrics.store.unfinished_jobs().await {
         Ok(jobs) => {
             jobs.iter().for_each(|job| metrics.queue.add_cost(&job.id, job.ranks, batch_cost(job.ranks)))
         }
         Err(error) => tracing::warn!(%error, "metrics are not compacted until their jobs report more points"),
     }
     loop {
-        let Some((job, cost)) = metrics.queue.take() else {
+        let Some((job, cost)) = metrics.queue.take_batch() else {
             metrics.queue.wake.notified().await;
             continue;
         };
         loop {
-            match compact(metrics.store.as_ref(), &job, cost, false).await {
+            match compact(metrics.store.as_ref(), &job, cost, Rest::Wait).await {
                 Ok(true) => tokio::time::sleep(COMPACTION_PAUSE).await,
                 // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
@@ -45,23 +45,32 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-/// Compacts the next rows of a job, up to `cost` (`EventRow::cost`), and moves the job's watermark. With `rest`, also compacts rows that
-/// cost less than a batch. Returns false if nothing was compacted: there were too few rows, or another compaction moved the watermark
-/// first.
-pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: bool) -> Result<bool> {
+/// What happens to the last rows of a job, which cost less than a batch.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Rest {
+    /// They wait for further rows.
+    Wait,
+    Compact,
+}
+
+/// Compacts the next rows of a job, up to `cost` (`EventRow::cost`), and moves the job's watermark. Returns false if nothing was compacted,
+/// because there were too few rows, or another compaction moved the watermark first.
+pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: Rest) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: watermark, limit_cost: Some(cost), ..MetricFilter::default() };
+    let filter = MetricFilter { after: watermark, max_cost: Some(cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
-    if !page.full && (!rest || page.last <= watermark) {
+    if !page.is_full && (rest == Rest::Wait || page.last_seq <= watermark) {
         return Ok(false);
     }
-    let stored = read_rewritten(store, job, &newest, &page.columns).await?;
-    store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns, stored)).await
+    let stored = read_rewritten_series(store, job, &newest, &page.columns).await?;
+    store
+        .put_metric_chunks(job, watermark, page.last_seq, &changed_chunks(newest, page.columns, stored))
+        .await
 }
 
 /// Reads all stored points of the series to which `columns` add points at or before the last stored step. Only runs from elsewhere have
 /// such points.
-async fn read_rewritten(
+async fn read_rewritten_series(
     store: &dyn Store,
     job: &JobId,
     newest: &[MetricChunk],
@@ -90,8 +99,8 @@ async fn read_rewritten(
 }
 
 /// Returns the chunks that change when `columns` are added to the series whose newest chunks are `newest`. All chunks of the series in
-/// `stored` (see [`read_rewritten`]) are replaced. If a step has several points, the last point counts.
-fn grow(
+/// `stored` (see [`read_rewritten_series`]) are replaced. If a step has several points, the last point counts.
+fn changed_chunks(
     newest: Vec<MetricChunk>,
     columns: Vec<RankColumn>,
     stored: BTreeMap<SeriesKey, Vec<Bucket>>,
@@ -154,7 +163,7 @@ fn grow(
 pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
-        quarantine::log_once(&format!(
+        unreadable::log_once(&format!(
             "a chunk of {name} of rank {rank}, attempt {attempt}, level {level}, from step {first_step}: {error}"
         ));
         Vec::new()
@@ -177,12 +186,12 @@ mod tests {
 
     #[test]
     fn chunks_do_not_depend_on_how_points_arrive() {
-        let mut whole = grow(Vec::new(), vec![column(1..20_001)], BTreeMap::new());
+        let mut whole = changed_chunks(Vec::new(), vec![column(1..20_001)], BTreeMap::new());
         let mut stored: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
             let newest: BTreeMap<u32, MetricChunk> = stored.values().map(|c| (c.level, c.clone())).collect();
             let columns = vec![column(first..(first + 700).min(20_001))];
-            for chunk in grow(newest.into_values().collect(), columns, BTreeMap::new()) {
+            for chunk in changed_chunks(newest.into_values().collect(), columns, BTreeMap::new()) {
                 stored.insert((chunk.level, chunk.first_step), chunk);
             }
         }
@@ -202,11 +211,11 @@ mod tests {
 
     #[test]
     fn the_last_point_of_a_repeated_step_counts() {
-        let first = grow(Vec::new(), vec![column(1..11)], BTreeMap::new());
+        let first = changed_chunks(Vec::new(), vec![column(1..11)], BTreeMap::new());
         let key = SeriesKey::of(&first[0]);
         let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);
         let newer = points(vec![7, 0, 7], vec![1.0, 2.0, 3.5]);
-        let again = grow(first, vec![column(5..13), newer], stored);
+        let again = changed_chunks(first, vec![column(5..13), newer], stored);
         let points = chunk::decode(0, &again[0].data).unwrap();
         let steps: Vec<u64> = points.iter().map(|point| point.step).collect();
         assert_eq!(steps, (0..13).collect::<Vec<_>>());

@@ -46,7 +46,7 @@ impl CompactionQueue {
     }
 
     /// Removes a job whose rows make up a batch. Returns the job and the cost of a batch.
-    pub(crate) fn take(&self) -> Option<(JobId, u64)> {
+    pub(crate) fn take_batch(&self) -> Option<(JobId, u64)> {
         let mut jobs = lock(&self.waiting);
         let (job, waiting) = jobs.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
         let (job, batch_cost) = (job.clone(), waiting.batch_cost);

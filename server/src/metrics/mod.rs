@@ -10,7 +10,7 @@ mod compaction_queue;
 pub(crate) mod query;
 pub(crate) mod retire;
 
-use crate::store::{Changed, EventRow, Store, Stored};
+use crate::store::{ChangedJob, EventRow, RowContent, Store};
 use compaction_queue::CompactionQueue;
 use std::{sync::Arc, time::Duration};
 
@@ -28,8 +28,8 @@ impl Metrics {
     }
 
     /// Adds the cost of a stored change's points to the job's waiting rows.
-    pub(crate) fn note(&self, changed: &Changed) {
-        let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
+    pub(crate) fn note_change(&self, changed: &ChangedJob) {
+        let points = changed.events.iter().filter(|row| matches!(row.content, RowContent::Points { .. }));
         self.queue.add_cost(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 }

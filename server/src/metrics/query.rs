@@ -15,8 +15,8 @@ pub(crate) struct ChartData {
     /// Number of the last event that is included.
     pub(crate) as_of: u64,
     /// Whether every bucket is a single point, and all points of the range are included.
-    pub(crate) exact: bool,
-    /// Steps per bucket. 1 if `exact`.
+    pub(crate) is_exact: bool,
+    /// Steps per bucket. 1 if `is_exact`.
     pub(crate) bucket_steps: u64,
     pub(crate) series: BTreeMap<SeriesKey, Vec<Bucket>>,
 }
@@ -71,20 +71,21 @@ pub(crate) async fn find(
         let tail_steps = tail.iter().filter_map(|points| points.column.ends());
         let ends = tail_steps.chain(chunk_steps);
         let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
-            return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
+            return Ok(ChartData { as_of, is_exact: true, bucket_steps: 1, series: BTreeMap::new() });
         };
         let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
-        let read = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
-            // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w. The first bucket
-            // also covers step 0.
-            let w = width(level);
-            let from = match from.saturating_sub(1) / w * w {
-                _ if w == 1 => from,
+        // Reads the series at a level; `None` if a compaction has moved the watermark.
+        let read_level = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
+            // The range is extended to bucket boundaries. Buckets of `width` steps cover the steps `k * width + 1` to
+            // `(k + 1) * width`. The first bucket also covers step 0.
+            let width = width(level);
+            let from = match from.saturating_sub(1) / width * width {
+                _ if width == 1 => from,
                 0 => 0,
                 before => before + 1,
             };
-            let to = to.div_ceil(w).saturating_mul(w);
+            let to = to.div_ceil(width).saturating_mul(width);
             let aligned = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
             let (watermark_now, chunks) = metrics.store.metric_chunks(&job.id, level, &aligned).await?;
             if watermark_now != watermark {
@@ -97,30 +98,31 @@ pub(crate) async fn find(
                 let buckets = buckets.into_iter().filter(is_inside);
                 series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets);
             }
-            add_tail(&mut series, &tail, width(level), is_inside);
+            add_tail(&mut series, &tail, width, is_inside);
             series.retain(|_, buckets| !buckets.is_empty());
             Ok(Some(series))
         };
-        let Some(mut series) = read(plan.level).await? else { continue };
+        let Some(mut series) = read_level(plan.level).await? else { continue };
         let fits = |series: &BTreeMap<SeriesKey, Vec<Bucket>>, slack: usize| {
             series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
         };
         if plan.level == 0 && fits(&series, 0) {
-            return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series });
+            return Ok(ChartData { as_of, is_exact: true, bucket_steps: 1, series });
         }
         // Sparse points may fit although the range has too many steps. The slack is for points outside the range, in the buckets at the
         // ends of the range.
         if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
-            let Some(all_points) = read(0).await? else { continue };
+            let Some(all_points) = read_level(0).await? else { continue };
             if fits(&all_points, 0) {
-                return Ok(ChartData { as_of, exact: true, bucket_steps: 1, series: all_points });
+                return Ok(ChartData { as_of, is_exact: true, bucket_steps: 1, series: all_points });
             }
         }
         series.values_mut().for_each(|buckets| chunk::join_neighbours(buckets, |bucket| plan.index(bucket)));
-        return Ok(ChartData { as_of, exact: false, bucket_steps: plan.width, series });
+        return Ok(ChartData { as_of, is_exact: false, bucket_steps: plan.width, series });
     }
 }
 
+/// Adds the points of rows after the watermark to series of buckets of `width` steps.
 fn add_tail(
     series: &mut BTreeMap<SeriesKey, Vec<Bucket>>,
     tail: &[RankColumn],
@@ -134,7 +136,7 @@ fn add_tail(
         let points = points.filter(&is_inside);
         match width {
             1 => *of_series = chunk::merge(std::mem::take(of_series), points),
-            _ => points.for_each(|point| chunk::put(of_series, &point, width)),
+            _ => points.for_each(|point| chunk::add_point(of_series, &point, width)),
         }
     }
 }

@@ -1,7 +1,11 @@
 //! Removes the points of a job from `events` some time after the job's end. The job's charts and CSV file are then read from chunks, which
 //! contain every point. The job's stream begins after the removed events.
 
-use super::{Metrics, compaction, compaction_queue};
+use super::{
+    Metrics,
+    compaction::{self, Rest},
+    compaction_queue,
+};
 use crate::store::{Result, StoreError};
 use lockstep_protocol::job::JobId;
 use std::{
@@ -27,7 +31,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
         // A job whose points cannot be removed is left for the next round.
         let mut last: Option<JobId> = None;
         loop {
-            let job = match metrics.store.oldest_with_points(before, last.as_ref()).await {
+            let job = match metrics.store.oldest_job_with_points(before, last.as_ref()).await {
                 Ok(Some(job)) => job,
                 Ok(None) => break,
                 Err(error) => {
@@ -35,7 +39,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
                     break;
                 }
             };
-            match retire(&metrics, &job).await {
+            match remove_points_of(&metrics, &job).await {
                 Ok(()) | Err(StoreError::NotFound(_)) => {}
                 Err(error) => {
                     tracing::warn!(%error, %job, "a job's points could not be removed from events; trying again")
@@ -46,10 +50,11 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     }
 }
 
-async fn retire(metrics: &Metrics, job: &JobId) -> Result<()> {
+async fn remove_points_of(metrics: &Metrics, job: &JobId) -> Result<()> {
     let ranks = metrics.store.job(job).await?.map_or(1, |row| row.job.ranks);
-    while compaction::compact(metrics.store.as_ref(), job, compaction_queue::batch_cost(ranks), true).await? {
-    }
+    while compaction::compact(metrics.store.as_ref(), job, compaction_queue::batch_cost(ranks), Rest::Compact)
+        .await?
+    {}
     loop {
         let began = Instant::now();
         if !metrics.store.remove_points(job).await? {

@@ -87,15 +87,15 @@ impl Candidate {
         if self.has_no_links() {
             return self.free[..ranks.min(self.free.len())].to_vec();
         }
-        self.choose_linked(ranks).concat()
+        self.choose_by_nvlink_group(ranks).concat()
     }
 
     /// Number of NVLink groups from which [`Candidate::choose_slots`] takes slots. Fewer groups have faster links.
-    pub(super) fn linked_groups(&self, ranks: usize) -> usize {
+    pub(super) fn nvlink_group_count(&self, ranks: usize) -> usize {
         if self.has_no_links() {
             return ranks.min(self.free.len());
         }
-        self.choose_linked(ranks).len()
+        self.choose_by_nvlink_group(ranks).len()
     }
 
     fn has_no_links(&self) -> bool {
@@ -103,7 +103,7 @@ impl Candidate {
     }
 
     /// Free slots for `ranks` ranks, by NVLink group.
-    fn choose_linked(&self, ranks: usize) -> Vec<Vec<u32>> {
+    fn choose_by_nvlink_group(&self, ranks: usize) -> Vec<Vec<u32>> {
         let mut groups = self.free_groups();
         let mut missing = ranks.min(self.free.len());
         let mut taken = Vec::new();
@@ -127,7 +127,7 @@ impl Candidate {
         let is_unlinked = |slot: &u32| !linked.iter().any(|group| group.contains(slot));
         let mut groups: Vec<Vec<u32>> = linked.iter().map(free_in).collect();
         groups.extend(self.free.iter().copied().filter(is_unlinked).map(|slot| vec![slot]));
-        // The sort is stable: equal groups stay in the agent's order.
+        // The sort is stable, so equal groups stay in the agent's order.
         groups.sort_by_key(|group| Reverse(group.len()));
         groups
     }

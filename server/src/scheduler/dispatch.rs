@@ -1,13 +1,13 @@
 //! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::leases::{Expired, RanksEnd},
+    agents::leases::{ExpiredPart, RanksEnd},
     checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
-    scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
-    store::{AttemptRow, JobRow, Occupant, Result, quarantine},
-    util::failure_log::Failing,
+    scheduler::{AgentState, Plan, Scheduler, Snapshot, YieldingJob, plan},
+    store::{AttemptRow, JobRow, Occupant, Result, unreadable},
+    util::failure_log::FailureLog,
 };
 use ends::{end_attempt, end_attempt_on_agent, order_stop, send_stop};
 use lockstep_protocol::{
@@ -15,7 +15,7 @@ use lockstep_protocol::{
     reason::{Reason, ReasonKind, Text},
 };
 use preempt::preempt;
-use reasons::Unstored;
+use reasons::UnstoredReasons;
 use start::start_all;
 use std::{
     collections::{HashMap, HashSet},
@@ -31,7 +31,10 @@ mod resume_point;
 mod start;
 mod unreported;
 
-pub(crate) use ends::{declined, ranks_ended, ready, requeue_after_leave, stop_other_agents, stop_reason};
+pub(crate) use ends::{
+    StopMode, note_ranks_ended, note_ready, requeue_after_leave, requeue_declined, stop_other_agents,
+    stop_reason,
+};
 pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
@@ -39,23 +42,23 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between two comparisons of all waiting jobs with the store.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Interval between two rounds while ranks of an attempt have lost each other, so that a lost agent is given up at once.
+/// Interval between two rounds while ranks of an attempt have lost contact with each other, so that a lost agent is given up at once.
 const LOST_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
 const ENDS_TIMEOUT: Duration = Duration::from_millis(100);
-/// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost each other.
+/// Number of heartbeat intervals after which a silent agent counts as lost, if ranks of its attempt have lost contact with each other.
 const LOST_AFTER_HEARTBEATS: f64 = 1.25;
 /// Minimum silence after which an agent counts as lost.
 const MIN_SILENCE: Duration = Duration::from_secs(1);
-/// Time in which agents reconnect after the start of the server: they try every 3 s.
+/// Time in which agents reconnect after the start of the server. Agents try every 3 s.
 const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
-pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
+pub(crate) async fn restore_leases(scheduler: &Scheduler) -> Result<()> {
     for AttemptRow { attempt, places } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
-        scheduler.agents.leases.hold(attempt.clone(), places);
+        scheduler.agents.leases.add(attempt.clone(), places);
         // The `Welcome` message to an agent repeats an order to stop.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
@@ -63,7 +66,7 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
         {
             for agent in &agents {
                 if let Some(end) = lifecycle::find_end_on_agent(&row, agent) {
-                    scheduler.agents.leases.ended_at(&attempt, agent, RanksEnd::of(end));
+                    scheduler.agents.leases.note_end(&attempt, agent, RanksEnd::of(end));
                 }
             }
             let unreachable: Vec<_> = row.progress.unreachable.iter().copied().collect();
@@ -75,29 +78,33 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
 
 /// Checks leases and plans starts until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
-    let unstored = Unstored::default();
-    tokio::join!(rounds(&scheduler, &unstored), comparisons(&scheduler), unstored.store_all(&scheduler));
+    let unstored = UnstoredReasons::default();
+    tokio::join!(
+        run_rounds(&scheduler, &unstored),
+        compare_queue(&scheduler),
+        unstored.store_all(&scheduler)
+    );
 }
 
 /// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
-async fn comparisons(scheduler: &Scheduler) {
-    let mut failing = Failing::default();
+async fn compare_queue(scheduler: &Scheduler) {
+    let mut failure_log = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
         let compared = scheduler.waiting.compare(&*scheduler.store).await;
         let failed = "the queue could not be compared with the store";
-        failing.log(&compared, failed, "the queue is compared with the store again");
+        failure_log.log(&compared, failed, "the queue is compared with the store again");
         if matches!(compared, Ok(true)) {
             scheduler.agents.leases.wake_dispatch();
         }
     }
 }
 
-async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
-    let mut failing = Failing::default();
+async fn run_rounds(scheduler: &Scheduler, unstored: &UnstoredReasons) {
+    let mut failure_log = FailureLog::default();
     loop {
-        let done = round(scheduler, unstored).await;
-        failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
+        let done = run_round(scheduler, unstored).await;
+        failure_log.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
         let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
             LOST_POLL_INTERVAL
         } else {
@@ -110,8 +117,8 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
     }
 }
 
-async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
-    for expired in scheduler.agents.leases.expired() {
+async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<()> {
+    for expired in scheduler.agents.leases.expired_parts() {
         // The agent may have reconnected while other agents were given up.
         if scheduler.agents.leases.is_renewed(&expired) {
             continue;
@@ -120,11 +127,11 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
         let secs = scheduler.agents.leases.duration.as_secs_f64();
         skip_permanent_error(&job, expire(scheduler, expired, secs, None).await)?;
     }
-    let limit = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
+    let max_silence = scheduler.config.heartbeat.mul_f64(LOST_AFTER_HEARTBEATS).max(MIN_SILENCE);
     // An agent that was connected before this server was started may be reconnecting.
     let uptime = scheduler.up_since.elapsed();
     let silence = |id: &str| scheduler.agents.silence(id).or_else(|| uptime.checked_sub(RECONNECT_TIME));
-    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
+    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > max_silence);
     for expired in
         scheduler.agents.leases.agents_to_give_up(is_silent, |id| scheduler.agents.is_connected(id))
     {
@@ -146,15 +153,15 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut patience = CHECK_TIMEOUT;
+    let mut check_time_left = CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
-        if plan.unknown.is_empty() {
+        if plan.unknown_checkpoints.is_empty() {
             return Ok((snapshot, plan));
         }
-        for (row, reader) in plan.unknown {
-            let wait = match scheduler.checkpoints.wait_for_newer(&row, &reader, &mut patience).await {
-                Err(error) if !error.may_pass() => {
+        for (row, reader) in plan.unknown_checkpoints {
+            let wait = match scheduler.checkpoints.find_wait(&row, &reader, &mut check_time_left).await {
+                Err(error) if !error.is_temporary() => {
                     let why = Reason::from(error.to_string()).into();
                     skip_permanent_error(&row.job.id, Err(error))?;
                     Some(Wait { why, keeps_slots: false })
@@ -172,14 +179,20 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
-        let takes_work = agent.leaving.is_none()
-            && agent.no_work.is_none()
+        let takes_work = agent.leave_reason.is_none()
+            && agent.no_work_reason.is_none()
             // An agent that the network no longer reaches is online until its connection times out, but no start would reach it.
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let in_use = held.remove(id).unwrap_or_default().into_keys().collect();
-        Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
+        let slots_in_use = held.remove(id).unwrap_or_default().into_keys().collect();
+        Arc::new(AgentState {
+            only_job: agent.only_job,
+            takes_work,
+            is_drained,
+            slots_in_use,
+            row: agent.row,
+        })
     });
     let agents = agents.collect();
     let fair_share = match scheduler.config.fair_share {
@@ -189,14 +202,15 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     };
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
-    let yielding = if waiting.is_empty() { Vec::new() } else { yielding(scheduler).await? };
+    let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
     let (started_at, checkpoints) = (scheduler.started_at, HashMap::new());
-    Ok(Snapshot { now, started_at, agents, waiting, yielding, fair_share, slots_of_shares, checkpoints })
+    Ok(Snapshot { now, started_at, agents, waiting, yielding_jobs, fair_share, slots_of_shares, checkpoints })
 }
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
-async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending_jobs());
+async fn yielding_jobs(scheduler: &Scheduler) -> Result<Vec<YieldingJob>> {
+    let (mut occupants, ending) =
+        (scheduler.store.yielding_jobs().await?, scheduler.agents.leases.ending_jobs());
     let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let only_ending = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
@@ -214,7 +228,7 @@ async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
             .into_iter()
             .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
         let is_ending = occupant.must_end || ending.contains(&occupant.job);
-        Yielding { slots: slots.collect(), occupant, is_ending }
+        YieldingJob { slots: slots.collect(), occupant, is_ending }
     };
     Ok(occupants.into_iter().map(with_slots).collect())
 }
@@ -224,12 +238,12 @@ async fn carry_out(
     scheduler: &Scheduler,
     snapshot: &Snapshot,
     mut plan: Plan,
-    unstored: &Unstored,
+    unstored: &UnstoredReasons,
 ) -> Result<()> {
     let planned = plan.starts.len();
     let mut starts = std::mem::take(&mut plan.starts).into_iter();
     for preemption in std::mem::take(&mut plan.preemptions) {
-        // Starts before this preemption come first: if one of them fails, its slots are free, and the preemption may not be needed.
+        // Starts before this preemption come first, because if one of them fails, its slots are free, and the preemption may not be needed.
         let earlier_count = preemption.starts_before - (planned - starts.len());
         let earlier = starts.by_ref().take(earlier_count).collect();
         if !start_all(scheduler, earlier).await? || !preempt(scheduler, snapshot, &preemption).await? {
@@ -240,7 +254,7 @@ async fn carry_out(
         }
     }
     start_all(scheduler, starts.collect()).await?;
-    scheduler.checkpoints.waits.keep(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
+    scheduler.checkpoints.waits.retain(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
     let with_reason = plan.waiting.iter().filter_map(|waiting| Some((&waiting.row, waiting.why.as_ref()?)));
     for (row, why) in with_reason {
         unstored.note(scheduler, row, why);
@@ -252,8 +266,8 @@ async fn carry_out(
 /// Logs a permanent error of one job, so that the other jobs are still dispatched. Transient errors end the round.
 fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     match done {
-        Err(error) if !error.may_pass() => {
-            quarantine::log_once(&format!("job {job} cannot be dispatched: {error}"));
+        Err(error) if !error.is_temporary() => {
+            unreadable::log_once(&format!("job {job} cannot be dispatched: {error}"));
             Ok(())
         }
         other => other,
@@ -263,8 +277,13 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// Fences an attempt whose lease has expired on one of its agents. The job is restarted, or fails if no restarts are left. An attempt on
 /// several agents ends once the other agents have ended their ranks. `why_early`: why an agent that has been silent for `secs` is
 /// given up before its lease has expired.
-async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, why_early: Option<&str>) -> Result<()> {
-    let Expired { attempt, place, agent_count, had_order } = expired;
+async fn expire(
+    scheduler: &Scheduler,
+    expired: ExpiredPart,
+    secs: f64,
+    why_early: Option<&str>,
+) -> Result<()> {
+    let ExpiredPart { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
@@ -284,7 +303,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, why_early: O
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
     if agent_count > 1 {
-        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, false, move |row| {
+        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, StopMode::AtOnce, move |row| {
             EndOnAgent::Lost(why(row))
         })
         .await?;
@@ -296,7 +315,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, why_early: O
     }
     let reason =
         if why_early.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
-    send_stop(scheduler, &[place], &attempt, reason, false);
+    send_stop(scheduler, &[place], &attempt, reason, StopMode::AtOnce);
     Ok(())
 }
 
@@ -319,9 +338,9 @@ pub(crate) enum StopRequest {
 pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, request: StopRequest) -> Result<Job> {
     let places = scheduler.agents.leases.places_of(id);
     let online = scheduler.agents.online();
-    let reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
+    let is_reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
     let change = move |row: &mut JobRow| match request {
-        StopRequest::Cancel => lifecycle::cancel(row, reachable, crate::now()),
+        StopRequest::Cancel => lifecycle::cancel(row, is_reachable, crate::now()),
         StopRequest::Pause => lifecycle::pause(row, crate::now()),
     };
     let changed = scheduler.events.change_job(id, Box::new(change)).await?;

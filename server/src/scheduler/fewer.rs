@@ -3,7 +3,7 @@
 use super::{
     Snapshot,
     candidates::Candidates,
-    gang::{choose, reserve},
+    gang::{choose_agents, choose_reserved_agents},
 };
 use crate::store::JobRow;
 use lockstep_protocol::{
@@ -42,7 +42,7 @@ impl FewerRanks {
         reserved: &HashSet<String>,
     ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
         let tried = self.ranks.iter().filter(|_| self.has_waited);
-        let found = |ranks: &u32| Some((*ranks, choose(candidates, *ranks as usize, reserved)?));
+        let found = |ranks: &u32| Some((*ranks, choose_agents(candidates, *ranks as usize, reserved)?));
         let (ranks, chosen) = tried.into_iter().find_map(found)?;
         let fewer = ReasonKind::FewerRanks {
             ranks,
@@ -56,7 +56,7 @@ impl FewerRanks {
 
     /// Chooses agents to reserve for fewer ranks.
     pub(super) fn reserve(&self, candidates: &Candidates) -> Option<Vec<usize>> {
-        self.ranks.iter().find_map(|ranks| reserve(candidates, *ranks as usize))
+        self.ranks.iter().find_map(|ranks| choose_reserved_agents(candidates, *ranks as usize))
     }
 
     /// Returns a text about the number of ranks on which the job starts after its wait.

@@ -26,7 +26,7 @@ fn choose_fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) ->
         return None;
     }
     let mut group = group.clone();
-    // The sort is stable: equal candidates stay in the order of their names.
+    // The sort is stable, so equal candidates stay in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
     let mut missing = ranks;
     let mut chosen = Group::new();
@@ -75,7 +75,7 @@ fn choose_group(candidates: &Candidates, choose: impl Fn(&Group) -> Option<Group
 }
 
 /// Chooses agents and slots to start a job of `ranks` ranks now. The first agent gets rank 0.
-pub(super) fn choose(
+pub(super) fn choose_agents(
     candidates: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
@@ -83,7 +83,7 @@ pub(super) fn choose(
     let is_reserved = |c: usize| reserved.contains(&candidates[c].agent.row.id);
     // Large gaps stay for large jobs, but ranks that NVLink joins exchange gradients several times faster.
     let fits = |c: &usize| candidates[*c].free.len() >= ranks && !is_reserved(*c);
-    let costs = |c: &usize| (candidates[*c].linked_groups(ranks), candidates[*c].free.len());
+    let costs = |c: &usize| (candidates[*c].nvlink_group_count(ranks), candidates[*c].free.len());
     let one = (0..candidates.len()).filter(fits).min_by_key(costs);
     if let Some(one) = one {
         return Some(vec![(one, candidates[one].choose_slots(ranks))]);
@@ -106,7 +106,7 @@ pub(super) fn choose(
 /// Chooses agents to reserve for a waiting job: as few as possible, by number of all slots, with the fastest links. Of agents with equally
 /// many slots, the agents with the most free slots are chosen, so that a later round never reserves fewer free slots. `None` if all agents
 /// that can share a job have too few slots together.
-pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
+pub(super) fn choose_reserved_agents(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].slots.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].slots.len() >= ranks).max_by_key(|c| size(*c));
     if let Some(one) = one {

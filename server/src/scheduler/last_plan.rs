@@ -78,7 +78,7 @@ impl LastPlan {
     }
 
     /// Removes the reservations of a job that has started.
-    pub(crate) fn release(&self, job: &JobId) {
+    pub(crate) fn remove_reservations(&self, job: &JobId) {
         lock(&self.0).reservations.retain(|reservation| reservation.job != *job);
     }
 }
@@ -96,7 +96,7 @@ mod tests {
             agent_id: agent.into(),
             free: Vec::new(),
             ending: Vec::new(),
-            whole_machine: true,
+            is_whole_machine: true,
             since: Timestamp::from_second(second).unwrap(),
         };
         let replace = |reservations: &[Reservation]| {
@@ -109,7 +109,7 @@ mod tests {
         replace(&[reservation("b", 3)]);
         replace(&[reservation("a", 4)]);
         assert_eq!(last.reservations(), [reservation("a", 4)]);
-        last.release(&job);
+        last.remove_reservations(&job);
         assert_eq!(last.reservations(), []);
     }
 }

@@ -1,6 +1,6 @@
 //! The scheduler: which waiting job gets which slots, and why the other jobs wait.
 //!
-//! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan; pages and REST show
+//! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan. Pages and REST show
 //! the newest plan ([`LastPlan`]). The rules, in the order in which they are applied to a job:
 //!
 //! 1. Jobs are considered by priority, then fair share (`share.rs`), then age. Slots that a job gets or reserves are not available to later
@@ -30,7 +30,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
     reason::Reason,
 };
-use place::place;
+use place::place_job;
 use round::Round;
 use share::{Queue, share};
 use std::{
@@ -118,7 +118,7 @@ pub(crate) struct Snapshot {
     /// Waiting jobs: the highest priority first, then the oldest.
     pub(crate) waiting: Vec<Arc<JobRow>>,
     /// Running jobs whose slots other jobs may count on: the lowest priority first, then the newest.
-    pub(crate) yielding: Vec<Yielding>,
+    pub(crate) yielding_jobs: Vec<YieldingJob>,
     pub(crate) fair_share: FairShare,
     /// Slots in use by owner or project, as `fair_share` says.
     pub(crate) slots_of_shares: HashMap<String, u64>,
@@ -135,12 +135,12 @@ pub(crate) struct AgentState {
     pub(crate) takes_work: bool,
     pub(crate) is_drained: bool,
     /// Slots that attempts hold.
-    pub(crate) in_use: HashSet<u32>,
+    pub(crate) slots_in_use: HashSet<u32>,
 }
 
 /// A running job that ends or may be preempted.
 #[derive(Debug, Clone)]
-pub(crate) struct Yielding {
+pub(crate) struct YieldingJob {
     pub(crate) occupant: Occupant,
     /// Whether the job's slots become free soon without a further preemption.
     pub(crate) is_ending: bool,
@@ -159,7 +159,7 @@ pub(crate) struct Plan {
     pub(crate) reservations: Vec<Reservation>,
     /// Jobs that have slots and may have to wait for a checkpoint that the snapshot does not contain, with the agent of rank 0. The plan
     /// assumes that they need not wait. It must not be carried out before the snapshot contains these checkpoints.
-    pub(crate) unknown: Vec<(Arc<JobRow>, String)>,
+    pub(crate) unknown_checkpoints: Vec<(Arc<JobRow>, String)>,
 }
 
 /// A job that starts, with agents and slots. The first agent gets rank 0.
@@ -168,7 +168,7 @@ pub(crate) struct Start {
     pub(crate) row: Arc<JobRow>,
     pub(crate) chosen: Vec<(Arc<AgentState>, Vec<u32>)>,
     /// The number of ranks and the reason, if the job starts on fewer ranks.
-    pub(crate) fewer: Option<Reason>,
+    pub(crate) fewer_ranks_reason: Option<Reason>,
 }
 
 /// Running jobs that end in favour of a waiting job.
@@ -200,7 +200,7 @@ pub(crate) struct Reservation {
     /// Reserved slots of jobs that are ending.
     pub(crate) ending: Vec<u32>,
     /// Whether later jobs get no slots of the agent.
-    pub(crate) whole_machine: bool,
+    pub(crate) is_whole_machine: bool,
     /// When the first of successive plans reserved something on the agent for the job.
     pub(crate) since: Timestamp,
 }
@@ -212,15 +212,20 @@ pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
     // Fair share applies only among jobs of the same priority.
     for level in snapshot.waiting.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
         queue.fill(level.iter().map(|row| (share(snapshot.fair_share, &row.job), row)));
-        let mut given = 0;
-        while let Some(row) = queue.next(given) {
-            let wait = match is_due(row, snapshot.now) {
-                true => place(&mut round, row).map(|wait| (Some(wait.why), wait.keeps_slots)),
-                false => Some((None, false)),
-            };
-            given = if wait.as_ref().is_none_or(|(_, keeps_slots)| *keeps_slots) { row.job.ranks } else { 0 };
-            if let Some((why, _)) = wait {
-                round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why });
+        let mut slots_given = 0;
+        while let Some(row) = queue.next(slots_given) {
+            slots_given = 0;
+            if !is_due(row, snapshot.now) {
+                round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why: None });
+                continue;
+            }
+            let wait = place_job(&mut round, row);
+            // The job starts if it has no wait.
+            if wait.as_ref().is_none_or(|wait| wait.keeps_slots) {
+                slots_given = row.job.ranks;
+            }
+            if let Some(Wait { why, .. }) = wait {
+                round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why: Some(why) });
             }
         }
     }
@@ -240,9 +245,9 @@ fn is_due(row: &JobRow, now: Timestamp) -> bool {
     }
 }
 
-/// The delay before a restart: 1 is the job's first restart.
-fn backoff(restarts: u32) -> Duration {
-    match restarts {
+/// The delay before restart number `restart` of a job, counted from 1.
+fn backoff(restart: u32) -> Duration {
+    match restart {
         0 | 1 => Duration::ZERO,
         n => RESTART.after(n - 1),
     }

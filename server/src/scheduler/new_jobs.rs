@@ -1,7 +1,7 @@
 //! New jobs: stored with their folders, then published.
 
 use super::Scheduler;
-use crate::store::{Annotation, Created, NewJob, StoreError};
+use crate::store::{Annotation, CreateResult, NewJob, StoreError};
 use lockstep_protocol::{JobId, JobSpec, labels};
 use std::{io, path::PathBuf};
 
@@ -29,7 +29,7 @@ pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> Ne
 ///
 /// # Errors
 /// The folder or the database cannot be written.
-pub(crate) async fn add_job(scheduler: &Scheduler, new: NewJob) -> Result<Created, NewJobError> {
+pub(crate) async fn add_job(scheduler: &Scheduler, new: NewJob) -> Result<CreateResult, NewJobError> {
     // The folder is written before the row, so that every stored job has a folder. A folder without a job does no harm.
     let folder = scheduler.config.job_dir(&new.id);
     if let Err(error) = write_folder(&folder, &new.spec).await {
@@ -37,7 +37,7 @@ pub(crate) async fn add_job(scheduler: &Scheduler, new: NewJob) -> Result<Create
     }
     let created = scheduler.store.create_job(new).await;
     match &created {
-        Ok(Created::New(changed)) => scheduler.events.publish(changed),
+        Ok(CreateResult::New(changed)) => scheduler.events.publish(changed),
         _ => {
             let _ = tokio::fs::remove_dir_all(&folder).await;
         }

@@ -3,9 +3,9 @@
 //! preempted job never preempts back.
 
 use super::{
-    Preemption, Yielding,
+    Preemption, YieldingJob,
     candidates::{Candidate, Candidates},
-    gang::choose,
+    gang::choose_agents,
     reasons::wait_reason,
     round::Round,
 };
@@ -16,7 +16,7 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of victims of a job over several agents for which [`on_several`] checks whether the job fits without them.
+/// Maximum number of victims of a job over several agents for which [`choose_victims_on_several`] checks whether the job fits without them.
 const MAX_TRIED: usize = 64;
 
 /// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end to free the slots, by their index in
@@ -32,20 +32,26 @@ struct Choice {
 pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
     let (ranks, priority) = (job.ranks as usize, job.spec.priority);
-    let choice =
-        choose_victims(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
+    let choice = choose_victims(
+        candidates,
+        ranks,
+        priority,
+        &round.reserved_agents,
+        &round.yielding,
+        &round.reserved_slots,
+    )?;
     if let Some(Wait { why, keeps_slots }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
         // No job is preempted yet, because its slots would be given to other jobs meanwhile. Free slots are reserved during a check.
         for (c, slots) in choice.chosen.iter().filter(|_| keeps_slots) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
             if !slots.is_empty() {
-                round.promise(&job.id, &candidates[*c], &slots);
+                round.reserve_slots(&job.id, &candidates[*c], &slots);
             }
         }
         return Some(Wait { why, keeps_slots: true });
     }
-    let counted_on = counted_on(&choice, candidates, &round.yielding);
+    let counted_on = ending_jobs_counted_on(&choice, candidates, &round.yielding);
     let is_preempting =
         !choice.victims.is_empty() || counted_on.iter().any(|job| job.occupant.is_being_preempted);
     let occupants = counted_on.iter().map(|job| &job.occupant);
@@ -62,13 +68,17 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
     let more = is_preempting.then(|| "jobs of lower priority are being preempted".into());
     let why = wait_reason(candidates, job, Some(&agents), more, round);
     for (c, slots) in &choice.chosen {
-        round.promise(&job.id, &candidates[*c], slots);
+        round.reserve_slots(&job.id, &candidates[*c], slots);
     }
     Some(Wait { why: why.into(), keeps_slots: true })
 }
 
 /// The jobs that are ending anyway and have some of the chosen slots.
-fn counted_on<'a>(choice: &Choice, candidates: &Candidates, yielding: &'a [Yielding]) -> Vec<&'a Yielding> {
+fn ending_jobs_counted_on<'a>(
+    choice: &Choice,
+    candidates: &Candidates,
+    yielding: &'a [YieldingJob],
+) -> Vec<&'a YieldingJob> {
     let chosen = choice.chosen.iter();
     let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
     let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
@@ -80,13 +90,14 @@ fn counted_on<'a>(choice: &Choice, candidates: &Candidates, yielding: &'a [Yield
 /// The candidates with the slots of these jobs counted as free, after the slots that are free now.
 fn with_slots_of<'a>(
     candidates: &Candidates,
-    jobs: impl IntoIterator<Item = &'a Yielding>,
-    promised: &HashSet<(String, u32)>,
+    jobs: impl IntoIterator<Item = &'a YieldingJob>,
+    reserved_slots: &HashSet<(String, u32)>,
 ) -> Candidates {
     let by_agent: HashMap<&str, usize> =
         candidates.iter().enumerate().map(|(n, c)| (c.agent.row.id.as_str(), n)).collect();
     let mut candidates = candidates.clone();
-    for place in jobs.into_iter().flat_map(|job| &job.slots).filter(|place| !promised.contains(*place)) {
+    for place in jobs.into_iter().flat_map(|job| &job.slots).filter(|place| !reserved_slots.contains(*place))
+    {
         let (agent, slot) = place;
         if let Some(candidate) = by_agent.get(agent.as_str()) {
             candidates.add_free_slot(*candidate, *slot);
@@ -102,51 +113,55 @@ fn choose_victims(
     ranks: usize,
     priority: i32,
     reserved: &HashSet<String>,
-    yielding: &[Yielding],
-    promised: &HashSet<(String, u32)>,
+    yielding: &[YieldingJob],
+    reserved_slots: &HashSet<(String, u32)>,
 ) -> Option<Choice> {
-    let may_end = |Yielding { occupant, is_ending, .. }: &Yielding| {
+    let may_end = |YieldingJob { occupant, is_ending, .. }: &YieldingJob| {
         occupant.preemptible && occupant.priority < priority && !is_ending
     };
-    let lower: Vec<usize> = (0..yielding.len()).filter(|n| may_end(&yielding[*n])).collect();
-    if lower.is_empty() && !yielding.iter().any(|job| job.is_ending) {
+    let lower_jobs: Vec<usize> = (0..yielding.len()).filter(|n| may_end(&yielding[*n])).collect();
+    if lower_jobs.is_empty() && !yielding.iter().any(|job| job.is_ending) {
         return None;
     }
-    let ended = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), promised);
-    if let Some(chosen) = choose(&ended, ranks, reserved) {
+    let after_ends = with_slots_of(candidates, yielding.iter().filter(|job| job.is_ending), reserved_slots);
+    if let Some(chosen) = choose_agents(&after_ends, ranks, reserved) {
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Choice { chosen, victims: Vec::new() });
     }
-    let single = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
-    let single =
-        single.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
+    let single = (0..after_ends.len()).filter(|c| !reserved.contains(&after_ends[*c].agent.row.id));
+    let single = single.filter_map(|c| {
+        choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots)
+            .map(|found| (c, found))
+    });
     // Fewest victims, then lowest priority, then the agent with most free slots.
     let best = single.min_by_key(|(c, (_, victims))| {
         let highest = victims.iter().map(|victim| yielding[*victim].occupant.priority).max();
-        (victims.len(), highest, Reverse(ended[*c].free.len()))
+        (victims.len(), highest, Reverse(after_ends[*c].free.len()))
     });
     if let Some((c, (slots, victims))) = best {
         return Some(Choice { chosen: vec![(c, slots)], victims });
     }
-    on_several(&ended, ranks, reserved, yielding, lower, promised)
+    choose_victims_on_several(&after_ends, ranks, reserved, yielding, lower_jobs, reserved_slots)
 }
 
-/// Finds slots on one agent, and the fewest `lower` jobs that must end for them.
-fn on_one(
+/// Finds slots on one agent, and the fewest `lower_jobs` that must end for them.
+fn choose_victims_on_one(
     candidate: &Candidate,
     ranks: usize,
-    yielding: &[Yielding],
-    lower: &[usize],
-    promised: &HashSet<(String, u32)>,
+    yielding: &[YieldingJob],
+    lower_jobs: &[usize],
+    reserved_slots: &HashSet<(String, u32)>,
 ) -> Option<(Vec<u32>, Vec<usize>)> {
     let agent = &candidate.agent.row.id;
     let is_on_agent = |(holder, slot): &(String, u32)| {
-        holder == agent && candidate.slots.contains(slot) && !promised.contains(&(holder.clone(), *slot))
+        holder == agent
+            && candidate.slots.contains(slot)
+            && !reserved_slots.contains(&(holder.clone(), *slot))
     };
     let slots_of = |victim: &usize| -> Vec<u32> {
         yielding[*victim].slots.iter().filter(|slot| is_on_agent(slot)).map(|(_, slot)| *slot).collect()
     };
-    let mut on_agent: Vec<(usize, Vec<u32>)> = lower
+    let mut on_agent: Vec<(usize, Vec<u32>)> = lower_jobs
         .iter()
         .map(|victim| (*victim, slots_of(victim)))
         .filter(|(_, slots)| !slots.is_empty())
@@ -163,7 +178,7 @@ fn on_one(
         sum += largest[fewest];
         fewest += 1;
     }
-    // With this number of victims, takes the jobs of the lowest priority: a job is taken if the largest `further` other jobs have the slots
+    // With this number of victims, takes the jobs of the lowest priority. A job is taken if the largest `further` other jobs have the slots
     // that are then still missing.
     let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
     while victims.len() < fewest {
@@ -183,32 +198,32 @@ fn on_one(
     Some((slots, victims))
 }
 
-/// Like [`choose_victims`], over several agents: ends the `lower` jobs by ascending priority until the job fits, then spares jobs that are
+/// Like [`choose_victims`], over several agents: ends the `lower_jobs` by ascending priority until the job fits, then spares jobs that are
 /// not needed.
-fn on_several(
-    ended: &Candidates,
+fn choose_victims_on_several(
+    after_ends: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
-    yielding: &[Yielding],
-    lower: Vec<usize>,
-    promised: &HashSet<(String, u32)>,
+    yielding: &[YieldingJob],
+    lower_jobs: Vec<usize>,
+    reserved_slots: &HashSet<(String, u32)>,
 ) -> Option<Choice> {
     let choose_after = |victims: &[usize]| {
         let victims = victims.iter().map(|victim| &yielding[*victim]);
-        choose(&with_slots_of(ended, victims, promised), ranks, reserved)
+        choose_agents(&with_slots_of(after_ends, victims, reserved_slots), ranks, reserved)
     };
-    choose_after(&lower)?;
+    choose_after(&lower_jobs)?;
     // Finds the shortest prefix of the list that is enough.
-    let lengths: Vec<_> = (1..=lower.len()).collect();
-    let enough = lengths.partition_point(|n| choose_after(&lower[..*n]).is_none()) + 1;
-    let chosen = choose_after(&lower[..enough])?;
+    let lengths: Vec<_> = (1..=lower_jobs.len()).collect();
+    let enough = lengths.partition_point(|n| choose_after(&lower_jobs[..*n]).is_none()) + 1;
+    let chosen = choose_after(&lower_jobs[..enough])?;
     let is_used = |victim: &usize| {
         let mut slots = yielding[*victim].slots.iter();
         slots.any(|(agent, slot)| {
-            chosen.iter().any(|(c, taken)| ended[*c].agent.row.id == *agent && taken.contains(slot))
+            chosen.iter().any(|(c, taken)| after_ends[*c].agent.row.id == *agent && taken.contains(slot))
         })
     };
-    let mut victims: Vec<usize> = lower[..enough].iter().copied().filter(is_used).collect();
+    let mut victims: Vec<usize> = lower_jobs[..enough].iter().copied().filter(is_used).collect();
     for victim in victims.clone().iter().rev().take(MAX_TRIED) {
         let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
         if choose_after(&fewer).is_some() {

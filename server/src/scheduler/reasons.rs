@@ -22,7 +22,7 @@ pub(super) fn wait_reason(
     round: &Round<'_>,
 ) -> Reason {
     let (ranks, device) = (job.ranks, device_for(&job.spec));
-    let (drained, drained_slots) = round.drained(&job.id, device);
+    let (drained, drained_slots) = round.drained_agents(&job.id, device);
     let to_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     if round.snapshot.agents.is_empty() {
         return ReasonKind::NoAgentOnline.into();

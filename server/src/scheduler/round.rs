@@ -1,7 +1,7 @@
 //! The state of a plan while it is made: agents that accept work, and their remaining slots.
 
 use super::{
-    AgentState, Plan, Reservation, Snapshot, Yielding,
+    AgentState, Plan, Reservation, Snapshot, YieldingJob,
     candidates::{Candidate, Candidates, slots_for},
 };
 use crate::{
@@ -22,19 +22,19 @@ pub(super) struct Round<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) plan: Plan,
     /// Slots in use on each agent of the snapshot, including slots that jobs of this round get or count on.
-    in_use: Vec<HashSet<u32>>,
+    slots_in_use: Vec<HashSet<u32>>,
     /// Running jobs that are ending or may be preempted. Jobs that this round preempts count as ending.
-    pub(super) yielding: Vec<Yielding>,
+    pub(super) yielding: Vec<YieldingJob>,
     /// Agents that are reserved for earlier jobs.
-    pub(super) reserved: HashSet<String>,
+    pub(super) reserved_agents: HashSet<String>,
     /// The job for which each reserved agent is reserved, and the job's name, which is empty for a private job.
     pub(super) reserved_for: HashMap<String, (JobId, String)>,
     /// Slots that jobs of this round count on: agent and slot.
-    pub(super) promised: HashSet<(String, u32)>,
+    pub(super) reserved_slots: HashSet<(String, u32)>,
     /// Jobs that have their own agents: each of these agents takes only its `only_job`.
-    served: HashSet<JobId>,
+    jobs_with_agents: HashSet<JobId>,
     /// The candidates of each device, for all other jobs.
-    by_device: Vec<(Device, Arc<Candidates>)>,
+    candidates_by_device: Vec<(Device, Arc<Candidates>)>,
     /// Why jobs of a kind wait. Hundreds of jobs may be of one kind. Slots do not become free during a round, so a kind that does not fit
     /// does not fit later in the round. A reservation changes the reasons, so it clears this map.
     pub(super) waits: HashMap<JobKind, Wait>,
@@ -48,19 +48,19 @@ impl<'a> Round<'a> {
         Self {
             snapshot,
             plan: Plan::default(),
-            in_use: snapshot.agents.iter().map(|agent| agent.in_use.clone()).collect(),
-            yielding: snapshot.yielding.clone(),
-            reserved: HashSet::new(),
+            slots_in_use: snapshot.agents.iter().map(|agent| agent.slots_in_use.clone()).collect(),
+            yielding: snapshot.yielding_jobs.clone(),
+            reserved_agents: HashSet::new(),
             reserved_for: HashMap::new(),
-            promised: HashSet::new(),
-            served: snapshot.agents.iter().filter_map(|agent| agent.only_job.clone()).collect(),
-            by_device: Vec::new(),
+            reserved_slots: HashSet::new(),
+            jobs_with_agents: snapshot.agents.iter().filter_map(|agent| agent.only_job.clone()).collect(),
+            candidates_by_device: Vec::new(),
             waits: HashMap::new(),
         }
     }
 
     /// Names of some drained agents that would take this job and have slots for the device, and the number of slots of all such agents.
-    pub(super) fn drained(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
+    pub(super) fn drained_agents(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
         const MAX_NAMED: usize = 5;
         let mut slots = 0;
         let mut names = Vec::new();
@@ -79,23 +79,23 @@ impl<'a> Round<'a> {
 
     /// The agents on which this job may be started.
     pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
-        let is_served = self.served.contains(job);
-        let known = self.by_device.iter().find(|(known, _)| *known == device);
-        if let Some((_, known)) = known.filter(|_| !is_served) {
+        let has_own_agents = self.jobs_with_agents.contains(job);
+        let known = self.candidates_by_device.iter().find(|(known, _)| *known == device);
+        if let Some((_, known)) = known.filter(|_| !has_own_agents) {
             return Arc::clone(known);
         }
-        let agents = self.snapshot.agents.iter().zip(&self.in_use);
+        let agents = self.snapshot.agents.iter().zip(&self.slots_in_use);
         let found = agents.filter(|(agent, _)| agent.takes_work && agent.serves(job));
         let found = found.map(|(agent, in_use)| Candidate::of(Arc::clone(agent), in_use, device));
         let found = Arc::new(Candidates::new(found.collect()));
-        if !is_served {
-            self.by_device.push((device, Arc::clone(&found)));
+        if !has_own_agents {
+            self.candidates_by_device.push((device, Arc::clone(&found)));
         }
         found
     }
 
     /// The reason why a job with these slots waits for a checkpoint; `None` if it need not wait. If the snapshot does not contain the
-    /// answer, the job is added to the plan's `unknown` jobs.
+    /// answer, the job is added to the plan's `unknown_checkpoints`.
     pub(super) fn checkpoint_wait(
         &mut self,
         row: &Arc<JobRow>,
@@ -111,15 +111,15 @@ impl<'a> Round<'a> {
         let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
         let known = self.snapshot.checkpoints.get(&(job.id.clone(), reader.to_owned()));
         if known.is_none() {
-            self.plan.unknown.push((Arc::clone(row), reader.to_owned()));
+            self.plan.unknown_checkpoints.push((Arc::clone(row), reader.to_owned()));
         }
         known.cloned().flatten()
     }
 
     /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier job.
-    pub(super) fn reserve(&mut self, job: &Job, candidate: &Candidate) {
+    pub(super) fn reserve_agent(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
-        if self.reserved.insert(agent_id.clone()) {
+        if self.reserved_agents.insert(agent_id.clone()) {
             self.waits.clear();
             let name = if job.spec.private { String::new() } else { job.name.clone() };
             self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
@@ -128,50 +128,50 @@ impl<'a> Round<'a> {
                 agent_id: agent_id.clone(),
                 free: candidate.free.clone(),
                 ending: Vec::new(),
-                whole_machine: true,
+                is_whole_machine: true,
                 since: self.snapshot.now,
             });
         }
     }
 
     /// Reserves slots of an agent for a waiting job: free slots and slots of jobs that are ending.
-    pub(super) fn promise(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
+    pub(super) fn reserve_slots(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
         let agent_id = &candidate.agent.row.id;
-        self.take(agent_id, slots);
-        self.promised.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
+        self.take_slots(agent_id, slots);
+        self.reserved_slots.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
         let (free, ending) = slots.iter().partition(|slot| candidate.free.contains(slot));
         self.plan.reservations.push(Reservation {
             job: job.clone(),
             agent_id: agent_id.clone(),
             free,
             ending,
-            whole_machine: false,
+            is_whole_machine: false,
             since: self.snapshot.now,
         });
     }
 
     /// Marks slots as in use.
-    pub(super) fn take(&mut self, agent_id: &str, slots: &[u32]) {
-        let agents = self.snapshot.agents.iter().zip(&mut self.in_use);
+    pub(super) fn take_slots(&mut self, agent_id: &str, slots: &[u32]) {
+        let agents = self.snapshot.agents.iter().zip(&mut self.slots_in_use);
         for (_, in_use) in agents.filter(|(agent, _)| agent.row.id == agent_id) {
             in_use.extend(slots);
         }
-        for (_, candidates) in &mut self.by_device {
+        for (_, candidates) in &mut self.candidates_by_device {
             Arc::make_mut(candidates).remove_free_slots(agent_id, slots);
         }
     }
 
     /// The kind of a job; `None` if the job has its own agents, so that other jobs of the kind have other candidates.
-    pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
+    pub(super) fn kind_of(&self, job: &Job) -> Option<JobKind> {
         let device = device_for(&job.spec).as_str();
-        (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
+        (!self.jobs_with_agents.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
     }
 }
 
 impl AgentState {
     /// An agent whose slots are free for every job.
     pub(super) fn idle(row: Arc<AgentRow>) -> Self {
-        Self { row, only_job: None, takes_work: true, is_drained: false, in_use: HashSet::new() }
+        Self { row, only_job: None, takes_work: true, is_drained: false, slots_in_use: HashSet::new() }
     }
 
     fn serves(&self, job: &JobId) -> bool {

@@ -17,18 +17,18 @@ pub(super) fn share(by: FairShare, job: &Job) -> String {
 /// Waiting jobs of one priority, in a separate list for each share.
 pub(super) struct Queue<T> {
     /// Number of slots that the jobs of each share have, or get in this round.
-    in_use: HashMap<String, u64>,
+    slots_in_use: HashMap<String, u64>,
     /// Jobs in the order of their submission, with their index in this order.
     by_share: HashMap<String, VecDeque<(usize, T)>>,
     /// The first job of each share: the share's slots in use, the job's index, the share.
     firsts: BTreeSet<(u64, usize, String)>,
-    /// The share of the job that is being considered.
-    last: Option<String>,
+    /// The share of the job that [`Queue::next`] returned last.
+    last_share: Option<String>,
 }
 
 impl<T> Queue<T> {
-    pub(super) fn new(in_use: HashMap<String, u64>) -> Self {
-        Self { in_use, by_share: HashMap::new(), firsts: BTreeSet::new(), last: None }
+    pub(super) fn new(slots_in_use: HashMap<String, u64>) -> Self {
+        Self { slots_in_use, by_share: HashMap::new(), firsts: BTreeSet::new(), last_share: None }
     }
 
     /// Replaces the jobs by the jobs of the next priority, with their shares, in the order of their submission. All previous jobs must have
@@ -45,20 +45,20 @@ impl<T> Queue<T> {
 
     fn add_first(&mut self, share: String) {
         if let Some((index, _)) = self.by_share.get(&share).and_then(VecDeque::front) {
-            let in_use = self.in_use.get(&share).copied().unwrap_or(0);
-            self.firsts.insert((in_use, *index, share));
+            let slots_in_use = self.slots_in_use.get(&share).copied().unwrap_or(0);
+            self.firsts.insert((slots_in_use, *index, share));
         }
     }
 
-    /// The next job. `given`: number of slots that the previous job got or that are reserved for it.
-    pub(super) fn next(&mut self, given: u32) -> Option<T> {
-        if let Some(last) = self.last.take() {
-            *self.in_use.entry(last.clone()).or_default() += u64::from(given);
-            self.add_first(last);
+    /// The next job. `slots_given`: number of slots that the previous job got or that are reserved for it.
+    pub(super) fn next(&mut self, slots_given: u32) -> Option<T> {
+        if let Some(share) = self.last_share.take() {
+            *self.slots_in_use.entry(share.clone()).or_default() += u64::from(slots_given);
+            self.add_first(share);
         }
         let (_, _, share) = self.firsts.pop_first()?;
         let (_, job) = self.by_share.get_mut(&share)?.pop_front()?;
-        self.last = Some(share);
+        self.last_share = Some(share);
         Some(job)
     }
 }

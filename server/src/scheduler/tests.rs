@@ -80,7 +80,7 @@ fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
         started_at: at(0),
         agents: agents.into_iter().map(Arc::new).collect(),
         waiting: waiting.into_iter().map(Arc::new).collect(),
-        yielding: Vec::new(),
+        yielding_jobs: Vec::new(),
         fair_share: FairShare::Project,
         slots_of_shares: HashMap::new(),
         checkpoints: HashMap::new(),
@@ -136,14 +136,14 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             let (priority, preemptible) = (random.below(2) as i32, random.chance(80));
             let occupant =
                 Occupant { job: JobId::generate(), priority, preemptible, must_end, is_being_preempted };
-            Yielding { occupant, is_ending: must_end, slots: Vec::new() }
+            YieldingJob { occupant, is_ending: must_end, slots: Vec::new() }
         })
         .collect();
     yielding.sort_by_key(|yielding| yielding.occupant.priority);
     for agent in &mut agents {
         for slot in &agent.row.slots {
             if random.chance(50) {
-                agent.in_use.insert(slot.index);
+                agent.slots_in_use.insert(slot.index);
                 // Other running jobs do not yield.
                 let by = random.below(7) as usize;
                 if let Some(by) = yielding.get_mut(by) {
@@ -152,14 +152,14 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             }
         }
     }
-    let mut snapshot = Snapshot { yielding, ..snapshot(agents, waiting) };
+    let mut snapshot = Snapshot { yielding_jobs: yielding, ..snapshot(agents, waiting) };
     snapshot.slots_of_shares = HashMap::from([("a".to_owned(), random.below(9).into())]);
     loop {
         let plan = plan(&snapshot);
-        if plan.unknown.is_empty() {
+        if plan.unknown_checkpoints.is_empty() {
             return (snapshot, plan);
         }
-        for (row, reader) in plan.unknown {
+        for (row, reader) in plan.unknown_checkpoints {
             let why = ReasonKind::WaitingForCheckpoint {
                 checkpoint: row.job.id.as_str().into(),
                 agent: None,
@@ -185,7 +185,7 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
         let mut given = HashSet::new();
         for start in &plan.starts {
             let job = &start.row.job;
-            let fewer = match start.fewer.as_ref().map(Reason::kind) {
+            let fewer = match start.fewer_ranks_reason.as_ref().map(Reason::kind) {
                 Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
                 _ => None,
             };
@@ -199,7 +199,8 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
                     "seed {seed}"
                 );
                 assert!(
-                    !agent.in_use.contains(&slot) && slots_for(&agent.row.slots, device).contains(&slot),
+                    !agent.slots_in_use.contains(&slot)
+                        && slots_for(&agent.row.slots, device).contains(&slot),
                     "seed {seed}"
                 );
                 assert!(given.insert((agent.row.id.clone(), slot)), "seed {seed}");
@@ -217,7 +218,7 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
                 snapshot
                     .agents
                     .iter()
-                    .any(|agent| agent.row.id == kept.agent_id && agent.in_use.contains(slot))
+                    .any(|agent| agent.row.id == kept.agent_id && agent.slots_in_use.contains(slot))
             };
             assert!(kept.ending.iter().all(in_use) && !kept.free.iter().any(in_use), "seed {seed}");
             for slot in kept.free.iter().chain(&kept.ending) {
@@ -241,7 +242,7 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped_each_for_one_job() {
         for Preemption { row, victims: of_job, .. } in &plan.preemptions {
             for victim in of_job {
                 let running =
-                    snapshot.yielding.iter().find(|yielding| yielding.occupant.job == *victim).unwrap();
+                    snapshot.yielding_jobs.iter().find(|yielding| yielding.occupant.job == *victim).unwrap();
                 assert!(running.occupant.preemptible && !running.is_ending, "seed {seed}");
                 assert!(running.occupant.priority < row.job.spec.priority, "seed {seed}");
                 assert!(victims.insert(victim), "seed {seed}");
@@ -328,17 +329,17 @@ fn every_job_that_waits_has_a_true_reason() {
             *seen.entry(why.code()).or_default() += 1;
             let would_fit = would_start(
                 row,
-                agents().map(|agent| AgentState { in_use: HashSet::new(), ..agent }).collect(),
+                agents().map(|agent| AgentState { slots_in_use: HashSet::new(), ..agent }).collect(),
             );
             // The agents with the slots that the plan leaves to this job.
             let left = agents().map(|mut agent| {
                 let id = agent.row.id.clone();
                 let given = plan.starts.iter().flat_map(slots_of).filter(|(of, _)| of.row.id == id);
-                agent.in_use.extend(given.map(|(_, slot)| slot));
+                agent.slots_in_use.extend(given.map(|(_, slot)| slot));
                 for kept in plan.reservations.iter().filter(|kept| kept.agent_id == id && kept.job != job.id)
                 {
-                    agent.in_use.extend(&kept.free);
-                    agent.takes_work &= !kept.whole_machine;
+                    agent.slots_in_use.extend(&kept.free);
+                    agent.takes_work &= !kept.is_whole_machine;
                 }
                 agent
             });
@@ -382,7 +383,7 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
             running.retain(|(end, ..)| *end > now);
             for agent in &mut agents {
                 let here = running.iter().filter(|(_, id, _)| *id == agent.row.id);
-                agent.in_use = here.map(|(.., slot)| *slot).collect();
+                agent.slots_in_use = here.map(|(.., slot)| *slot).collect();
             }
             while waiting.len() < 8 {
                 let ranks = if random.chance(15) { 5 + random.below(8) } else { 1 + random.below(2) };
@@ -422,16 +423,18 @@ fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
             snapshot.now = at(2000 + 60 * now);
             let busy = idle.iter().map(|agent| {
                 let here = running.iter().filter(|(_, id, _)| *id == agent.row.id);
-                Arc::new(AgentState { in_use: here.map(|(.., slot)| *slot).collect(), ..agent.clone() })
+                Arc::new(AgentState { slots_in_use: here.map(|(.., slot)| *slot).collect(), ..agent.clone() })
             });
             snapshot.agents = busy.collect();
             let plan = loop {
                 let plan = plan(&snapshot);
-                if plan.unknown.is_empty() {
+                if plan.unknown_checkpoints.is_empty() {
                     break plan;
                 }
-                let known =
-                    plan.unknown.into_iter().map(|(row, reader)| ((row.job.id.clone(), reader), None));
+                let known = plan
+                    .unknown_checkpoints
+                    .into_iter()
+                    .map(|(row, reader)| ((row.job.id.clone(), reader), None));
                 snapshot.checkpoints.extend(known);
             };
             for start in &plan.starts {

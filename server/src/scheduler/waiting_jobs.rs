@@ -1,6 +1,6 @@
 //! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
-//! [`WaitingJobs::note`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the store
-//! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
+//! [`WaitingJobs::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
+//! store ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
 use crate::{
     store::{JobRow, QueuePlace, Result, Store, WaitingVersion},
@@ -14,19 +14,19 @@ use std::{
 };
 
 /// The sort key of the queue: highest priority first, then the oldest job.
-type Place = (Reverse<i32>, i64, JobId);
+type SortKey = (Reverse<i32>, i64, JobId);
 
 #[derive(Debug, Default)]
 pub(crate) struct WaitingJobs {
-    known: Mutex<Known>,
+    known: Mutex<QueueState>,
     /// Held while jobs are read from the store.
     reading: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
-    rows: BTreeMap<Place, Arc<JobRow>>,
-    places: HashMap<JobId, Place>,
+struct QueueState {
+    rows: BTreeMap<SortKey, Arc<JobRow>>,
+    sort_keys: HashMap<JobId, SortKey>,
     /// Jobs to be read again.
     changed: HashSet<JobId>,
     /// Whether a task is reading from the store.
@@ -49,7 +49,7 @@ impl Drop for Reading<'_> {
     }
 }
 
-fn waits(state: JobState) -> bool {
+fn is_waiting(state: JobState) -> bool {
     // A lost job is restarted or fails next; until then it keeps its place.
     state.is_waiting() || state == JobState::Lost
 }
@@ -59,10 +59,10 @@ fn version(row: &JobRow) -> WaitingVersion {
     WaitingVersion { last_seq: job.last_seq, priority: job.spec.priority, project: job.project.clone() }
 }
 
-impl Known {
+impl QueueState {
     fn remove(&mut self, id: &JobId) {
-        if let Some(place) = self.places.remove(id) {
-            self.rows.remove(&place);
+        if let Some(key) = self.sort_keys.remove(id) {
+            self.rows.remove(&key);
         }
     }
 
@@ -70,23 +70,23 @@ impl Known {
     fn put(&mut self, row: JobRow) {
         let id = row.job.id.clone();
         self.remove(&id);
-        if waits(row.job.state) {
-            let place =
+        if is_waiting(row.job.state) {
+            let key =
                 (Reverse(row.job.spec.priority), row.job.created_at.as_millisecond(), row.job.id.clone());
-            self.places.insert(id, place.clone());
-            self.rows.insert(place, Arc::new(row));
+            self.sort_keys.insert(id, key.clone());
+            self.rows.insert(key, Arc::new(row));
         }
     }
 }
 
 impl WaitingJobs {
     /// Notes that a job was changed in the store.
-    pub(crate) fn note(&self, job: &Job) {
+    pub(crate) fn note_change(&self, job: &Job) {
         let mut known = lock(&self.known);
         // Running jobs change all the time, so only waiting jobs are noted. A job that is being read just now may not be known as waiting
         // yet.
         let may_be_read = known.is_reading && !job.state.is_active();
-        if waits(job.state) || known.places.contains_key(&job.id) || may_be_read {
+        if is_waiting(job.state) || known.sort_keys.contains_key(&job.id) || may_be_read {
             known.changed.insert(job.id.clone());
         }
     }
@@ -119,7 +119,7 @@ impl WaitingJobs {
     async fn load(&self, store: &dyn Store) -> Result<()> {
         let mut from = Some(QueuePlace::default());
         while let Some(place) = from {
-            let (page, next) = store.waiting(&place).await?;
+            let (page, next) = store.waiting_jobs(&place).await?;
             let mut known = lock(&self.known);
             page.into_iter().for_each(|row| known.put(row));
             from = next;
@@ -132,7 +132,7 @@ impl WaitingJobs {
         if changed.is_empty() {
             return Ok(());
         }
-        // Unreadable jobs are left out: they wait for a version that can read them.
+        // Unreadable jobs are left out, because they wait for a version that can read them.
         let mut rows: HashMap<_, _> =
             store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let mut known = lock(&self.known);
@@ -153,11 +153,11 @@ impl WaitingJobs {
         let stored = store.waiting_versions().await?;
         let mut known = lock(&self.known);
         let is_current = |(id, stored): &(&JobId, &WaitingVersion)| {
-            let row = known.places.get(*id).and_then(|place| known.rows.get(place));
+            let row = known.sort_keys.get(*id).and_then(|key| known.rows.get(key));
             row.is_some_and(|row| version(row) == **stored)
         };
         let changed = stored.iter().filter(|stored| !is_current(stored)).map(|(id, _)| id);
-        let gone = known.places.keys().filter(|id| !stored.contains_key(*id));
+        let gone = known.sort_keys.keys().filter(|id| !stored.contains_key(*id));
         let differ: Vec<_> = changed.chain(gone).cloned().collect();
         known.changed.extend(differ.iter().cloned());
         Ok(!differ.is_empty())

@@ -1,10 +1,10 @@
 //! Backups: the whole content of a database in one file, which can be restored into SQLite or Postgres.
 //!
-//! The file consists of lines of JSON: a heading, then for each table its columns and one array per row, and at the end the number of
-//! rows and the SHA-256 of all preceding lines. The format is Lockstep's own, not that of `pg_dump` or SQLite: one command works for both
-//! databases, no tool has to be installed in a matching version, a truncated file is detected before anything is written, and a database
-//! moves from SQLite to Postgres by a backup and a restore. A backup reads one snapshot, while the server may run. It does not contain
-//! checkpoints: their folders under `jobs/` never change once they exist, so any copy of the files is a backup of them.
+//! The file consists of lines of JSON: a heading, then for each table its columns and one array per row, and at the end the number of rows
+//! and the SHA-256 of all preceding lines. The format is Lockstep's own, not that of `pg_dump` or SQLite, so that one command works for
+//! both databases, no tool has to be installed in a matching version, a truncated file is detected before anything is written, and a
+//! database moves from SQLite to Postgres by a backup and a restore. A backup reads one snapshot, while the server may run. It does not
+//! contain checkpoints, because their folders under `jobs/` never change once they exist, so any copy of the files is a backup of them.
 
 pub use super::backup_file::{BackupError, Summary};
 
@@ -60,8 +60,8 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
         |error: sqlx::Error| ServeError::Database { path: location.to_string(), detail: error.to_string() };
     match location {
         Location::Sqlite(path) => {
-            // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log. The
-            // lock file must then no longer require the log.
+            // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log.
+            // This process holds the lock until then, and notes by `drop` that the log is no longer required.
             let lock = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let unclean_lock = match lock {
                 Some(Err(ServeError::LogMissing { path, log, lock })) => {

@@ -166,7 +166,8 @@ impl Rows {
         })
     }
 
-    pub(super) fn next(&mut self) -> Result<Option<(Table, Vec<Cell>)>, BackupError> {
+    /// The next row and its table; `None` at the end of the file.
+    pub(super) fn next_row(&mut self) -> Result<Option<(Table, Vec<Cell>)>, BackupError> {
         let mut line = Vec::new();
         let damaged = |path: &Path| BackupError::Incomplete {
             path: path.to_owned(),

@@ -1,6 +1,6 @@
 //! Errors of a store.
 
-use crate::lifecycle::Refused;
+use crate::lifecycle::Refusal;
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -9,7 +9,7 @@ pub enum StoreError {
     NotFound(&'static str),
     /// The job's state forbids the change.
     #[error(transparent)]
-    Refused(#[from] Refused),
+    Refused(#[from] Refusal),
     #[error("the name {0:?} is taken")]
     NameTaken(String),
     #[error("the dataset {0:?} is no longer registered")]
@@ -36,7 +36,7 @@ pub enum StoreError {
 
 impl StoreError {
     /// Whether a later attempt may succeed.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         matches!(self, StoreError::Unavailable(_))
     }
 }

@@ -13,9 +13,9 @@ mod open;
 mod points;
 pub mod postgres;
 pub(crate) mod purge;
-pub(crate) mod quarantine;
 mod rows;
 pub mod sqlite;
+pub(crate) mod unreadable;
 mod values;
 
 pub use crate::lifecycle::JobRow;
@@ -25,7 +25,7 @@ pub use rows::*;
 
 use crate::{
     config::{FairShare, serve_error::ServeError},
-    lifecycle::Refused,
+    lifecycle::Refusal,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -65,11 +65,11 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 }
 
 /// A change of one job: edits the row and returns the events to store. The store may call the function more than once.
-pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
+pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
 
 /// A change of a run from elsewhere by records. The second argument is the number of these records that are already stored.
 pub type RecordsChange =
-    Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
+    Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
 
 /// Declares the trait. Each database implements each method by its own method of the same name (`sql/`).
 macro_rules! store {
@@ -120,12 +120,12 @@ pub trait Store {
     ///
     /// # Errors
     /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key was used with another request before.
-    async fn create_job(&self, new: NewJob) -> Result<Created>;
+    async fn create_job(&self, new: NewJob) -> Result<CreateResult>;
     /// The job that a request with this idempotency key and hash has made.
     ///
     /// # Errors
     /// [`StoreError::KeyReused`]: the key was used with another request.
-    async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
+    async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
@@ -139,7 +139,7 @@ pub trait Store {
     /// [`StoreError::Cursor`]: the cursor does not belong to this list.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// The number of jobs that match a filter, regardless of its limit and cursor.
-    async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
+    async fn count_jobs(&self, filter: &JobFilter) -> Result<u64>;
     /// The groups of all jobs that match a filter, regardless of its limit and cursor, in no order; `None` if there are more than
     /// `max_groups`.
     async fn job_groups(
@@ -157,19 +157,19 @@ pub trait Store {
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.
-    async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
+    async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The version of every job that waits for slots, by job.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
     /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
-    async fn unfinished(&self) -> Result<Vec<Job>>;
+    async fn unfinished_jobs(&self) -> Result<Vec<Job>>;
     /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.
     ///
     /// # Errors
     /// [`StoreError::Refused`]: a change refuses. If a change resumes a job that had ended: [`StoreError::NoDataset`], and
     /// [`StoreError::Refused`] if the job has registered versions.
-    async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
+    async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<ChangedJob>>>;
     /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
     /// # Errors
@@ -177,7 +177,7 @@ pub trait Store {
     /// sweep.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first among the deleted jobs that still have rows.
-    async fn oldest_deleted(&self) -> Result<Option<JobId>>;
+    async fn oldest_deleted_job(&self) -> Result<Option<JobId>>;
     /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait.
     async fn purge_deleted(&self, id: &JobId) -> Result<()>;
 
@@ -186,35 +186,35 @@ pub trait Store {
     ///
     /// # Errors
     /// [`StoreError::NotFound`]: a job was deleted meanwhile.
-    async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
+    async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>>;
     /// An agent's part of an attempt, which may have ended. `None`: the agent was not given an attempt with this fencing token.
-    async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>>;
+    async fn agent_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<AgentPlace>>;
     /// Stores that an agent keeps an attempt's checkpoints on its own disk, not the server's.
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
     /// All attempts that may write.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
     /// Jobs with an attempt that may write whose slots may become free for other jobs, because the jobs are ending or may be preempted. By
     /// ascending priority, then the newest first.
-    async fn yielding(&self) -> Result<Vec<Occupant>>;
-    /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
-    /// not the attempt's, or the agent has no rank of the attempt.
-    async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
+    async fn yielding_jobs(&self) -> Result<Vec<Occupant>>;
+    /// For each source of an attempt, the number of stored records. The sources are named from the view of the agent: `Source::Agent` is
+    /// this agent. Empty if the fencing token is not the attempt's, or the agent has no rank of the attempt.
+    async fn acknowledged_records(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: their events, the numbers of acknowledged records, and the jobs' rows. Records that were stored
     /// before are skipped. Returns one result for each report, in order.
-    async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
+    async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>>;
 
     /// Stores records of a run from elsewhere by applying `change`.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses.
-    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended>;
+    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<AppendResult>;
 
     /// At most `limit` rows of a job's events after number `after`, in order. The first row may also contain earlier events.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
     /// The oldest job that had ended at `before`, has points among its events, and was submitted after the job `after`.
-    async fn oldest_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
+    async fn oldest_job_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
@@ -263,7 +263,7 @@ pub trait Store {
     /// disk. Returns false if the damage was already stored or the checkpoint does not exist.
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
     /// Removes the damage marks of all copies in an object store, because the copies may have been repaired.
-    async fn forget_damaged(&self, object_store: &str) -> Result<()>;
+    async fn clear_damage_marks(&self, object_store: &str) -> Result<()>;
     /// The record of a checkpoint in the object store at this address.
     async fn stored_checkpoint(&self, object_store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
     /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
@@ -285,8 +285,8 @@ pub trait Store {
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// Replaces a marker that was restored from a backup by this database's own marker.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
-    /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
-    /// new address.
+    /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
+    /// the new address.
     async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()>;
     async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
 
@@ -336,7 +336,7 @@ pub trait Store {
     /// All agents, by name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
     /// The agents with this name, and the agent with this id.
-    async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>>;
+    async fn agents_by_name_or_id(&self, name: &str, id: &str) -> Result<Vec<AgentRow>>;
 
     /// Notes and tags of at most `limit` annotated jobs after the id `after`. Only jobs that the person or token `seen_by` sees (`None`:
     /// all).
@@ -369,7 +369,7 @@ pub trait Store {
     /// The layers of a job's network; `None` if no rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents, which get no new work.
-    async fn draining(&self) -> Result<Vec<String>>;
+    async fn draining_agents(&self) -> Result<Vec<String>>;
     /// Drains an agent, or undrains it.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
 
@@ -390,11 +390,11 @@ pub trait Store {
     /// tokens.
     async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
     /// The owner of a job; `None` if it does not exist or was deleted.
-    async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;
+    async fn job_ownership(&self, id: &JobId) -> Result<Option<Ownership>>;
     /// Private jobs of everybody except this person or token.
     async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>>;
     /// The owner of a dataset; `None` if it does not exist.
-    async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
+    async fn dataset_ownership(&self, name: &str) -> Result<Option<Ownership>>;
 
     /// All tokens, including invalid tokens, the oldest first.
     async fn tokens(&self) -> Result<Vec<TokenRow>>;
@@ -409,15 +409,15 @@ pub trait Store {
     /// Removes some expired sessions, and some tokens that became invalid before `before`.
     async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
     /// Adds entries to the audit log.
-    async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()>;
+    async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()>;
     /// At most `limit` entries of the audit log before the entry `before`, newest first. `who`: only entries of this person and the
     /// person's tokens. `text`: only entries whose action or object contains this text. An empty string matches all.
-    async fn audit(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
+    async fn audit_entries(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
     -> Result<Vec<AuditEntry>>;
     /// Whether the audit log has a request with this action and object that succeeded.
-    async fn has_audit(&self, action: &str, object: &str) -> Result<bool>;
+    async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool>;
     /// Removes some entries that are older than `before` or not among the newest `keep`. Returns false if none were left.
-    async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
+    async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool>;
 
     /// All webhooks, the oldest first.
     async fn webhooks(&self) -> Result<Vec<WebhookRow>>;
@@ -433,7 +433,7 @@ pub trait Store {
     async fn add_delivery(&self, delivery: &Delivery) -> Result<()>;
     /// Stores the attempts of a message and the time of its next attempt. `is_gone`: also disables the webhook. Of the webhook's messages
     /// without a next attempt, only the newest are kept. Has no effect on a message that was removed.
-    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
+    async fn note_delivery_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
     /// Removes messages that were created before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 
@@ -465,7 +465,7 @@ pub trait Store {
     /// Counts for `/metrics`.
     async fn counts(&self) -> Result<Counts>;
     /// Checks that the database can be written.
-    async fn ready(&self) -> Result<()>;
+    async fn check_writable(&self) -> Result<()>;
     /// Closes all connections to the database.
     async fn close(&self);
 }
@@ -476,13 +476,13 @@ impl dyn Store + '_ {
     ///
     /// # Errors
     /// Errors of [`Store::change_jobs`]; [`StoreError::NotFound`].
-    pub async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+    pub async fn change_job(&self, id: &JobId, change: Change) -> Result<ChangedJob> {
         let changed = self.change_jobs(&[(id.clone(), change)]).await?.pop().flatten();
         changed.ok_or(StoreError::NotFound("job"))
     }
 
-    /// Like [`Store::claim_all`], for one job.
-    pub async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
-        Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
+    /// Like [`Store::claim_jobs`], for one job.
+    pub async fn claim(&self, claim: Claim) -> Result<Option<ClaimedAttempt>> {
+        Ok(self.claim_jobs(std::slice::from_ref(&claim)).await?.pop().flatten())
     }
 }

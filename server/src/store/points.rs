@@ -39,16 +39,16 @@ pub(crate) fn encode(columns: &[MetricColumn]) -> Vec<u8> {
 }
 
 /// The number of encoded columns; 1 for invalid bytes.
-pub(crate) fn count(data: &[u8]) -> u64 {
+pub(crate) fn column_count(data: &[u8]) -> u64 {
     Reader(data).number().unwrap_or(1).max(1)
 }
 
 /// Decodes the columns called `name`, or all. Other columns are skipped without allocations, because a chart shows one metric of many.
 pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn>, StoreError> {
-    columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
+    decode_columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
 }
 
-fn columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
+fn decode_columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
     let mut from = Reader(data);
     let mut columns = Vec::new();
     let mut steps: Vec<u64> = Vec::new();
@@ -100,7 +100,7 @@ mod tests {
             column("gpu_temperature_celsius", &[1 << 40]),
         ];
         let bytes = encode(&columns);
-        assert_eq!((decode(&bytes, None).unwrap(), count(&bytes)), (columns.to_vec(), 4));
+        assert_eq!((decode(&bytes, None).unwrap(), column_count(&bytes)), (columns.to_vec(), 4));
         for wanted in &columns {
             assert_eq!(decode(&bytes, Some(&wanted.name)).unwrap(), std::slice::from_ref(wanted));
         }

@@ -2,7 +2,7 @@
 //!
 //! As on SQLite, one connection writes and others read. The writing session holds an advisory lock until it ends. A new session, after a
 //! lost connection, takes the lock before it writes. So two servers never write to the same database. `synchronous_commit` is on
-//! regardless of the database's default: a commit is on disk before it is acknowledged.
+//! regardless of the database's default, so a commit is on disk before it is acknowledged.
 
 use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};
 use crate::config::serve_error::ServeError;
@@ -39,15 +39,15 @@ mod dialect {
     pub(super) type Db = sqlx::Postgres;
     pub(super) type Connection = sqlx::PgConnection;
     pub(super) type DbRow = sqlx::postgres::PgRow;
-    /// Needs no write lock: only the session with the advisory lock writes.
+    /// Needs no write lock, because only the session with the advisory lock writes.
     pub(super) const BEGIN_WRITE: &str = "BEGIN";
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY";
-    pub(super) const SCHEMA: &str = "SELECT table_name::text, column_name::text, data_type::text \
+    pub(super) const LIST_COLUMNS: &str = "SELECT table_name::text, column_name::text, data_type::text \
         FROM information_schema.columns WHERE table_schema = current_schema() \
         AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
-    /// No index is forced: the planner's statistics show how rare log lines are.
-    pub(super) const BY_LOG: &str = "";
-    pub(super) const BY_METRICS: &str = "";
+    /// No index is forced, because the planner's statistics show how rare log lines are.
+    pub(super) const USE_LOG_INDEX: &str = "";
+    pub(super) const USE_METRICS_INDEX: &str = "";
     /// Case-insensitive `LIKE`.
     pub(super) const LIKE: &str = "ILIKE";
     /// Condition for up to `$2` chunks of the job `$1`, by their position in the table. The array makes Postgres read only these rows.
@@ -74,7 +74,7 @@ mod dialect {
     }
 
     /// Makes the next attempt's fencing token greater than all restored tokens.
-    pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
+    pub(super) const ADVANCE_FENCING_TOKENS: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
         greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";
 }
 
@@ -83,7 +83,7 @@ const LOCK: i64 = i64::from_be_bytes(*b"lockstep");
 /// Oldest supported release (`server_version_num`). It has identity columns, and no maintained release is older.
 const OLDEST_POSTGRES: i32 = 130_000;
 /// Maximum number of reading connections.
-const READERS: u32 = 8;
+const MAX_READERS: u32 = 8;
 /// Time limit for getting a connection from a pool. A request that exceeds it gets status 503.
 const POOL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limits of a statement. A request that exceeds a limit gets status 503. The URL may set other limits
@@ -103,10 +103,10 @@ impl PostgresStore {
         let failed =
             |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: error.to_string() };
         let options = options(url)?;
-        // A single connection first: its errors name the cause, while a pool only reports a timeout.
+        // A single connection first, because its errors name the cause, while a pool only reports a timeout.
         let mut first = PgConnection::connect_with(&options).await.map_err(failed)?;
-        check(&mut first, &name).await?;
-        lock(&mut first, &name).await?;
+        check_server(&mut first, &name).await?;
+        acquire_lock(&mut first, &name).await?;
         first.close().await.map_err(failed)?;
 
         let pool = |n| PgPoolOptions::new().max_connections(n).acquire_timeout(POOL_TIMEOUT);
@@ -116,10 +116,10 @@ impl PostgresStore {
             .max_lifetime(None)
             .after_connect(|connection, _| {
                 Box::pin(async move {
-                    match try_lock(connection).await? {
-                        true => Ok(()),
-                        false => Err(sqlx::Error::Configuration("another server uses this database".into())),
+                    if try_lock(connection).await? {
+                        return Ok(());
                     }
+                    Err(sqlx::Error::Configuration("another server uses this database".into()))
                 })
             })
             .connect_with(options.clone())
@@ -137,7 +137,7 @@ impl PostgresStore {
         for (limit, _) in STATEMENT_TIMEOUTS {
             sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
         }
-        let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
+        let reader = pool(MAX_READERS).connect_with(options).await.map_err(failed)?;
         Ok(Self { writer, reader, lock: Arc::new(Lock) })
     }
 }
@@ -152,7 +152,7 @@ pub(super) fn options(url: &str) -> Result<PgConnectOptions, ServeError> {
     Ok(options.application_name("lockstep").options(settings).disable_statement_logging())
 }
 
-async fn check(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
+async fn check_server(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
     let failed = |detail: String| ServeError::Database { path: name.to_owned(), detail };
     let (version, encoding): (i32, String) = sqlx::query_as(
         "SELECT current_setting('server_version_num')::int4, current_setting('server_encoding')",
@@ -175,7 +175,7 @@ async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     sqlx::query_scalar("SELECT pg_try_advisory_lock($1)").bind(LOCK).fetch_one(connection).await
 }
 
-async fn lock(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
+async fn acquire_lock(connection: &mut PgConnection, name: &str) -> Result<(), ServeError> {
     let failed =
         |error: sqlx::Error| ServeError::Database { path: name.to_owned(), detail: error.to_string() };
     let since = Instant::now();

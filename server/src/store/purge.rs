@@ -31,20 +31,20 @@ impl DeletedJobs {
     }
 
     /// Wakes the task after a job was deleted.
-    pub(crate) fn note(&self) {
+    pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
     /// Removes deleted jobs until dropped, the oldest deletion first.
     pub(crate) async fn run(&self) {
-        let mut without_files = None;
+        let mut job_without_files = None;
         loop {
-            match self.store.oldest_deleted().await {
+            match self.store.oldest_deleted_job().await {
                 Ok(None) => self.wake.notified().await,
                 Ok(Some(id)) => {
-                    if without_files.as_ref() != Some(&id) {
+                    if job_without_files.as_ref() != Some(&id) {
                         self.remove_files(&id).await;
-                        without_files = Some(id.clone());
+                        job_without_files = Some(id.clone());
                     }
                     let began = Instant::now();
                     match self.store.purge_deleted(&id).await {

@@ -74,7 +74,7 @@ impl CopyState {
     }
 }
 
-/// The copies of a checkpoint. Whether the server's disk has a copy is not stored: only the copy's folder shows it.
+/// The copies of a checkpoint. Whether the server's disk has a copy is not stored, because only the copy's folder shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {
     /// The agents that have the checkpoint on their own disk. The agent of rank 0, which most likely continues the job, is first.
@@ -107,7 +107,7 @@ pub struct StoredCheckpoint {
     /// SHA-256 of the manifest of a complete copy; `None` while the copy is being uploaded, or if it is damaged.
     pub manifest: Option<String>,
     /// The unfinished multipart upload of a file, if there is one.
-    pub parts: Option<String>,
+    pub unfinished_upload: Option<String>,
 }
 
 impl StoredCheckpoint {

@@ -42,12 +42,12 @@ mod dialect {
     /// All reads of the transaction see one snapshot.
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN";
     /// Table, name and type of every column. The table `jobs` is first, because other tables refer to it.
-    pub(super) const SCHEMA: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
+    pub(super) const LIST_COLUMNS: &str = "SELECT t.name, c.name, c.type FROM sqlite_master t \
         JOIN pragma_table_info(t.name) c WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite!_%' ESCAPE '!' \
         AND t.name <> '_sqlx_migrations' ORDER BY t.name <> 'jobs', t.name, c.cid";
-    /// Forces the index: the planner would read all events of a range, including points.
-    pub(super) const BY_LOG: &str = "INDEXED BY events_log";
-    pub(super) const BY_METRICS: &str = "INDEXED BY events_metrics";
+    /// Forces the index, because the planner would read all events of a range, including points.
+    pub(super) const USE_LOG_INDEX: &str = "INDEXED BY events_log";
+    pub(super) const USE_METRICS_INDEX: &str = "INDEXED BY events_metrics";
     /// Case-insensitive for ASCII letters.
     pub(super) const LIKE: &str = "LIKE";
     /// Condition for up to `$2` chunks of the job `$1`, by their position in the table.
@@ -91,13 +91,13 @@ mod dialect {
     }
 
     /// No statement is needed, because AUTOINCREMENT considers restored rows.
-    pub(super) const AFTER_COPY: &str = "SELECT 1";
+    pub(super) const ADVANCE_FENCING_TOKENS: &str = "SELECT 1";
 }
 
 /// Oldest accepted version. Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
 const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 /// Maximum number of reading connections.
-const READERS: u32 = 8;
+const MAX_READERS: u32 = 8;
 
 impl SqliteStore {
     /// Opens the database, creates the file if it is missing, and brings the tables up to date. The database is locked until this process
@@ -109,9 +109,9 @@ impl SqliteStore {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
         let failed_query = |error: sqlx::Error| failed(error.to_string());
-        // Creates the file if it is missing, so that links to it can be resolved: a database has one lock file, regardless of the path by
-        // which it is opened.
-        private_files::file(path).map_err(|e| failed(e.to_string()))?;
+        // Creates the file if it is missing, so that links to it can be resolved, because a database has one lock file, regardless of the
+        // path by which it is opened.
+        private_files::create_file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let mut lock = Lock::take(path)?;
         let options = options(path).create_if_missing(true);
@@ -133,24 +133,24 @@ impl SqliteStore {
             return Err(failed(detail));
         }
         if lock.is_unclean {
-            check(&writer, &name).await?;
+            check_pages(&writer, &name).await?;
             lock.is_unclean = false;
         }
         MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
         let options = options.pragma("query_only", "1");
-        let reader = pool(READERS).connect_with(options).await.map_err(failed_query)?;
+        let reader = pool(MAX_READERS).connect_with(options).await.map_err(failed_query)?;
         // Commits a change, so that the write-ahead log is not empty from now on.
         let counter: sqlx::Result<i32> = sqlx::query_scalar("PRAGMA user_version").fetch_one(&writer).await;
         let next = counter.map_err(failed_query)?.wrapping_add(1);
         let change = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
         sqlx::query(change).execute(&writer).await.map_err(failed_query)?;
-        lock.note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
+        lock.write_note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
         Ok(Self { writer, reader, lock: Arc::new(lock) })
     }
 }
 
 /// Reads all pages and checks that they are consistent. Otherwise damage would be found only later, while jobs run.
-async fn check(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
+async fn check_pages(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
     tracing::info!(database = name, "checking the database, which was not closed cleanly");
     let found: Result<Vec<String>, _> =
         sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA quick_check({MAX_FLAWS})"))).fetch_all(writer).await;
@@ -184,7 +184,7 @@ const MAX_FLAWS: u32 = 3;
 pub(super) struct Lock {
     file: File,
     _inode: Option<File>,
-    /// The previous process did not close the database cleanly, and the database has not been checked since then.
+    /// Whether the previous process did not close the database cleanly, and the database has not been checked since then.
     pub(super) is_unclean: bool,
 }
 
@@ -195,12 +195,12 @@ impl Lock {
     /// Another process has opened the database, or the write-ahead log is missing.
     pub(super) fn take(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
-        let lock_path = beside(path, ".lock");
+        let lock_path = with_suffix(path, ".lock");
         let failed = |e: io::Error| ServeError::Database {
             path: name.clone(),
             detail: format!("its lock {}: {e}", lock_path.display()),
         };
-        let mut file = private_files::lock_file(&lock_path).map_err(failed)?;
+        let mut file = private_files::open_lock_file(&lock_path).map_err(failed)?;
         let locked = file.try_lock();
         let mut note = String::new();
         let read = file.read_to_string(&mut note);
@@ -214,29 +214,30 @@ impl Lock {
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
-        let log = beside(path, "-wal");
+        let log = with_suffix(path, "-wal");
         // A database that replaces a lost database (`lockstep restore`) begins as an empty file.
         let has_content = path.metadata().is_ok_and(|file| file.len() > 0);
         let needs_wal = has_content && note.ends_with(NEEDS_WAL);
-        if needs_wal && !is_log(&log) {
+        if needs_wal && !is_write_ahead_log(&log) {
             return Err(ServeError::LogMissing { path: name, log, lock: lock_path });
         }
         let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !note.is_empty() };
         // The note of the previous process stays valid until this process writes to the database.
-        lock.note(if needs_wal { NEEDS_WAL } else { "" }).map_err(failed)?;
+        lock.write_note(if needs_wal { NEEDS_WAL } else { "" }).map_err(failed)?;
         Ok(lock)
     }
 
-    fn note(&self, what: &str) -> io::Result<()> {
-        let text = format!("process {}{what}", std::process::id());
+    fn write_note(&self, suffix: &str) -> io::Result<()> {
+        let text = format!("process {}{suffix}", std::process::id());
         // Overwrites the file in place, which works on a full disk.
         self.file.write_all_at(text.as_bytes(), 0)?;
         self.file.set_len(text.len() as u64)
     }
 
-    /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log.
+    /// Notes that the database is being closed cleanly. Closing the last connection removes the write-ahead log. The file stays non-empty
+    /// if the database still has to be checked.
     pub(super) fn note_closing(&self) {
-        let noted = if self.is_unclean { self.note("") } else { self.file.set_len(0) };
+        let noted = if self.is_unclean { self.write_note("") } else { self.file.set_len(0) };
         if let Err(error) = noted {
             tracing::warn!(%error, "cannot note in the lock file that the database was closed cleanly; the next start checks the database");
         }
@@ -251,14 +252,14 @@ impl Drop for Lock {
 }
 
 /// The path of a file next to the database, with this suffix.
-fn beside(path: &Path, ending: &str) -> PathBuf {
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(ending);
+    name.push(suffix);
     name.into()
 }
 
 /// Whether a file is a non-empty write-ahead log, by the magic number in its header (sqlite.org/fileformat.html#walformat).
-fn is_log(path: &Path) -> bool {
+fn is_write_ahead_log(path: &Path) -> bool {
     let mut magic = [0; 4];
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut magic));
     read.is_ok() && matches!(u32::from_be_bytes(magic), 0x377f_0682 | 0x377f_0683)

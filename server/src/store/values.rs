@@ -66,13 +66,13 @@ pub(super) fn uint(value: i64) -> u64 {
 }
 
 /// A fencing token from its columns. A damaged secret is replaced by a random secret, so that no agent knows the token.
-pub(super) fn fencing(number: i64, secret: &str) -> FencingToken {
+pub(super) fn read_fencing_token(number: i64, secret: &str) -> FencingToken {
     let number = uint(number);
-    FencingToken::of(number, secret).unwrap_or_else(|| new_fencing(number))
+    FencingToken::of(number, secret).unwrap_or_else(|| new_fencing_token(number))
 }
 
 /// A fencing token with a new secret: the 2 x 122 random bits of two UUIDs, folded into 128.
-pub(super) fn new_fencing(number: u64) -> FencingToken {
+pub(super) fn new_fencing_token(number: u64) -> FencingToken {
     let random = || uuid::Uuid::new_v4().as_u128();
     FencingToken { number, secret: (random() ^ random().rotate_left(64)).max(1) }
 }

@@ -3,14 +3,14 @@
 
 use std::fmt::Display;
 
-/// The error of the last try, and the number of failed tries.
+/// Remembers the error of the last try, and the number of failed tries.
 #[derive(Debug, Default)]
-pub(crate) struct Failing {
+pub(crate) struct FailureLog {
     error: String,
     failures: u64,
 }
 
-impl Failing {
+impl FailureLog {
     /// Counts the result of a try. Logs an error that differs from the error of the previous try (`failed`), and the first success after
     /// errors (`succeeded`).
     pub(crate) fn log<T, E: Display>(&mut self, result: &Result<T, E>, failed: &str, succeeded: &str) {
@@ -50,12 +50,12 @@ mod tests {
 
     #[test]
     fn an_error_is_logged_once_and_counted() {
-        let mut failing = Failing::default();
-        assert_eq!(failing.note_success(), None);
+        let mut failure_log = FailureLog::default();
+        assert_eq!(failure_log.note_success(), None);
         let logged: Vec<_> =
-            ["full", "full", "full", "away", "full"].map(|error| failing.note_failure(&error)).into();
+            ["full", "full", "full", "away", "full"].map(|error| failure_log.note_failure(&error)).into();
         assert_eq!(logged, [true, false, false, true, true]);
-        assert_eq!((failing.note_success(), failing.note_success()), (Some(5), None));
-        assert!(failing.note_failure(&"full"), "a new failure is logged again");
+        assert_eq!((failure_log.note_success(), failure_log.note_success()), (Some(5), None));
+        assert!(failure_log.note_failure(&"full"), "a new failure is logged again");
     }
 }

@@ -4,7 +4,7 @@ use rustls::pki_types::{CertificateDer, pem::PemObject};
 use std::{fs::File, io::Read, os::unix::fs::MetadataExt, path::Path};
 
 /// Maximum size of a file. A chain has a few kilobytes.
-const FILE_BYTES: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Who may be able to read a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,23 +23,23 @@ pub(crate) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
     let metadata = file.metadata().map_err(failed)?;
-    let open_to = metadata.mode() & if metadata.uid() == 0 { 0o037 } else { 0o077 };
-    if readers == Readers::Owner && open_to != 0 {
+    let forbidden_mode = if metadata.uid() == 0 { 0o037 } else { 0o077 };
+    if readers == Readers::Owner && metadata.mode() & forbidden_mode != 0 {
         return Err(format!(
             "the key {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
             metadata.mode() & 0o7777
         ));
     }
     let mut content = Vec::new();
-    file.take(FILE_BYTES + 1).read_to_end(&mut content).map_err(failed)?;
-    if content.len() as u64 > FILE_BYTES {
-        return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut content).map_err(failed)?;
+    if content.len() as u64 > MAX_FILE_BYTES {
+        return Err(format!("{shown} has more than {} KiB", MAX_FILE_BYTES >> 10));
     }
     Ok(content)
 }
 
 /// Parses the content of a file. Returns the objects of type `T`, at least one; `what` describes them in an error.
-pub(crate) fn objects<T: PemObject>(path: &Path, content: &[u8], what: &str) -> Result<Vec<T>, String> {
+pub(crate) fn parse_objects<T: PemObject>(path: &Path, content: &[u8], what: &str) -> Result<Vec<T>, String> {
     let objects: Result<Vec<T>, _> = T::pem_slice_iter(content).collect();
     match objects {
         Ok(objects) if !objects.is_empty() => Ok(objects),
@@ -49,8 +49,8 @@ pub(crate) fn objects<T: PemObject>(path: &Path, content: &[u8], what: &str) -> 
 }
 
 /// Reads the certificates of a file, at least one.
-pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
-    objects(path, &read(path, Readers::Anybody)?, "certificate (PEM, \"BEGIN CERTIFICATE\")")
+pub(crate) fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    parse_objects(path, &read(path, Readers::Anybody)?, "certificate (PEM, \"BEGIN CERTIFICATE\")")
 }
 
 #[cfg(test)]
@@ -71,9 +71,9 @@ mod tests {
     fn files_of_more_than_one_mebibyte_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("chain.pem");
-        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize]).unwrap();
-        assert_eq!(read(&path, Readers::Anybody).unwrap().len() as u64, FILE_BYTES);
-        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize + 1]).unwrap();
+        std::fs::write(&path, vec![b'#'; MAX_FILE_BYTES as usize]).unwrap();
+        assert_eq!(read(&path, Readers::Anybody).unwrap().len() as u64, MAX_FILE_BYTES);
+        std::fs::write(&path, vec![b'#'; MAX_FILE_BYTES as usize + 1]).unwrap();
         let why = read(&path, Readers::Anybody).unwrap_err();
         assert!(why.contains("chain.pem has more than 1024 KiB"), "{why}");
     }

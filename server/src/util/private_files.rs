@@ -9,8 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const FOLDER: u32 = 0o700;
-pub(crate) const FILE: u32 = 0o600;
+const FOLDER_MODE: u32 = 0o700;
+pub(crate) const FILE_MODE: u32 = 0o600;
 
 /// Sets the umask to 077, so that other accounts cannot read the files and folders that this process and its children create.
 pub fn keep_files_private() {
@@ -33,39 +33,39 @@ const SERVER_FILES: [&str; 12] = [
     "lockstep.db.lock",
 ];
 
-/// The file of a data directory that a running server keeps locked.
-pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
+/// The path of the file of a data directory that a running server keeps locked.
+pub(crate) fn server_lock_path(data_dir: &Path) -> PathBuf {
     data_dir.join("server.lock")
 }
 
 /// Creates a data directory with its folder `jobs`. If an existing directory has only files of a server, permissions of other accounts are
 /// removed. A directory with other files keeps its permissions.
-pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
-    let create_folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
+pub(crate) fn create_data_dir(path: &Path) -> io::Result<()> {
+    let create_folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(path);
     create_folder(path)?;
     let mut has_only_server_files = true;
     for entry in fs::read_dir(path)? {
         has_only_server_files &= entry?.file_name().to_str().is_some_and(|name| SERVER_FILES.contains(&name));
     }
     if has_only_server_files {
-        restrict(path, FOLDER)?;
+        restrict(path, FOLDER_MODE)?;
     }
     warn_if_writable(path);
     create_folder(&path.join("jobs"))?;
-    restrict(&path.join("jobs"), FOLDER)
+    restrict(&path.join("jobs"), FOLDER_MODE)
 }
 
-/// Opens the file that a server locks while it runs. Creates the file if it does not exist.
+/// Opens a file that a server locks while it runs. Creates the file if it does not exist.
 ///
 /// # Errors
 /// The file is a symbolic link, or cannot be opened.
-pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
+pub(crate) fn open_lock_file(path: &Path) -> io::Result<File> {
     let opened = File::options()
         .read(true)
         .write(true)
         .create(true)
         .truncate(false)
-        .mode(FILE)
+        .mode(FILE_MODE)
         .custom_flags(OFlags::NOFOLLOW.bits() as i32)
         .open(path);
     opened.map_err(|error| {
@@ -78,9 +78,9 @@ pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
 }
 
 /// Creates a file if it does not exist, and removes the permissions of other accounts.
-pub(crate) fn file(path: &Path) -> io::Result<()> {
-    File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
-    restrict(path, FILE)?;
+pub(crate) fn create_file(path: &Path) -> io::Result<()> {
+    File::options().write(true).create(true).truncate(false).mode(FILE_MODE).open(path)?;
+    restrict(path, FILE_MODE)?;
     warn_if_writable(path);
     Ok(())
 }
@@ -101,7 +101,7 @@ fn permission_warnings(mode: u32, owner: u32, own: u32) -> Vec<String> {
     if mode & 0o002 != 0 {
         warnings.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
     }
-    // Files of root need no warning: root can change all files.
+    // Files of root need no warning, because root can change all files.
     if owner != own && owner != 0 {
         warnings.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
     }

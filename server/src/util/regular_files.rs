@@ -17,9 +17,9 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
     let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
     match opened {
         Ok(file) if file.metadata()?.is_file() => Ok(file),
-        Ok(_) => Err(irregular()),
+        Ok(_) => Err(not_a_regular_file()),
         // Opening a socket always fails.
-        Err(_) if path.metadata().is_ok_and(|metadata| !metadata.is_file()) => Err(irregular()),
+        Err(_) if path.metadata().is_ok_and(|metadata| !metadata.is_file()) => Err(not_a_regular_file()),
         Err(error) => Err(error),
     }
 }
@@ -38,6 +38,6 @@ pub(crate) async fn read(path: &Path) -> io::Result<Vec<u8>> {
     read.await.map_err(io::Error::other)?
 }
 
-fn irregular() -> io::Error {
+fn not_a_regular_file() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")
 }

@@ -7,7 +7,7 @@ use reqwest::Url;
 use serde_json::{Value, json};
 
 /// Maximum length of a title and of a detail, in bytes. A message has at most 2000 characters on Discord and 4096 bytes on ntfy.
-const TEXT_BYTES: usize = 800;
+const MAX_TEXT_BYTES: usize = 800;
 
 /// The content of a message.
 pub(super) enum Body {
@@ -64,10 +64,10 @@ impl Text {
         let best = data["best"]["value"].as_f64().filter(|_| event == "job.succeeded");
         let best = best.map(|best| format!("best validation accuracy {}", percent(best)));
         Self {
-            title: shortened(title, TEXT_BYTES),
-            detail: shortened(
+            title: shorten(title, MAX_TEXT_BYTES),
+            detail: shorten(
                 text(&alert["text"]).or_else(|| text(&data["reason"])).or(best).unwrap_or_default(),
-                TEXT_BYTES,
+                MAX_TEXT_BYTES,
             ),
             link: text(&data["url"]),
             is_bad: event == "job.failed" || alert["level"] == "ERROR",
@@ -76,7 +76,7 @@ impl Text {
 }
 
 /// Cuts a text to at most `bytes` bytes.
-pub(super) fn shortened(mut text: String, bytes: usize) -> String {
+pub(super) fn shorten(mut text: String, bytes: usize) -> String {
     text.truncate(text.floor_char_boundary(bytes));
     text
 }
@@ -113,7 +113,7 @@ fn discord(text: &Text) -> Value {
         content.push_str(&escape(&text.detail));
     }
     // Discord's limit of 2000 characters also counts the escape characters. The link needs the rest.
-    content = shortened(content, 1500);
+    content = shorten(content, 1500);
     if let Some(link) = &text.link {
         content.push('\n');
         content.push_str(link);

@@ -15,7 +15,7 @@ pub(crate) use signature::new_secret;
 use crate::{
     config::{ServeConfig, smtp::SmtpConfig},
     store::{Delivery, DeliveryAttempt, Result, Store, WebhookRow},
-    util::failure_log::Failing,
+    util::failure_log::FailureLog,
 };
 use jiff::Timestamp;
 use lockstep_protocol::backoff::Backoff;
@@ -45,17 +45,17 @@ pub(crate) struct Webhooks {
     /// Whether messages may be sent to addresses that are not public.
     pub(crate) allow_private: bool,
     /// The server's URL for links, if it is configured.
-    server: Option<String>,
+    server_url: Option<String>,
     /// The mail server, if one is configured.
     pub(crate) smtp: Option<SmtpConfig>,
     /// Created for the first message, because reading the system's CA certificates is slow.
     client: OnceLock<std::result::Result<Client, String>>,
     /// The pause after each attempt except the last.
-    retries: Vec<Duration>,
+    retry_pauses: Vec<Duration>,
     /// Notified when a message may be due.
     wake: Notify,
     /// Locked while a webhook is read, changed and stored.
-    pub(crate) changing: Mutex<()>,
+    pub(crate) change_lock: Mutex<()>,
 }
 
 impl Webhooks {
@@ -63,12 +63,12 @@ impl Webhooks {
         Self {
             store,
             allow_private: config.webhooks_allow_private,
-            server: config.public_url.as_ref().map(ToString::to_string),
+            server_url: config.public_url.as_ref().map(ToString::to_string),
             smtp: config.smtp.clone(),
             client: OnceLock::new(),
-            retries: config.webhook_retries.clone(),
+            retry_pauses: config.webhook_retries.clone(),
             wake: Notify::new(),
-            changing: Mutex::default(),
+            change_lock: Mutex::default(),
         }
     }
 
@@ -83,11 +83,11 @@ impl Webhooks {
         // Webhooks to which a message is being sent. A webhook whose task panics gets no messages until the server's next start.
         let mut busy = HashSet::new();
         let mut purged: Option<Instant> = None;
-        let (mut failing, mut backoff) = (Failing::default(), RETRY);
+        let (mut failure_log, mut backoff) = (FailureLog::default(), RETRY);
         loop {
             let started = self.start_due(&mut sending, &mut busy, &mut purged).await;
             let failed = "the queue of webhooks cannot be read";
-            failing.log(&started, failed, "the queue of webhooks can be read again");
+            failure_log.log(&started, failed, "the queue of webhooks can be read again");
             let pause = match started {
                 Ok(pause) => {
                     backoff = RETRY;
@@ -136,15 +136,15 @@ impl Webhooks {
 
     /// Sends a message of the queue and stores the attempt. Returns the webhook's id.
     async fn deliver(self: Arc<Self>, row: WebhookRow, mut delivery: Delivery) -> String {
-        let pause = self.retries.get(delivery.attempts.len()).copied();
-        let attempt = self.attempt(&row, &delivery).await;
+        let pause = self.retry_pauses.get(delivery.attempts.len()).copied();
+        let attempt = self.try_send(&row, &delivery).await;
         let is_gone = is_gone(&attempt);
         let pause = pause.filter(|_| attempt.error.is_some() && !is_gone);
         delivery.attempts.push(attempt);
         delivery.next_at = pause.map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
         // Without a stored attempt, the message would be sent again at once.
-        while let Err(error) = self.store.note_attempt(&delivery, is_gone).await {
+        while let Err(error) = self.store.note_delivery_attempt(&delivery, is_gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook could not be stored; trying again");
             sleep(backoff.pause()).await;
         }
@@ -155,7 +155,7 @@ impl Webhooks {
     ///
     /// # Errors
     /// A store error. A failed attempt is not an error.
-    pub(crate) async fn test(&self, row: &WebhookRow) -> Result<Delivery> {
+    pub(crate) async fn send_test(&self, row: &WebhookRow) -> Result<Delivery> {
         let at = crate::now();
         let payload =
             json!({ "type": "webhook.test", "timestamp": at, "data": { "webhook": row.webhook.id } });
@@ -169,16 +169,16 @@ impl Webhooks {
             next_at: None,
             attempts: Vec::new(),
         };
-        let attempt = self.attempt(row, &delivery).await;
+        let attempt = self.try_send(row, &delivery).await;
         let is_gone = is_gone(&attempt);
         delivery.attempts.push(attempt);
         self.store.add_delivery(&delivery).await?;
-        self.store.note_attempt(&delivery, is_gone).await?;
+        self.store.note_delivery_attempt(&delivery, is_gone).await?;
         Ok(delivery)
     }
 
     /// Tries to send a message.
-    async fn attempt(&self, row: &WebhookRow, delivery: &Delivery) -> DeliveryAttempt {
+    async fn try_send(&self, row: &WebhookRow, delivery: &Delivery) -> DeliveryAttempt {
         let (at, since) = (crate::now(), Instant::now());
         let sent = self.send(row, delivery, at).await;
         let secs = since.elapsed().as_millis() as f64 / 1000.0;

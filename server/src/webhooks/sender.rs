@@ -2,7 +2,7 @@
 
 use super::{
     Webhooks, addresses,
-    forms::{self, Body, shortened},
+    forms::{self, Body, shorten},
     mail, signature,
 };
 use crate::{
@@ -18,7 +18,7 @@ use tokio::time::timeout;
 /// Time limit of an attempt.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum length of the text of an error, in bytes.
-const ERROR_BYTES: usize = 300;
+const MAX_ERROR_BYTES: usize = 300;
 
 impl Webhooks {
     /// Sends a message. Returns the status of the receiver's response, or the mail server's reply code.
@@ -38,14 +38,14 @@ impl Webhooks {
                     mail::send(self.smtp.as_ref(), &delivery.id, &url, subject, text),
                 );
                 let sent = sent.await.unwrap_or_else(|_| Err(timeout_message()));
-                return sent.map_err(|error| shortened(error, ERROR_BYTES));
+                return sent.map_err(|error| shorten(error, MAX_ERROR_BYTES));
             }
         };
         if !self.allow_private {
             addresses::check_literal(&url)?;
         }
         let client =
-            self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
+            self.client.get_or_init(|| new_client(self.allow_private)).as_ref().map_err(String::clone)?;
         let timestamp = at.as_second();
         let signature = signature::sign(&row.secret, &delivery.id, timestamp, &body)
             .ok_or("the webhook's secret cannot be read; remove the webhook and add it again")?;
@@ -62,7 +62,8 @@ impl Webhooks {
     /// Adds the URL of the job's page.
     fn with_link(&self, mut payload: Value) -> Value {
         let job = payload["data"]["id"].as_str();
-        if let Some(link) = self.server.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
+        if let Some(link) =
+            self.server_url.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
         {
             payload["data"]["url"] = link.into();
         }
@@ -70,7 +71,7 @@ impl Webhooks {
     }
 }
 
-fn client(allow_private: bool) -> Result<Client, String> {
+fn new_client(allow_private: bool) -> Result<Client, String> {
     let tls = client_config(system_authorities()).map_err(|error| error.to_string())?;
     let builder = Client::builder()
         .timeout(ATTEMPT_TIMEOUT)
@@ -95,7 +96,7 @@ fn in_words(error: reqwest::Error) -> String {
     while let Some(next) = cause.source() {
         cause = next;
     }
-    shortened(cause.to_string(), ERROR_BYTES)
+    shorten(cause.to_string(), MAX_ERROR_BYTES)
 }
 
 fn timeout_message() -> String {

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
+        AgentPlace, Claim, CopyState, CreateResult, NewJob, Place, Report, Store, StoredCheckpoint,
         sqlite::SqliteStore,
     },
 };
@@ -30,7 +30,7 @@ async fn submit_job(store: &dyn Store) -> JobId {
     spec.data.dataset = "p".into();
     let id = JobId::generate();
     let new = NewJob::of(id.clone(), spec, at());
-    assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
+    assert!(matches!(store.create_job(new).await.unwrap(), CreateResult::New(_)));
     id
 }
 
@@ -42,7 +42,7 @@ async fn start_attempt(store: &dyn Store, job: &JobId, after_attempt: u32, agent
         ranks: vec![(rank, 0)],
     };
     let places = (0..).zip(agents).map(place).collect();
-    let claim = Claim { job: job.clone(), after_attempt, places, fewer: None, at: at() };
+    let claim = Claim { job: job.clone(), after_attempt, places, fewer_ranks_reason: None, at: at() };
     store.claim(claim).await.unwrap().unwrap().attempt
 }
 
@@ -76,8 +76,8 @@ async fn test_holders(store: &dyn Store) {
     };
 
     // The assigned place of an agent, and whether the agent has its own disk.
-    let place_of = async |agent: &str, attempt: &AttemptRef| store.given_place(attempt, agent).await.unwrap();
-    let place = |has_rank_0, has_own_disk| Some(GivenPlace { has_rank_0, has_own_disk });
+    let place_of = async |agent: &str, attempt: &AttemptRef| store.agent_place(attempt, agent).await.unwrap();
+    let place = |has_rank_0, has_own_disk| Some(AgentPlace { has_rank_0, has_own_disk });
     assert_eq!(
         (place_of("id-a", &attempt).await, place_of("id-b", &attempt).await),
         (place(true, false), place(false, false))
@@ -187,8 +187,11 @@ async fn test_object_store_copies(store: &dyn Store) {
         (copies.object_store, copies.is_damaged_on_server)
     };
     let upload = async |manifest: Option<&str>| {
-        let record =
-            StoredCheckpoint { id: name.clone(), manifest: manifest.map(str::to_owned), parts: None };
+        let record = StoredCheckpoint {
+            id: name.clone(),
+            manifest: manifest.map(str::to_owned),
+            unfinished_upload: None,
+        };
         store.put_stored_checkpoint(URL, &record).await.unwrap()
     };
     let mark_damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
@@ -208,7 +211,7 @@ async fn test_object_store_copies(store: &dyn Store) {
     // A damaged copy in the store is checked again when a server starts, and is replaced by an upload.
     assert!(mark_damaged(URL).await && !mark_damaged(URL).await);
     assert_eq!(copy_state(URL).await.0, Some(CopyState::Damaged));
-    store.forget_damaged(URL).await.unwrap();
+    store.clear_damage_marks(URL).await.unwrap();
     assert_eq!(copy_state(URL).await.0, complete);
     assert!(mark_damaged(URL).await && upload(None).await);
     assert_eq!(copy_state(URL).await.0, copying);
@@ -243,7 +246,7 @@ async fn a_checkpoint_and_its_agent_are_stored_together() {
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap_err();
     assert!(store.checkpoints(&id).await.unwrap().is_empty());
     assert_eq!(
-        store.acknowledged(&attempt, "id-a").await.unwrap()[0].records,
+        store.acknowledged_records(&attempt, "id-a").await.unwrap()[0].records,
         1,
         "the agent will report the checkpoint again"
     );

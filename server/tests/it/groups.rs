@@ -8,7 +8,8 @@ use crate::{
 };
 use lockstep_protocol::{job::JobId, spec::JobSpec};
 use lockstep_server::store::{
-    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, Spread, Store,
+    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, RunningStatistics, SettingKind, SortBy,
+    Store,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -106,7 +107,7 @@ async fn test_groups(store: &dyn Store) {
     let groups = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
     let first = groups.iter().find(|group| group.values == [GroupValue::Number(0.1)]).unwrap();
     assert_eq!(first.states, BTreeMap::from([("queued", 3)]));
-    let statistics: Vec<_> = first.metrics.iter().map(Spread::statistics).collect();
+    let statistics: Vec<_> = first.metrics.iter().map(RunningStatistics::statistics).collect();
     let [priority, best, step] = &statistics[..] else { panic!("{first:?}") };
     assert_eq!((priority.n, priority.mean, priority.min, priority.max), (3, Some(5.0), Some(2.0), Some(9.0)));
     // The variance of 2, 4 and 9 is (9 + 1 + 16) / 2 = 13.

@@ -99,7 +99,7 @@ async fn send_bytes(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
 async fn connections_without_tls_get_an_error_or_are_closed() {
     let files = Files::new();
     let server =
-        with_tls(files.issue("server", |_| {}), |c| c.handshake_patience = Duration::from_millis(600)).await;
+        with_tls(files.issue("server", |_| {}), |c| c.handshake_timeout = Duration::from_millis(600)).await;
     let plain = reqwest::Client::new().get(server.url("/api/v1/jobs")).send().await.unwrap();
     assert_eq!(plain.status().as_u16(), 400);
     assert_eq!(plain.headers()["content-type"], "application/problem+json");
@@ -136,7 +136,7 @@ async fn connect_from(source: [u8; 4], to: SocketAddr) -> TcpStream {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_half_open_connections_do_not_block_others() {
     let files = Files::new();
-    let server = with_tls(files.issue("server", |_| {}), |c| c.connections = Some(600)).await;
+    let server = with_tls(files.issue("server", |_| {}), |c| c.max_connections = Some(600)).await;
     let config = files.client();
     for from_one_address in [true, false] {
         let mut half_open = Vec::new();

@@ -11,8 +11,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        AgentRow, Change, Claim, Created, Ingested, JobFilter, JobRow, MetricFilter, MinuteRow, NewJob,
-        NewTrial, Owned, Place, Report, Store, StoreError, SweepRow,
+        AgentRow, Change, Claim, CreateResult, IngestResult, JobFilter, JobRow, MetricFilter, MinuteRow,
+        NewJob, NewTrial, Ownership, Place, Report, Store, StoreError, SweepRow,
     },
 };
 
@@ -65,11 +65,13 @@ async fn test_records(store: &dyn Store) {
         matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
     );
     store.add_dataset(&dataset(at)).await.unwrap();
-    let Created::New(created) = store.create_job(new("key", "one")).await.unwrap() else {
+    let CreateResult::New(created) = store.create_job(new("key", "one")).await.unwrap() else {
         panic!("the job exists already")
     };
     assert_eq!((created.job.last_seq, created.events[0].seq, created.job.created_at), (1, 1, at));
-    assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Existing(job)) if job.id == id));
+    assert!(
+        matches!(store.create_job(new("key", "one")).await, Ok(CreateResult::Existing(job)) if job.id == id)
+    );
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
 
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
@@ -88,7 +90,7 @@ async fn test_records(store: &dyn Store) {
         job: id.clone(),
         after_attempt: 0,
         places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
-        fewer: None,
+        fewer_ranks_reason: None,
         at,
     };
     let (one, two) = tokio::join!(store.claim(claim()), store.claim(claim()));
@@ -129,14 +131,14 @@ async fn test_records(store: &dyn Store) {
         .await
         .unwrap();
     assert!(
-        matches!(&responses[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
+        matches!(&responses[0], IngestResult::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
     );
     assert!(
-        matches!(&responses[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
+        matches!(&responses[1], IngestResult::Stored { acknowledged, changed: None } if acknowledged.records == 4)
     );
-    assert!(matches!(responses[2], Ingested::Gap { stored: 4 }));
-    assert!(matches!(responses[3], Ingested::Stale));
-    let acknowledged = store.acknowledged(&attempt, "a").await.unwrap();
+    assert!(matches!(responses[2], IngestResult::Gap { stored: 4 }));
+    assert!(matches!(responses[3], IngestResult::Stale));
+    let acknowledged = store.acknowledged_records(&attempt, "a").await.unwrap();
     assert_eq!((acknowledged.len(), acknowledged[0].records), (1, 4));
 
     let events = store.events(&id, 0, 100).await.unwrap();
@@ -166,7 +168,7 @@ async fn test_records(store: &dyn Store) {
     );
     assert!(store.live_attempts().await.unwrap().is_empty());
     let late = store.ingest(&[report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
-    assert!(matches!(late[0], Ingested::Stale));
+    assert!(matches!(late[0], IngestResult::Stale));
 
     // A finished job does not need its dataset, but a retry does.
     store.remove_dataset("p").await.unwrap();
@@ -179,7 +181,7 @@ async fn test_records(store: &dyn Store) {
     // The next attempt continues from the newest checkpoint, with a higher token.
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
     let second = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
-    assert_eq!((second.resume.as_deref(), second.attempt.attempt), (Some("1-4"), 2));
+    assert_eq!((second.resume_checkpoint.as_deref(), second.attempt.attempt), (Some("1-4"), 2));
     assert!(second.attempt.fencing_token > attempt.fencing_token);
     // A job has one best checkpoint over all attempts.
     let better =
@@ -204,12 +206,12 @@ async fn test_records(store: &dyn Store) {
     assert!(store.counts().await.unwrap().jobs.is_empty());
     assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
     // The other rows are deleted in steps.
-    while let Some(id) = store.oldest_deleted().await.unwrap() {
+    while let Some(id) = store.oldest_deleted_job().await.unwrap() {
         store.purge_deleted(&id).await.unwrap();
     }
     assert!(store.events(&id, 0, 10).await.unwrap().is_empty());
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
-    store.ready().await.unwrap();
+    store.check_writable().await.unwrap();
     store.close().await;
 }
 
@@ -226,7 +228,7 @@ async fn test_sweeps(store: &dyn Store) {
         spec: serde_json::json!({"sweep": {"method": "grid"}}),
         settings: vec![[("train.lr".to_owned(), serde_json::json!(0.1))].into()],
         rungs: vec![1, 3],
-        owned: Owned { owner: Some("mona".into()), private: true },
+        ownership: Ownership { owner: Some("mona".into()), private: true },
         created_at: at,
         finished_at: None,
     };
@@ -300,11 +302,11 @@ async fn test_concurrent_changes(store: &dyn Store) {
         job: job.clone(),
         after_attempt,
         places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
-        fewer: None,
+        fewer_ranks_reason: None,
         at,
     };
     let claims = [claim(&jobs[0], 0), claim(&jobs[1], 1), claim(&jobs[0], 0), claim(&jobs[2], 0)];
-    let claimed = store.claim_all(&claims).await.unwrap();
+    let claimed = store.claim_jobs(&claims).await.unwrap();
     let tokens: Vec<_> = claimed.iter().map(|c| c.as_ref().map(|c| c.attempt.fencing_token)).collect();
     assert!(
         tokens[0] < tokens[3] && tokens[0].is_some() && tokens[1].is_none() && tokens[2].is_none(),
@@ -316,7 +318,7 @@ async fn test_concurrent_changes(store: &dyn Store) {
 
     // Jobs that may be preempted, and jobs that end.
     let yielding =
-        async || store.yielding().await.unwrap().into_iter().map(|row| row.job).collect::<Vec<_>>();
+        async || store.yielding_jobs().await.unwrap().into_iter().map(|row| row.job).collect::<Vec<_>>();
     assert_eq!(yielding().await, [jobs[2].clone()]);
     store.change_job(&jobs[0], Box::new(move |row| lifecycle::pause(row, at))).await.unwrap();
     assert_eq!(yielding().await, [jobs[2].clone(), jobs[0].clone()], "the lowest priority first");
@@ -332,8 +334,8 @@ async fn test_concurrent_changes(store: &dyn Store) {
     let agents = [agent("1", "a"), agent("2", "b"), agent("3", "a"), agent("1", "renamed")];
     store.put_agents(&agents).await.unwrap();
     let ids = |rows: Vec<AgentRow>| rows.into_iter().map(|row| row.id).collect::<Vec<_>>();
-    assert_eq!(ids(store.agents_called("a", "2").await.unwrap()), ["3", "2"]);
-    assert_eq!(ids(store.agents_called("nobody", "1").await.unwrap()), ["1"]);
+    assert_eq!(ids(store.agents_by_name_or_id("a", "2").await.unwrap()), ["3", "2"]);
+    assert_eq!(ids(store.agents_by_name_or_id("nobody", "1").await.unwrap()), ["1"]);
     assert_eq!(store.agents().await.unwrap().len(), 3);
     store.close().await;
 }
@@ -375,11 +377,11 @@ async fn test_many_rows(store: &dyn Store) {
         job: job.clone(),
         after_attempt: 0,
         places: vec![Place { agent_id: format!("id {n}"), agent: format!("agent {n}"), ranks: vec![(0, 3)] }],
-        fewer: None,
+        fewer_ranks_reason: None,
         at,
     };
     let claims: Vec<_> = jobs.iter().enumerate().map(claim).collect();
-    let claimed = store.claim_all(&claims).await.unwrap();
+    let claimed = store.claim_jobs(&claims).await.unwrap();
     let attempts: Vec<_> = claimed.into_iter().map(|claimed| claimed.unwrap().attempt).collect();
     assert!(attempts.is_sorted_by(|previous, next| previous.fencing_token < next.fencing_token));
     assert!(attempts.iter().map(|attempt| &attempt.job).eq(&jobs));
@@ -400,8 +402,11 @@ async fn test_many_rows(store: &dyn Store) {
     let ends = (1..JOBS).filter(|n| n % 2 == 0).map(|n| report(n, Source::Agent, vec![end.clone()]));
     reports.extend(ends);
     let responses = store.ingest(&reports).await.unwrap();
-    let stale: Vec<_> =
-        responses.iter().enumerate().filter(|(_, response)| matches!(response, Ingested::Stale)).collect();
+    let stale: Vec<_> = responses
+        .iter()
+        .enumerate()
+        .filter(|(_, response)| matches!(response, IngestResult::Stale))
+        .collect();
     assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
     for (n, attempt) in attempts.iter().enumerate() {
         let job = store.job(&attempt.job).await.unwrap().unwrap().job;
@@ -410,7 +415,7 @@ async fn test_many_rows(store: &dyn Store) {
             n if n % 2 == 0 => JobState::Succeeded,
             _ => JobState::Running,
         };
-        let acknowledged = store.acknowledged(attempt, &format!("id {n}")).await.unwrap();
+        let acknowledged = store.acknowledged_records(attempt, &format!("id {n}")).await.unwrap();
         let sources = match state {
             JobState::Starting => 0,
             JobState::Running => 1,

@@ -6,7 +6,7 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 use lockstep_server::store::{
-    Annotation, Comparison, Condition, Created, JobFilter, JobSort, NewJob, SettingValue, SortBy, Store,
+    Annotation, Comparison, Condition, CreateResult, JobFilter, JobSort, NewJob, SettingValue, SortBy, Store,
 };
 use std::collections::BTreeMap;
 
@@ -60,7 +60,7 @@ async fn fill(store: &dyn Store) {
             owner: owner.map(str::to_owned),
             ..NewJob::of(JobId::generate(), spec, at)
         };
-        assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
+        assert!(matches!(store.create_job(new).await.unwrap(), CreateResult::New(_)));
     }
 }
 
@@ -102,7 +102,7 @@ async fn test_lists(store: &dyn Store) {
                         "{reader:?}: {sort:?} by {limit}"
                     );
                 }
-                assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64);
+                assert_eq!(store.count_jobs(&filter).await.unwrap(), expected.len() as u64);
                 both.push(complete);
             }
             if by == SortBy::Owner && reader.is_none() {
@@ -158,7 +158,7 @@ async fn test_lists(store: &dyn Store) {
     ] {
         let filter = JobFilter { sort: by_name.clone(), ..filter };
         assert_eq!(read_names(store, &filter, 1).await.concat(), expected, "{filter:?}");
-        assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64, "{filter:?}");
+        assert_eq!(store.count_jobs(&filter).await.unwrap(), expected.len() as u64, "{filter:?}");
     }
     test_conditions(store).await;
     test_texts(store).await;
@@ -177,7 +177,7 @@ async fn test_lists(store: &dyn Store) {
 async fn matching_names(store: &dyn Store, filter: JobFilter) -> String {
     let filter = JobFilter { sort: JobSort { by: SortBy::Name, descending: false }, ..filter };
     let names = read_names(store, &filter, 2).await.concat();
-    assert_eq!(store.jobs_counted(&filter).await.unwrap(), names.len() as u64, "{filter:?}");
+    assert_eq!(store.count_jobs(&filter).await.unwrap(), names.len() as u64, "{filter:?}");
     names
 }
 

@@ -135,7 +135,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
-    let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
+    let server = TestServer::with(|c| c.stream_timeout = Duration::from_millis(300)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     let mut slow = server.stream(&id, 0).await;

@@ -103,7 +103,7 @@ pub async fn get_text(client: &reqwest::Client, server: &TestServer, path: &str)
 pub async fn with_tls(tls: TlsConfig, change: impl FnOnce(&mut ServeConfig)) -> TestServer {
     TestServer::with(|c| {
         c.tls = Some(tls);
-        c.certificate_check = Duration::from_millis(50);
+        c.certificate_check_interval = Duration::from_millis(50);
         change(c);
     })
     .await

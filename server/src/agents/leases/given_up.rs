@@ -1,6 +1,6 @@
 //! Attempts whose ranks have lost their connections, and agents that are given up before their leases expire.
 
-use super::{Expired, Lease, Leases};
+use super::{ExpiredPart, Lease, Leases};
 use crate::{lifecycle::EndOnAgent, util::lock};
 use lockstep_protocol::agent::{AttemptRef, Ending};
 use std::time::Instant;
@@ -32,8 +32,8 @@ impl RanksEnd {
 pub(super) struct GivenUp {
     agent_id: String,
     attempt: AttemptRef,
-    /// When the ranks end themselves at the latest.
-    until: Instant,
+    /// The time by which the ranks end themselves.
+    ranks_end_by: Instant,
 }
 
 /// Maximum number of attempts that are remembered per agent.
@@ -55,14 +55,14 @@ impl Leases {
         lock(&self.table).by_job.values().any(Lease::has_lost_contact)
     }
 
-    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
+    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost contact with each other,
     /// if its machine does not respond to other ranks or its connection is closed. An agent that is only slow has its
     /// connection, and its kernel responds to other ranks, so it keeps its lease.
     pub(crate) fn agents_to_give_up(
         &self,
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
-    ) -> Vec<Expired> {
+    ) -> Vec<ExpiredPart> {
         let leases = lock(&self.table);
         let mut given_up = Vec::new();
         for lease in leases.by_job.values().filter(|lease| lease.has_lost_contact()) {
@@ -70,7 +70,7 @@ impl Leases {
                 let is_unreachable =
                     hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
                 if is_unreachable || !is_connected(&hold.place.agent_id) {
-                    given_up.push(lease.to_expired(hold));
+                    given_up.push(lease.to_expired_part(hold));
                 }
             }
         }
@@ -78,46 +78,50 @@ impl Leases {
     }
 
     /// Whether a lease that had expired was renewed.
-    pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
+    pub(crate) fn is_renewed(&self, expired: &ExpiredPart) -> bool {
         let now = Instant::now();
         let leases = lock(&self.table);
         let mut holds = leases.lease_of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
-        holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
+        holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.expires_at > now)
     }
 
     /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
-    pub(crate) fn give_up(&self, expired: &Expired) {
+    pub(crate) fn give_up(&self, expired: &ExpiredPart) {
         let leases = lock(&self.table);
         let lease = leases.by_job.get(&expired.attempt.job);
         let hold = lease.and_then(|lease| lease.live_hold_on(&expired.place.agent_id));
-        if let Some(until) = hold.map(|hold| hold.until) {
+        if let Some(ranks_end_by) = hold.map(|hold| hold.expires_at) {
             let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
             let mut given_up = lock(&self.given_up);
-            given_up.retain(|entry| entry.until > Instant::now());
-            given_up.push(GivenUp { agent_id, attempt, until });
+            given_up.retain(|entry| entry.ranks_end_by > Instant::now());
+            given_up.push(GivenUp { agent_id, attempt, ranks_end_by });
         }
     }
 
-    /// For each attempt because of which an agent was given up: extends the time if the agent still reports the attempt, or ends it.
-    pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
+    /// Updates the entries of an agent after a report: entries of attempts that the agent still reports stay until `ranks_end_by`, and the
+    /// other entries are removed.
+    pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], ranks_end_by: Instant) {
         lock(&self.given_up).retain_mut(|entry| {
             let is_of_agent = entry.agent_id == agent_id;
             if is_of_agent {
-                entry.until = until;
+                entry.ranks_end_by = ranks_end_by;
             }
             !is_of_agent || attempts.contains(&entry.attempt)
         });
     }
 
-    /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work:
-    /// an earlier server may have given it up.
+    /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work,
+    /// because an earlier server may have given it up.
     pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let foreign = self.renew(agent_id, attempts);
-        let (now, until) = (Instant::now(), Instant::now() + self.duration);
-        let entry =
-            |attempt: &AttemptRef| GivenUp { agent_id: agent_id.into(), attempt: attempt.clone(), until };
+        let (now, ranks_end_by) = (Instant::now(), Instant::now() + self.duration);
+        let entry = |attempt: &AttemptRef| GivenUp {
+            agent_id: agent_id.into(),
+            attempt: attempt.clone(),
+            ranks_end_by,
+        };
         let mut given_up = lock(&self.given_up);
-        given_up.retain(|entry| entry.agent_id != agent_id && entry.until > now);
+        given_up.retain(|entry| entry.agent_id != agent_id && entry.ranks_end_by > now);
         // The agent may report any number of attempts. It gets no work while a remembered attempt remains.
         given_up.extend(foreign.iter().take(MAX_GIVEN_UP).map(entry));
         drop(given_up);
@@ -137,7 +141,7 @@ impl Leases {
     /// Whether an agent was given up and its ranks may still run.
     pub(crate) fn is_given_up(&self, agent_id: &str) -> bool {
         let now = Instant::now();
-        lock(&self.given_up).iter().any(|entry| entry.agent_id == agent_id && entry.until > now)
+        lock(&self.given_up).iter().any(|entry| entry.agent_id == agent_id && entry.ranks_end_by > now)
     }
 }
 

@@ -130,9 +130,9 @@ impl Sums {
     }
 }
 
-/// Means of points in `count` periods of equal length between two times. A period without points has only NaN, which is a gap in a chart. The
-/// time of a result is the end of its period.
-pub(crate) fn buckets(points: &[Point], from: Timestamp, to: Timestamp, count: u32) -> Vec<Point> {
+/// Means of points in `count` periods of equal length between two times. A period without points has only NaN, which is a gap in a chart.
+/// The time of a result is the end of its period.
+pub(crate) fn bucket_means(points: &[Point], from: Timestamp, to: Timestamp, count: u32) -> Vec<Point> {
     let (start, count) = (from.as_millisecond(), i64::from(count.max(1)));
     let length = (to.as_millisecond() - start).max(count);
     let mut bins = vec![Sums::default(); count as usize];

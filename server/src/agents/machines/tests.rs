@@ -1,4 +1,4 @@
-use super::{warnings::CLOCK_MS, *};
+use super::{warnings::MAX_CLOCK_DIFFERENCE_MS, *};
 use lockstep_protocol::agent::{GpuSample, Machine};
 
 fn at(secs: i64) -> Timestamp {
@@ -77,11 +77,11 @@ fn a_minute_is_the_mean_of_its_points() {
 fn times_without_measurements_are_gaps() {
     let points: Vec<_> =
         [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, busy)| Point::of(at(secs), &sample(busy, 0))).into();
-    let means = buckets(&points, at(0), at(100), 4);
+    let means = bucket_means(&points, at(0), at(100), 4);
     let busy: Vec<_> = means.iter().map(|p| p.machine[0]).collect();
     assert!(busy[0] == 0.5 && busy[1].is_nan() && busy[2].is_nan() && busy[3] == 0.5, "{busy:?}");
     assert_eq!(means.iter().map(|p| p.at).collect::<Vec<_>>(), [at(25), at(50), at(75), at(100)]);
-    assert_eq!(buckets(&[], at(0), at(0), 1).len(), 1);
+    assert_eq!(bucket_means(&[], at(0), at(0), 1).len(), 1);
 }
 
 #[test]
@@ -91,23 +91,23 @@ fn impossible_values_are_left_out() {
     impossible.gpus[0].utilization = Some(1.5);
     impossible.gpus[1].temperature_celsius = Some(-300.0);
     impossible.gpus.push(impossible.gpus[2].clone());
-    let valid = checked(impossible.clone(), &slots(1000));
+    let valid = sanitize(impossible.clone(), &slots(1000));
     assert_eq!((valid.cpu_utilization, valid.load), (None, None));
     assert_eq!((valid.gpus[0].utilization, valid.gpus[1].temperature_celsius), (None, None));
     assert_eq!(
         (valid.gpus.len(), valid.network_sent_bytes_per_second),
         (MEASURED_GPUS, Some(MAX_VALUE as u64))
     );
-    assert_eq!(checked(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
+    assert_eq!(sanitize(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
     impossible.gpus.truncate(MEASURED_GPUS);
-    assert_eq!(checked(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
+    assert_eq!(sanitize(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
 
     let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
     let long = "x".repeat(FINDING_CHARS);
-    assert_eq!(checked_findings(vec![finding(&long)])[0].text.len(), FINDING_CHARS);
-    assert_eq!(checked_findings(vec![finding(&format!("{long}y"))])[0].text.len(), FINDING_CHARS);
-    assert_eq!(checked_findings(vec![finding("a"); FINDINGS + 1]).len(), FINDINGS);
-    assert_eq!(checked_findings(vec![finding("a\u{202e}b")])[0].text, r"a\u202eb");
+    assert_eq!(limit_findings(vec![finding(&long)])[0].text.len(), FINDING_CHARS);
+    assert_eq!(limit_findings(vec![finding(&format!("{long}y"))])[0].text.len(), FINDING_CHARS);
+    assert_eq!(limit_findings(vec![finding("a"); FINDINGS + 1]).len(), FINDINGS);
+    assert_eq!(limit_findings(vec![finding("a\u{202e}b")])[0].text, r"a\u202eb");
 }
 
 #[test]
@@ -127,24 +127,24 @@ fn machines_and_samples_are_bounded() {
         }
         machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));
     }
-    let (unstored, recent) = machines.since("m1", at(0));
+    let (unstored, recent) = machines.measurements_since("m1", at(0));
     assert_eq!(recent.len(), RECENT_SAMPLES);
     assert!(unstored.len() > 15 && unstored.len() <= MAX_UNSTORED, "{}", unstored.len());
     let taken = machines.take_minutes(at(100_000));
     assert!(machines.take_minutes(at(200_000)).is_empty());
-    machines.give_back(taken.clone());
+    machines.put_back(taken.clone());
     assert_eq!(machines.take_minutes(at(200_000)).len(), taken.len());
 }
 
-fn state<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> MachineState<'a> {
+fn state<'a>(machine: &'a Machine, newest: Option<&'a NewestSample>) -> MachineState<'a> {
     MachineState {
         machine,
         newest,
         findings: &[],
         connected_at: Some(at(0)),
         last_seen_at: at(0),
-        attempts: 0,
-        draining: false,
+        attempt_count: 0,
+        is_draining: false,
         now: at(100),
     }
 }
@@ -161,13 +161,13 @@ fn warnings_describe_the_problem() {
         ..Machine::default()
     };
     let age = Duration::from_secs(1);
-    let good = Newest { sample: sample(0.5, 0), age, clock_behind_ms: Some(CLOCK_MS) };
-    let texts = |machine: &Machine, newest: &Newest| {
+    let good = NewestSample { sample: sample(0.5, 0), age, clock_behind_ms: Some(MAX_CLOCK_DIFFERENCE_MS) };
+    let texts = |machine: &Machine, newest: &NewestSample| {
         warnings(&state(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
     };
     assert_eq!(texts(&machine, &good), [""; 0]);
-    for (ms, text) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
-        let found = texts(&machine, &Newest { clock_behind_ms: Some(ms), ..good.clone() });
+    for (ms, text) in [(MAX_CLOCK_DIFFERENCE_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
+        let found = texts(&machine, &NewestSample { clock_behind_ms: Some(ms), ..good.clone() });
         assert!(found.len() == 1 && found[0].contains(text), "{found:?}");
     }
     let found = texts(&Machine { version: "0.0.9".into(), ..machine.clone() }, &good);
@@ -177,14 +177,14 @@ fn warnings_describe_the_problem() {
     full.sample.memory_used_bytes = full.sample.memory_bytes;
     let found = warnings(&state(&machine, Some(&full)));
     assert!(found.len() == 2 && found.iter().all(|w| w.problem), "{found:?}");
-    let silent = Newest { age: Duration::from_secs(31), ..good };
+    let silent = NewestSample { age: Duration::from_secs(31), ..good };
     let found = texts(&machine, &silent);
     assert!(found.len() == 1 && found[0].contains("sends no measurements"), "{found:?}");
     let finding = MachineWarning { problem: true, text: "memory: little".into() };
     let offline = MachineState {
         connected_at: None,
-        attempts: 1,
-        draining: true,
+        attempt_count: 1,
+        is_draining: true,
         findings: std::slice::from_ref(&finding),
         ..state(&machine, None)
     };

@@ -6,7 +6,7 @@ use crate::{
     datasets::{
         Datasets,
         copies::CopyNotice,
-        files::{List, MAX_FILES, Parts, Tree},
+        files::{FileList, MAX_FILES, Parts, Tree},
     },
     http::error::{Error, Problem, Result, blocking},
 };
@@ -38,8 +38,8 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     requester.check_attempt(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &requester).await?;
-    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
-    let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
+    let list = blocking(move || FileList::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
+    let body = chunks(list.ok_or_else(|| no_files(&dataset))?, FileList::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
 
@@ -122,7 +122,9 @@ async fn report(datasets: &Datasets, requester: &RequestingAgent, dataset: &Data
     let (job, attempt) = (&requester.attempt.job, requester.attempt.attempt);
     let (copied, total) = (request.copied_bytes, request.total_bytes);
     let who = (job, attempt, requester.agent_id.as_str());
-    let Some(notice) = datasets.copies.notice(who, (copied, total), request.anew.is_some()) else { return };
+    let Some(notice) = datasets.copies.note_progress(who, (copied, total), request.anew.is_some()) else {
+        return;
+    };
     let agent = requester.agent_name(&datasets.agents);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;

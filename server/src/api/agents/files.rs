@@ -18,7 +18,7 @@ use crate::{
     checkpoints::{
         Checkpoints, artifact_checks,
         manifest::MANIFEST,
-        uploads::{PIECE_BYTES, Refused, Upload},
+        uploads::{PIECE_BYTES, Upload, UploadError},
     },
     datasets::notes,
     events::Events,
@@ -63,7 +63,7 @@ pub(crate) async fn needed(
     let AttemptRef { job, attempt, .. } = &requester.attempt;
     Ok(Json(match auth.store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
-        Some(row) if auth.store.given_place(&requester.attempt, &requester.agent_id).await?.is_some() => {
+        Some(row) if auth.store.agent_place(&requester.attempt, &requester.agent_id).await?.is_some() => {
             match row.job.attempt == *attempt && !row.job.state.is_final() {
                 true => WhatIsNeeded::Folder,
                 false => WhatIsNeeded::Nothing,
@@ -86,7 +86,7 @@ pub(crate) async fn needed(
 async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
     // Entries are written after the response.
     auth.audit.flush().await;
-    Ok(auth.store.has_audit("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
+    Ok(auth.store.has_audit_entry("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
 }
 
 /// Download a file of a checkpoint to the agent that continues from it
@@ -156,8 +156,8 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
         // The folder is not damaged, or another folder has replaced it meanwhile.
         return Ok(error);
     }
-    let _removing = checkpoints.removing.lock().await;
-    checkpoints.replace(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
+    let _guard = checkpoints.removal_lock.lock().await;
+    checkpoints.change_rows(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
     let flaw = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
     let detail =
         format!("checkpoint {} {flaw}; the next attempt continues from the previous checkpoint", row.id);
@@ -256,29 +256,29 @@ pub(crate) async fn upload_done(
     if let Some(store) = &checkpoints.artifact_store {
         store.queue(&format!("{}-{}", requester.attempt.job, requester.path.name));
     }
-    checkpoints.tidy(&requester.attempt).await?;
+    checkpoints.remove_old_after_upload(&requester.attempt).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Returns the error for a refused upload. Also reports a full disk or damaged files in the job's log, once.
-async fn report_refusal(events: &Events, requester: &RequestingAgent, why: Refused) -> Error {
+async fn report_refusal(events: &Events, requester: &RequestingAgent, why: UploadError) -> Error {
     let (attempt, name) = (&requester.attempt, &requester.path.name);
     let (topic, text) = match &why {
-        Refused::Io(error) => (
+        UploadError::Io(error) => (
             "disk",
             format!(
                 "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is retried"
             ),
         ),
-        Refused::Damaged(how) => (
+        UploadError::Damaged(how) => (
             "damaged",
             format!(
                 "checkpoint {name} was damaged during the upload to the server ({how}); the agent sends it again, or reports that the \
                  checkpoint is also damaged on the agent's machine"
             ),
         ),
-        Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
-        Refused::Stored => {
+        UploadError::Wrong(_) | UploadError::Offset(_) | UploadError::Busy => return refusal(why),
+        UploadError::Stored => {
             let (job, attempt) = (&attempt.job, attempt.attempt);
             tracing::warn!(%job, attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
             return refusal(why);
@@ -289,20 +289,20 @@ async fn report_refusal(events: &Events, requester: &RequestingAgent, why: Refus
     refusal(why)
 }
 
-fn refusal(why: Refused) -> Error {
+fn refusal(why: UploadError) -> Error {
     match why {
-        Refused::Wrong(detail) => Error::unprocessable(detail),
-        Refused::Offset(stored) => {
+        UploadError::Wrong(detail) => Error::unprocessable(detail),
+        UploadError::Offset(stored) => {
             Error::Conflict(format!("the server has {stored} bytes of this file: continue at offset={stored}"))
         }
-        Refused::Damaged(how) => {
+        UploadError::Damaged(how) => {
             Error::Of(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
         }
-        Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
-        Refused::Stored => Error::Forbidden(
+        UploadError::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
+        UploadError::Stored => Error::Forbidden(
             "the server has this checkpoint with other weights and does not replace it, because the attempt is over"
                 .into(),
         ),
-        Refused::Io(error) => disk_error(&error),
+        UploadError::Io(error) => disk_error(&error),
     }
 }

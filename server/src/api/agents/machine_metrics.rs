@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     agents::{
         Agents,
-        machines::{GPU_METRICS, KEPT, MACHINE_METRICS, Point, buckets, minute_of, point_of},
+        machines::{GPU_METRICS, MACHINE_METRICS, Point, RETENTION, bucket_means, minute_of, point_of},
     },
     api::list,
     http::extract::count,
@@ -62,11 +62,11 @@ pub(crate) async fn find(
     count("points", query.points, MAX_POINTS, MAX_POINTS)?;
     let now = crate::now();
     let since = list::parse_time("since", query.since.as_deref())?;
-    let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
+    let since = since.map_or(now - RETENTION, |since| since.max(now - RETENTION));
     super::find(&*store, &id).await?;
     let mut points = read_points(&*store, &agents, &id, since).await?;
     if let Some(interval_count) = query.points {
-        points = buckets(&points, since, now.max(since), interval_count);
+        points = bucket_means(&points, since, now.max(since), interval_count);
     }
     Ok(Json(columns(&points)))
 }
@@ -74,7 +74,7 @@ pub(crate) async fn find(
 /// Returns the measurements from `since` on, in order.
 async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp) -> Result<Vec<Point>> {
     // Read before the query, so that a minute that is stored in between is read twice rather than not at all.
-    let (unstored, recent) = agents.machines.since(id, since);
+    let (unstored, recent) = agents.machines.measurements_since(id, since);
     let mut minutes: BTreeMap<i64, Point> = BTreeMap::new();
     for row in store.machine_minutes(id, minute_of(since)).await?.iter().chain(&unstored) {
         if let Some(point) = point_of(row) {

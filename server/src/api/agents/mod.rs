@@ -141,7 +141,7 @@ pub(crate) async fn remove(
             format!("{name:?} is online: stop its agent first (or drain it, so that it gets no new work)");
         return Err(Error::Conflict(detail));
     }
-    if let Some((attempt, _)) = scheduler.agents.leases.of_agent(&id).first() {
+    if let Some((attempt, _)) = scheduler.agents.leases.attempts_on(&id).first() {
         return Err(Error::Conflict(format!(
             "{name:?} may still have ranks of job {}: wait until the machine's lease has expired, or cancel the job",
             attempt.job
@@ -221,12 +221,12 @@ pub(super) async fn all_machines(
             findings: connected.map_or(&[], |agent| &agent.findings),
             connected_at,
             last_seen_at: row.last_seen_at,
-            attempts: scheduler.agents.leases.of_agent(&row.id).len(),
-            draining,
+            attempt_count: scheduler.agents.leases.attempts_on(&row.id).len(),
+            is_draining: draining,
             now: crate::now(),
         };
         let mut warnings = warnings(&state);
-        if let Some(why) = connected.and_then(|agent| agent.no_work.as_ref()) {
+        if let Some(why) = connected.and_then(|agent| agent.no_work_reason.as_ref()) {
             let text = format!("Takes no new jobs: {why}. Its running ranks continue.");
             warnings.insert(0, MachineWarning { problem: true, text });
         }

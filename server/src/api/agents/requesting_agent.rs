@@ -103,7 +103,7 @@ impl RequestingAgent {
         let name = &self.path.name;
         let forbidden = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
-            checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(forbidden)?;
+            checkpoints.store.agent_place(&self.attempt, &self.agent_id).await?.ok_or_else(forbidden)?;
         let has_rank_0 = place.has_rank_0 && place.has_own_disk;
         let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
         let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);

@@ -7,15 +7,18 @@ mod messages;
 use crate::api::prelude::*;
 use crate::{
     agents::{
-        MayNotJoin,
-        inbox::{RESERVE_TIMEOUT, ReportConnection, Work},
+        JoinError,
+        inbox::{QueueItem, RESERVE_TIMEOUT, ReportConnection},
         machines,
     },
     api::agents,
     auth::Auth,
     http::ingress::{Ingress, Peer},
     lifecycle,
-    scheduler::{Scheduler, dispatch},
+    scheduler::{
+        Scheduler,
+        dispatch::{self, StopMode},
+    },
     store::{AgentRow, Report, Store},
 };
 use axum::extract::{
@@ -143,11 +146,11 @@ async fn serve(
         let (row, only_job) = (joining.row.clone(), joining.only_job.clone());
         // Half a lease, so that an agent's next process is accepted before the lease of the agent's attempts expires.
         let number = scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing)?;
-        Ok::<_, MayNotJoin>((row, attempts, only_job, number))
+        Ok::<_, JoinError>((row, attempts, only_job, number))
     };
     let (row, attempts, only_job, number) = match joined.await {
         Ok(joined) => joined,
-        Err(MayNotJoin { why: reason, may_pass }) => {
+        Err(JoinError { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             scheduler.agents.refusals.note(peer.address, &who, &reason);
             let _ = send(&mut to, &ToAgent::Refused { reason, may_pass }).await;
@@ -240,7 +243,7 @@ async fn serve(
     };
     tracing::info!(agent = name, why, "an agent's connection ends");
     let (leaving, only_job) = (connection.leaving.clone(), connection.only_job.clone());
-    if let Some(online) = scheduler.agents.leave(&id, number) {
+    if let Some(online) = scheduler.agents.disconnect(&id, number) {
         // Stores the time at which the agent was last seen, for a restarted server.
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
@@ -253,7 +256,7 @@ async fn serve(
         if let Some(job) = only_job
             && !matches!(code, close_code::AGAIN | close_code::AWAY)
             && !scheduler.agents.is_draining(&id)
-            && scheduler.agents.leases.of_agent(&id).is_empty()
+            && scheduler.agents.leases.attempts_on(&id).is_empty()
             && is_over(&*scheduler.store, &job).await
             && !scheduler.agents.is_connected(&id)
             && let Err(error) = agents::forget(&scheduler, &id).await
@@ -298,7 +301,8 @@ impl Connection<'_> {
         let revoked = scheduler.agents.leases.renew_at_connect(&self.id, attempts);
         let mut acknowledged = Vec::new();
         for attempt in attempts {
-            acknowledged.extend(scheduler.store.acknowledged(attempt, &self.id).await.map_err(failed)?);
+            acknowledged
+                .extend(scheduler.store.acknowledged_records(attempt, &self.id).await.map_err(failed)?);
         }
         let welcome = ToAgent::Welcome {
             heartbeat_secs: scheduler.config.heartbeat.as_secs_f64(),
@@ -306,24 +310,26 @@ impl Connection<'_> {
             acknowledged,
             revoked,
             server_lock: Some(
-                crate::util::private_files::server_lock(&scheduler.config.data_dir)
+                crate::util::private_files::server_lock_path(&scheduler.config.data_dir)
                     .to_string_lossy()
                     .into_owned(),
             ),
         };
-        scheduler.agents.machines.connected(&self.id);
+        scheduler.agents.machines.note_connected(&self.id);
         send(to, &welcome).await?;
         // While the agent was not connected, a job may have been cancelled, or another agent's ranks of an attempt may have ended.
         for attempt in attempts {
             let row = match scheduler.store.job(&attempt.job).await {
-                Err(error) if error.may_pass() => return Err(error.to_string()),
+                Err(error) if error.is_temporary() => return Err(error.to_string()),
                 // An agent is welcome even if its job cannot be read.
-                row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
+                row => row.ok().flatten().filter(|row| row.live_attempt().as_ref() == Some(attempt)),
             };
             let Some(row) = row else { continue };
             let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.agent_count(attempt) > 1;
-            let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
-            for (reason, patient) in dispatch::stop_reason(&row).into_iter().chain(ending) {
+            let reason = "its ranks on another machine have ended".to_owned();
+            let ending = is_ending.then_some((reason, StopMode::AtOnce));
+            for (reason, mode) in dispatch::stop_reason(&row).into_iter().chain(ending) {
+                let patient = mode == StopMode::AfterCheckpoint;
                 send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }
@@ -373,14 +379,14 @@ impl Connection<'_> {
                 let agent_id = self.id.clone();
                 let report = Report { agent_id, attempt, source, first, events, at: crate::now(), leaving };
                 let (report, agent, connection) = (Box::new(report), self.id.clone(), self.reports.clone());
-                scheduler.agents.inbox.put(Work::Report { agent, connection, report, reservation });
+                scheduler.agents.inbox.put(QueueItem::Report { agent, connection, report, reservation });
             }
-            FromAgent::Reply { id, reply } => scheduler.agents.replied(self.number, id, reply),
+            FromAgent::Reply { id, reply } => scheduler.agents.deliver_reply(self.number, id, reply),
             FromAgent::Sample(sample) => {
                 scheduler.agents.machines.add(&self.id, *sample, &self.slots, crate::now())
             }
             FromAgent::Findings { findings } => {
-                scheduler.agents.set_findings(&self.id, machines::checked_findings(findings));
+                scheduler.agents.set_findings(&self.id, machines::limit_findings(findings));
             }
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
@@ -391,9 +397,9 @@ impl Connection<'_> {
             FromAgent::Declined { attempt, reason } => {
                 let reason = shortened(reason);
                 scheduler.agents.set_no_work(&self.id, Some(reason.clone()));
-                dispatch::declined(scheduler, &self.id, &attempt, reason).await;
+                dispatch::requeue_declined(scheduler, &self.id, &attempt, reason).await;
             }
-            FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
+            FromAgent::Ready { attempt, port } => dispatch::note_ready(scheduler, attempt, &self.id, port),
             FromAgent::Hello { .. } => {
                 return ControlFlow::Break(End::protocol("the agent sent Hello twice"));
             }

@@ -13,7 +13,7 @@ use crate::{
             submission,
         },
     },
-    checkpoints::evaluations::{Failure, Running},
+    checkpoints::evaluations::{Failure, RunningEvaluation},
     datasets::Datasets,
     http::extract::{self, job_id},
     lifecycle::external::refuse_external,
@@ -47,7 +47,7 @@ pub(crate) struct UnderWay {
     ahead: usize,
 }
 
-impl Running {
+impl RunningEvaluation {
     fn under_way(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
         let position = self.request.get().and_then(|request| agents.queue_position(*request));
@@ -152,7 +152,7 @@ async fn find(
     let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
-    if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
+    if let Some(owned) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
         && query.dataset.is_none()
         && !caller.sees_owned(&owned)
     {
@@ -225,7 +225,7 @@ async fn is_of_current_pictures(
     let request = AgentRequest::ValidationSet {
         path: dataset.path,
         data: Box::new(spec.data),
-        allowed: scheduler.datasets.roots.allowed(),
+        allowed: scheduler.datasets.roots.allowed_folders(),
     };
     match requests::call(&scheduler.agents, request, scheduler.config.evaluation_wait).await {
         Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
@@ -268,7 +268,7 @@ async fn start(
     other: Option<Dataset>,
     neighbours: Option<u32>,
     file: PathBuf,
-) -> Result<Running> {
+) -> Result<RunningEvaluation> {
     let model = weights.path(&scheduler.checkpoints.folder(row))?;
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
@@ -284,12 +284,12 @@ async fn start(
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
-        allowed: scheduler.datasets.roots.allowed(),
+        allowed: scheduler.datasets.roots.allowed_folders(),
         neighbours,
     });
     let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
-    let running_evaluation = Running { request: request.clone(), outcome };
+    let running_evaluation = RunningEvaluation { request: request.clone(), outcome };
     {
         let mut running = lock(&scheduler.checkpoints.evaluations.0);
         if let Some(known) = running.get(&file) {
@@ -304,7 +304,7 @@ async fn start(
                 let waiting = requests::send(&scheduler.agents, agent_request).await?;
                 // Cannot fail, because only this task sets the id.
                 let _ = request.set(waiting.id);
-                scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
+                scheduler.agents.wait_for_reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
                 Ok(AgentReply::Evaluation(result)) if neighbours.is_none() => save(&file, &result).await,

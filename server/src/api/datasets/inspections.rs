@@ -2,7 +2,7 @@
 //! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
 use crate::{
-    agents::{Online, RequestError, requests},
+    agents::{OnlineAgent, RequestError, requests},
     datasets::{Datasets, inspections::Inspection},
     http::error::{Error, Result},
 };
@@ -135,13 +135,13 @@ fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     tasks.spawn(async move {
         let work = async {
             let started_at = jiff::Timestamp::now();
-            let allowed = datasets.roots.allowed_new(&path);
+            let allowed = datasets.roots.allowed_folders_for_new(&path);
             let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = requests::choose_agent(&datasets.agents, &request).await?;
             let waiting = datasets.agents.send_request(&chosen, request);
             // Cannot fail, because only this task sets the request.
             let _ = sent.set((chosen, waiting.id));
-            match datasets.agents.reply(waiting, INSPECTION_TIMEOUT).await? {
+            match datasets.agents.wait_for_reply(waiting, INSPECTION_TIMEOUT).await? {
                 AgentReply::Dataset { path, info } => {
                     Ok((path, DatasetInfo { inspected_at: Some(started_at), ..info }))
                 }
@@ -167,7 +167,7 @@ fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
 /// chosen yet.
 async fn progress_of(
     datasets: &Datasets,
-    request: Option<&(Online, u64)>,
+    request: Option<&(OnlineAgent, u64)>,
     path: String,
 ) -> InspectionProgress {
     let Some((agent, request)) = request else {
@@ -175,7 +175,7 @@ async fn progress_of(
         return InspectionProgress { detail, inspected: None, total: None };
     };
     let waiting = datasets.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
-    let progress = match datasets.agents.reply(waiting, PROGRESS_TIMEOUT).await {
+    let progress = match datasets.agents.wait_for_reply(waiting, PROGRESS_TIMEOUT).await {
         Ok(AgentReply::Progress { inspected }) => inspected,
         _ => None,
     };

@@ -338,7 +338,7 @@ async fn path_mistake(datasets: &Datasets, caller: &Caller, path: &str) -> Optio
     } else if path.contains('\0') {
         "must not contain a zero byte".into()
     } else {
-        datasets.roots.check_asked(path, caller).await.err()?
+        datasets.roots.check_requested(path, caller).await.err()?
     };
     Some(SpecError { pointer: "/path".into(), detail })
 }
@@ -380,7 +380,8 @@ pub(crate) async fn delete(
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
     let store = &datasets.store;
-    let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload(&dataset.path));
+    let uploaded =
+        store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload_folder(&dataset.path));
     let removed = match uploaded {
         Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
         None => store.remove_dataset(&name).await.map_err(Error::from),
@@ -388,7 +389,7 @@ pub(crate) async fn delete(
     match removed {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(error @ Error::Of(Code::DatasetInUse, _)) => {
-            let mut jobs = store.unfinished().await?;
+            let mut jobs = store.unfinished_jobs().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             if !jobs.iter().all(|job| caller.sees_job(job)) {
                 let detail = "jobs of other people train on this dataset, and some of these jobs are private; ask an admin for the names";

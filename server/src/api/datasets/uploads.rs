@@ -11,7 +11,7 @@ use crate::{
     api::{PieceQuery, read_piece, to_the_end},
     datasets::{
         Datasets,
-        uploads::{self, PIECE_BYTES, Refused, Upload},
+        uploads::{self, PIECE_BYTES, Upload, UploadError},
     },
     http::{
         error::{blocking, disk_error},
@@ -66,7 +66,7 @@ pub(crate) async fn upload_archive(
     }
     let lock = FOLDERS.lock().await;
     let registered = dataset_paths(&datasets).await?;
-    if registered.iter().any(|path| upload.has(path)) {
+    if registered.iter().any(|path| upload.contains(path)) {
         let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
         return Err(Error::Conflict(detail.into()));
     }
@@ -99,7 +99,7 @@ pub(crate) async fn register_upload(
     let patience = wait.patience()?;
     // The response to an earlier request may have been lost.
     if let Some(dataset) = datasets.store.dataset(&name).await?
-        && upload.has(&dataset.path)
+        && upload.contains(&dataset.path)
     {
         return Ok(created_response(dataset));
     }
@@ -163,12 +163,12 @@ pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBu
     datasets.store.remove_dataset(&name).await?;
     // The folder may also be registered under another name.
     let others = dataset_paths(&datasets).await?;
-    if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
+    if others.iter().any(|path| datasets.roots.upload_folder(path).as_ref() == Some(&folder)) {
         return Ok(());
     }
     let removed = blocking(move || {
         let _lock = lock;
-        uploads::remove(&folder)
+        uploads::remove_folder(&folder)
     });
     removed.await?.map_err(|e| disk_error(&e))
 }
@@ -186,12 +186,12 @@ fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
     Ok(Upload::of(&datasets.roots.uploads, caller.owner().unwrap_or_default(), name))
 }
 
-fn refusal(why: Refused) -> Error {
+fn refusal(why: UploadError) -> Error {
     match why {
-        Refused::Wrong(detail) => Error::unprocessable(detail),
-        Refused::Offset(stored) => Error::Conflict(format!(
+        UploadError::Wrong(detail) => Error::unprocessable(detail),
+        UploadError::Offset(stored) => Error::Conflict(format!(
             "the server has {stored} bytes of this file: continue at offset={stored}"
         )),
-        Refused::Io(error) => disk_error(&error),
+        UploadError::Io(error) => disk_error(&error),
     }
 }

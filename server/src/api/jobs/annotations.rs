@@ -127,12 +127,12 @@ pub(crate) async fn change(
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         scheduler.store.set_priority(&id, priority).await?;
-        scheduler.waiting.note(&job);
+        scheduler.waiting.note_change(&job);
         scheduler.agents.leases.wake_dispatch();
     }
     if let Some(project) = change.project.as_ref().filter(|project| **project != job.project) {
         scheduler.store.set_project(&id, project).await?;
-        scheduler.waiting.note(&job);
+        scheduler.waiting.note_change(&job);
     }
     // Updates open pages.
     scheduler.events.hub.send_labels(jobs::find(&scheduler, id.as_str())).await?;

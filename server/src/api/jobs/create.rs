@@ -11,7 +11,7 @@ use crate::{
         Scheduler,
         new_jobs::{NewJobError, add_job, new_job},
     },
-    store::{Created, Store, StoreError},
+    store::{CreateResult, Store, StoreError},
 };
 use axum::{
     extract::OriginalUri,
@@ -75,7 +75,7 @@ pub(in crate::api) async fn made_before(
     key: Option<&(String, String)>,
 ) -> Result<Option<Job>> {
     let Some(key) = key else { return Ok(None) };
-    match store.job_made_by(key).await? {
+    match store.job_by_idempotency_key(key).await? {
         Some(job) if !caller.sees_job(&job) => Err(StoreError::KeyReused.into()),
         found => Ok(found),
     }
@@ -97,8 +97,8 @@ pub(in crate::api) async fn store(
         folder => Error::Unavailable(folder.to_string()),
     });
     Ok(match created? {
-        Created::Existing(job) => (StatusCode::OK, *job),
-        Created::New(changed) => (StatusCode::CREATED, changed.job),
+        CreateResult::Existing(job) => (StatusCode::OK, *job),
+        CreateResult::New(changed) => (StatusCode::CREATED, changed.job),
     })
 }
 

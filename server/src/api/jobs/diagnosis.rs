@@ -70,7 +70,8 @@ async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Re
 }
 
 fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
-    let (sum, count) = buckets.into_iter().fold((0.0, 0), |(sum, count), b| (sum + b.sum, count + b.finite));
+    let (sum, count) =
+        buckets.into_iter().fold((0.0, 0), |(sum, count), b| (sum + b.sum, count + b.finite_points));
     (count > 0).then(|| sum / count as f64)
 }
 

@@ -8,7 +8,7 @@ use crate::{
     },
     http::extract::count,
     scheduler::Scheduler,
-    store::{PAGE_BYTES, Stored},
+    store::{PAGE_BYTES, RowContent},
 };
 use lockstep_protocol::stream::Event;
 use serde_json::Value;
@@ -93,7 +93,7 @@ pub(crate) async fn list(
         tokio::task::yield_now().await;
         'rows: for row in rows {
             // Nearly all rows of a long run are points, which take the longest to serialize.
-            if !has_metrics && matches!(row.stored, Stored::Points { .. }) {
+            if !has_metrics && matches!(row.content, RowContent::Points { .. }) {
                 after = after.max(row.seq);
                 continue;
             }

@@ -5,7 +5,7 @@ use crate::api::prelude::*;
 use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
     http::extract::count,
-    store::{GroupRow, GroupValue, MeanAndSpread, Spread, Store},
+    store::{GroupRow, GroupValue, MeanAndSpread, RunningStatistics, Store},
 };
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
@@ -107,7 +107,7 @@ impl Group {
         if id.len() > ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
-        let statistics = row.metrics.iter().map(Spread::statistics);
+        let statistics = row.metrics.iter().map(RunningStatistics::statistics);
         Ok(Self {
             jobs: row.states.values().sum(),
             states: row.states,

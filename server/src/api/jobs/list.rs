@@ -155,7 +155,7 @@ pub(crate) async fn list(
         scheduler.last_plan.fill_in(job);
     }
     let total = match query.count {
-        Some(true) => Some(scheduler.store.jobs_counted(&filter).await?),
+        Some(true) => Some(scheduler.store.count_jobs(&filter).await?),
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;

@@ -155,8 +155,15 @@ pub(crate) async fn query(
             return Err(Error::BadRequest(detail.into()));
         }
         let containing = query.q;
-        let filter =
-            LogFilter { rank, attempt, after, before, limit: DEFAULT_LINES, newest: false, containing };
+        let filter = LogFilter {
+            rank,
+            attempt,
+            after,
+            before,
+            limit: DEFAULT_LINES,
+            selects_newest: false,
+            containing,
+        };
         return Ok(text_file(scheduler.store.clone(), job, filter));
     }
     let (after, before) = match position {
@@ -164,12 +171,12 @@ pub(crate) async fn query(
         Some(seq) if newest => (after, Some(before.map_or(seq, |before| before.min(seq)))),
         Some(seq) => (after.max(seq), before),
     };
-    let filter = LogFilter { rank, attempt, after, before, limit, newest, containing: None };
+    let filter = LogFilter { rank, attempt, after, before, limit, selects_newest: newest, containing: None };
     let found = if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         search(&*scheduler.store, &job, filter, q).await?
     } else {
-        let LogPage { events, range, full } = scheduler.store.logs(&job.id, &filter).await?;
-        let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
+        let LogPage { events, range, is_full } = scheduler.store.logs(&job.id, &filter).await?;
+        let next = range.filter(|_| is_full).map(|(first, last)| if newest { first } else { last });
         FoundLines { lines: lines(events, None), next }
     };
     found.at_most(limit as usize, newest).into_page(pages, newest).await
@@ -185,20 +192,20 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();
     loop {
-        (filter.after, filter.before) = if filter.newest {
+        (filter.after, filter.before) = if filter.selects_newest {
             (low.max(high.saturating_sub(SEARCH_EVENTS)), Some(high))
         } else {
             (low, Some(high.min(low.saturating_add(SEARCH_EVENTS))))
         };
         let (from, to) = (filter.after, filter.before.unwrap_or(high));
-        let LogPage { events, range, full } = store.logs(&job.id, &filter).await?;
+        let LogPage { events, range, is_full } = store.logs(&job.id, &filter).await?;
         let part = lines(events, Some(q));
-        let next = if filter.newest {
-            high = range.filter(|_| full).map_or(from + 1, |(first, _)| first);
+        let next = if filter.selects_newest {
+            high = range.filter(|_| is_full).map_or(from + 1, |(first, _)| first);
             found.splice(0..0, part);
             high
         } else {
-            low = range.filter(|_| full).map_or(to.saturating_sub(1), |(_, last)| last);
+            low = range.filter(|_| is_full).map_or(to.saturating_sub(1), |(_, last)| last);
             found.extend(part);
             low
         };
@@ -235,7 +242,7 @@ fn text_file(store: Arc<dyn Store>, job: Job, filter: LogFilter) -> Response {
         let (store, job) = (store.clone(), job.id.clone());
         async move {
             let Some(filter) = filter else { return Ok(None) };
-            let LogPage { events, range, full } = store.logs(&job, &filter).await?;
+            let LogPage { events, range, is_full } = store.logs(&job, &filter).await?;
             let mut text = String::new();
             for Line { rank, line, .. } in lines(events, filter.containing.as_deref()) {
                 let _ = match filter.rank {
@@ -243,7 +250,7 @@ fn text_file(store: Arc<dyn Store>, job: Job, filter: LogFilter) -> Response {
                     None => writeln!(text, "{} rank {rank}  {}", line.at, line.text),
                 };
             }
-            let next = range.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
+            let next = range.filter(|_| is_full).map(|(_, last)| LogFilter { after: last, ..filter });
             Ok::<_, StoreError>(Some((text, next)))
         }
     });

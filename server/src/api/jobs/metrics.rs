@@ -140,7 +140,7 @@ pub(crate) async fn find(
 pub(crate) fn answer(result: query::ChartData) -> Metrics {
     Metrics {
         as_of_seq: result.as_of,
-        exact: result.exact,
+        exact: result.is_exact,
         bucket_steps: result.bucket_steps,
         series: result.series.into_iter().map(to_series).collect(),
     }
@@ -149,7 +149,7 @@ pub(crate) fn answer(result: query::ChartData) -> Metrics {
 fn to_series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
     let SeriesKey { name, attempt, rank } = key;
     let column = |value: fn(&Bucket) -> f32| {
-        buckets.iter().map(|b| (b.finite > 0).then(|| value(b))).collect::<Vec<_>>()
+        buckets.iter().map(|b| (b.finite_points > 0).then(|| value(b))).collect::<Vec<_>>()
     };
     Series {
         name,
@@ -157,7 +157,7 @@ fn to_series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
         attempt,
         min: column(|b| b.min),
         max: column(|b| b.max),
-        mean: column(|b| (b.sum / b.finite as f64) as f32),
+        mean: column(|b| (b.sum / b.finite_points as f64) as f32),
         steps: buckets.iter().map(|b| b.step).collect(),
     }
 }
@@ -247,7 +247,7 @@ impl Csv {
                 // A bucket of level 0 is one point.
                 let points = compaction::readable_chunk(0, &chunk);
                 let points =
-                    points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
+                    points.into_iter().map(|p| (p.step, if p.finite_points > 0 { p.min } else { f32::NAN }));
                 self.write_lines(&mut text, chunk.attempt, rank, &name, points);
             }
             self.watermarks.insert((name, rank), watermark);
@@ -271,7 +271,9 @@ impl Csv {
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }
-            for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
+            for MetricColumn { name, steps, values } in
+                columns.into_iter().filter(|c| self.filter.may_match(c))
+            {
                 let key = (name, rank);
                 if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
                     self.write_lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));

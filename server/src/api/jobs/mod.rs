@@ -78,7 +78,7 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
         let owned = match parent.job.parse() {
-            Ok(id) => scheduler.store.owned_job(&id).await?,
+            Ok(id) => scheduler.store.job_ownership(&id).await?,
             Err(_) => None,
         };
         let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
@@ -129,7 +129,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
         let mut seq = found.job.last_seq;
         while !found.job.state.is_final() {
             let _ = subscription.wait(seq).await;
-            match subscription.after(seq) {
+            match subscription.rows_after(seq) {
                 Some(events) if events.iter().all(|event| event.state().is_none()) => {
                     seq = events.last().map_or(seq, |event| event.seq);
                 }
@@ -286,7 +286,7 @@ pub(super) async fn remove(scheduler: &Scheduler, deleted_jobs: &DeletedJobs, id
     let checkpoints = scheduler.store.checkpoints(id).await?;
     // The purge of the rows also removes the files (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
-    deleted_jobs.note();
+    deleted_jobs.wake();
     if let Some(store) = &scheduler.checkpoints.artifact_store {
         checkpoints.iter().for_each(|row| store.queue(&row.id));
     }

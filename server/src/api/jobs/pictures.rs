@@ -180,7 +180,7 @@ pub(crate) async fn of_job(
 
 async fn read_pictures(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
     datasets.roots.check_registered(&path).await.map_err(Error::unprocessable)?;
-    let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
+    let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed_folders() };
     match requests::call(&datasets.agents, request, TIMEOUT).await {
         Ok(AgentReply::Samples(samples)) => Ok(samples),
         Ok(_) => Err(Error::Internal("an agent replied with something other than pictures".into())),

@@ -179,7 +179,7 @@ fn reservations(
             name: is_seen.then(|| row.job.name.clone()),
             free: reservation.free.clone(),
             ending: reservation.ending.clone(),
-            whole_machine: reservation.whole_machine,
+            whole_machine: reservation.is_whole_machine,
             since: reservation.since,
         })
     });

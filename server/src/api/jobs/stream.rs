@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
             result = sending => return result.map_err(|_| Disconnected),
             () = caller.ended() => SIGNED_OUT,
             () = scheduler.tasks.stopping.cancelled() => STOPPING,
-            () = tokio::time::sleep(scheduler.config.stream_patience) => {
+            () = tokio::time::sleep(scheduler.config.stream_timeout) => {
                 // The reader is too slow. The reason is the number of the last event that was sent.
                 self.is_given_up = true;
                 self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
@@ -238,7 +238,7 @@ async fn follow(
     let (mut sent_pace, mut next_progress) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
-        if let Some(events) = subscription.after(reader.sent) {
+        if let Some(events) = subscription.rows_after(reader.sent) {
             for event in &events {
                 reader.send_events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
@@ -252,7 +252,7 @@ async fn follow(
                 }
             };
             for event in &events {
-                if event.first() > reader.sent + 1 {
+                if event.first_seq() > reader.sent + 1 {
                     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
                         return reader.close(UNAVAILABLE).await;
                     };

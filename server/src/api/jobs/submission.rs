@@ -109,7 +109,7 @@ pub(crate) async fn resolve_version(
         Err(detail) => return mistake(detail),
     };
     let versions = store.model_versions(Some(&name.model)).await?;
-    let visible = versions.iter().filter(|row| caller.sees_owned(&row.owned));
+    let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
     match visible.map(|row| &row.version).find(|version| name.which.matches(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
@@ -152,7 +152,7 @@ pub(crate) async fn check_pretrained(
     let weights = if is_checkpoint {
         let row = scheduler.store.checkpoint(given).await?;
         let job = match &row {
-            Some(row) => scheduler.store.owned_job(&row.job).await?,
+            Some(row) => scheduler.store.job_ownership(&row.job).await?,
             None => None,
         };
         let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
@@ -184,7 +184,7 @@ pub(crate) async fn check_pretrained(
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
         allowed: match is_checkpoint || is_known_name {
             true => None,
-            false => scheduler.datasets.roots.allowed_weights(given),
+            false => scheduler.datasets.roots.allowed_weights_folders(given),
         },
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {

@@ -84,7 +84,7 @@ async fn visible_versions(
     model: Option<&str>,
 ) -> Result<Vec<ModelVersion>> {
     let mut rows = store.model_versions(model).await?;
-    rows.retain(|row| caller.sees_owned(&row.owned));
+    rows.retain(|row| caller.sees_owned(&row.ownership));
     Ok(rows.into_iter().map(|row| row.version).collect())
 }
 
@@ -163,7 +163,7 @@ pub(crate) async fn create(
     }
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
-    if versions.first().is_some_and(|first| !auth.may_change(&caller, first.owned.owner.as_deref())) {
+    if versions.first().is_some_and(|first| !auth.may_change(&caller, first.ownership.owner.as_deref())) {
         let detail = format!("the model {model:?} belongs to somebody else; choose another name");
         return Err(Error::Of(Code::NameTaken, detail));
     }
@@ -175,7 +175,7 @@ pub(crate) async fn create(
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
         // The lock prevents the removal of the checkpoint.
-        let _lock = checkpoints.removing.lock().await;
+        let _lock = checkpoints.removal_lock.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
         if !checkpoints.has_copy(&row, Some(&copies)) {
             return Err(checkpoints::removed());
@@ -187,7 +187,7 @@ pub(crate) async fn create(
             dataset_fingerprint,
             programs,
             description: new.description,
-            by: caller.owner().map(str::to_owned),
+            registered_by: caller.owner().map(str::to_owned),
             at: crate::now(),
         };
         checkpoints.store.add_model_version(&new).await?
@@ -217,7 +217,7 @@ async fn choose_checkpoint(
         (None, Some(id)) => (job_id(id)?, None),
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
-    let owned = store.owned_job(&job).await?;
+    let owned = store.job_ownership(&job).await?;
     let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         let detail = if named_row.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(detail.into()));

@@ -28,8 +28,8 @@ pub(crate) async fn model(
 ) -> Page {
     let mut rows = store.model_versions(Some(&name)).await?;
     let may_change = caller.may(Scope::Submit)
-        && rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
-    rows.retain(|row| caller.sees_owned(&row.owned));
+        && rows.first().is_some_and(|first| auth.may_change(&caller, first.ownership.owner.as_deref()));
+    rows.retain(|row| caller.sees_owned(&row.ownership));
     if rows.is_empty() {
         return Err(no_such_model().into());
     }

@@ -77,7 +77,7 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     };
     auth.audit.flush().await;
     let (who, text) = (query.who.as_deref().unwrap_or_default(), query.q.as_deref().unwrap_or_default());
-    let mut entries = auth.store.audit(before_id, who.trim(), text.trim(), limit + 1).await?;
+    let mut entries = auth.store.audit_entries(before_id, who.trim(), text.trim(), limit + 1).await?;
     let mut has_more = entries.len() > limit as usize;
     entries.truncate(limit as usize);
     if let Some(after) = after {

@@ -196,7 +196,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
 
 /// Returns the name and id of the agent with a given name or id. The id is absent for an unknown name.
 async fn agent_named(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
-    let known = auth.store.agents_called(agent, agent).await?;
+    let known = auth.store.agents_by_name_or_id(agent, agent).await?;
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
     Ok(match found {
         Some(row) => (row.name.clone(), Some(row.id.clone())),

@@ -11,7 +11,7 @@ use crate::{
         error::{blocking, disk_error},
     },
     ingest::{
-        run_files::{Refused, RunFiles, check_size},
+        run_files::{FileError, RunFiles, check_size},
         runs::Runs,
     },
     util::disk_space::check_space,
@@ -73,12 +73,12 @@ pub(super) fn run_files(config: &ServeConfig, job: &JobId) -> RunFiles {
     RunFiles::of(config.job_dir(job))
 }
 
-fn refusal(why: Refused) -> Error {
+fn refusal(why: FileError) -> Error {
     match why {
-        Refused::Path(detail) => Error::BadRequest(detail),
-        Refused::Taken(detail) => Error::Conflict(detail),
-        Refused::Full(detail) => Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail),
-        Refused::Io(error) => disk_error(&error),
+        FileError::Path(detail) => Error::BadRequest(detail),
+        FileError::Taken(detail) => Error::Conflict(detail),
+        FileError::Full(detail) => Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail),
+        FileError::Io(error) => disk_error(&error),
     }
 }
 
@@ -133,8 +133,9 @@ pub(super) async fn store_file(
     body: Body,
 ) -> Result<RunFile> {
     let (files_of_run, path_of_file) = (files.clone(), path.clone());
-    let prepared =
-        blocking(move || Ok::<_, Refused>((files_of_run.max_size(&path_of_file)?, files_of_run.incoming()?)));
+    let prepared = blocking(move || {
+        Ok::<_, FileError>((files_of_run.max_size(&path_of_file)?, files_of_run.create_incoming()?))
+    });
     let (max_bytes, incoming) = prepared.await?.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk_error(&e))?;
     let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);

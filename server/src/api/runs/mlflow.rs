@@ -572,7 +572,7 @@ impl CallState {
         };
         let (page, rest) = points.split_at(max.min(points.len()));
         let values = page.iter().map(|point| {
-            let value = if point.finite > 0 { exact(point.min).into() } else { json!("NaN") };
+            let value = if point.finite_points > 0 { exact(point.min).into() } else { json!("NaN") };
             metric(key, &value, point.step, &job)
         });
         let mut answer = json!({"metrics": values.collect::<Vec<_>>()});

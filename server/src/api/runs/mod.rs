@@ -11,7 +11,7 @@ use crate::{
     http::extract::Body,
     ingest::runs::Runs,
     lifecycle::external::RunChange,
-    store::{Annotation, Appended, NewJob, RunRecords},
+    store::{Annotation, AppendResult, NewJob, RunRecords},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -178,7 +178,7 @@ async fn continue_run(
     is_job_id: bool,
     config: &Map<String, Value>,
 ) -> Result<Option<Job>> {
-    let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
+    let Some(owned) = auth.store.job_ownership(id).await? else { return Ok(None) };
     if !caller.sees_owned(&owned) {
         let detail = "a private run of somebody else has this id; choose another id";
         return if is_job_id { Ok(None) } else { Err(Error::Conflict(detail.into())) };
@@ -325,8 +325,8 @@ pub(crate) async fn log(
     let change = RunChange::default();
     let logged = to_the_end(async move { Ok(runs.append_records(records, columns_after, change).await?) });
     match logged.await? {
-        Appended::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
-        Appended::Gap { expected } => Err(Error::Gap(
+        AppendResult::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
+        AppendResult::Gap { expected } => Err(Error::Gap(
             format!(
                 "record {first} does not follow the stored records; send the records from number {expected} on"
             ),

@@ -12,7 +12,7 @@ use crate::{
     auth::Auth,
     http::extract::Document,
     scheduler::{Scheduler, sweeps::describe},
-    store::{Owned, Store, StoreError, SweepRow},
+    store::{Ownership, Store, StoreError, SweepRow},
 };
 use axum::{extract::OriginalUri, http::HeaderMap};
 use lockstep_protocol::{
@@ -53,7 +53,7 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
 /// Returns the sweeps that a caller may see, newest first.
 async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
-    rows.retain(|row| caller.sees_owned(&row.owned));
+    rows.retain(|row| caller.sees_owned(&row.ownership));
     Ok(rows)
 }
 
@@ -90,7 +90,7 @@ async fn made_before(
     row: &SweepRow,
     document: &Value,
 ) -> Result<(StatusCode, Sweep)> {
-    if !caller.sees_owned(&row.owned) || row.spec != *document {
+    if !caller.sees_owned(&row.ownership) || row.spec != *document {
         return Err(StoreError::KeyReused.into());
     }
     Ok((StatusCode::OK, with_trials(store, row).await?))
@@ -132,7 +132,7 @@ async fn submit(
         reason: None,
         settings: checked.settings,
         rungs: checked.sweep.rungs_of(first),
-        owned: Owned {
+        ownership: Ownership {
             owner: caller.owner().map(str::to_owned),
             private: specs.iter().any(|spec| spec.private),
         },

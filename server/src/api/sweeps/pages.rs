@@ -30,7 +30,7 @@ pub(crate) async fn sweep(
     Path(id): Path<String>,
 ) -> Page {
     let row = find(&*store, &id).await?;
-    let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, row.owned.owner.as_deref());
+    let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, row.ownership.owner.as_deref());
     let sweep = with_trials(&*store, &row).await?;
     html(views::SweepPage { sweep, may_change, user: caller.current_user() }.render())
 }

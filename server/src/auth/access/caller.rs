@@ -1,6 +1,6 @@
 //! The caller of a request.
 
-use crate::store::{Owned, TokenRow};
+use crate::store::{Ownership, TokenRow};
 use jiff::Timestamp;
 use lockstep_protocol::{
     Job,
@@ -117,8 +117,8 @@ impl Caller {
     }
 
     /// Whether the caller sees an object with this owner and privacy.
-    pub(crate) fn sees_owned(&self, owned: &Owned) -> bool {
-        self.sees(owned.private, owned.owner.as_deref())
+    pub(crate) fn sees_owned(&self, ownership: &Ownership) -> bool {
+        self.sees(ownership.private, ownership.owner.as_deref())
     }
 
     /// Whether the caller sees a job.

@@ -341,7 +341,9 @@ fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
     let mut roots =
         if config.issuer.is_plain() { RootCertStore::empty() } else { tls_client::system_authorities() };
     if let Some(path) = &config.ca_file {
-        for certificate in pem_files::certificates(path).map_err(|error| format!("the CA file {error}"))? {
+        for certificate in
+            pem_files::read_certificates(path).map_err(|error| format!("the CA file {error}"))?
+        {
             roots
                 .add(certificate)
                 .map_err(|error| format!("the CA file {} cannot be used: {error}", path.display()))?;

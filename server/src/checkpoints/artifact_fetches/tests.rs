@@ -2,12 +2,12 @@ use super::*;
 
 #[test]
 fn a_checkpoint_is_fetched_if_the_disk_has_enough_space() {
-    assert_eq!(check_room(1000, SPARE_BYTES + 1000), Ok(()));
-    let Err(NotFetched::Disk(why)) = check_room(1_000_000, SPARE_BYTES + 999_999) else {
+    assert_eq!(check_free_space(1000, SPARE_BYTES + 1000), Ok(()));
+    let Err(NotFetched::Disk(why)) = check_free_space(1_000_000, SPARE_BYTES + 999_999) else {
         panic!("the disk is too full");
     };
     assert_eq!(why, "it has 1 MB, and 270 MB are free on the disk, of which 269 MB must stay free");
-    assert!(check_room(u64::MAX, u64::MAX - 1).is_err());
+    assert!(check_free_space(u64::MAX, u64::MAX - 1).is_err());
 }
 
 #[test]
@@ -30,14 +30,14 @@ async fn all_checks_of_a_round_share_one_waiting_time() {
     let storage =
         crate::checkpoints::object_storage::ObjectStorage::open(dir.path().to_str().unwrap()).unwrap();
     let store = ArtifactStore::new(storage, false);
-    let check = |id| store.fetch(id);
+    let check = |id| store.join_or_start_fetch(id);
     let ((first, first_runs), (second, second_runs)) = (check("a"), check("b"));
-    let mut patience = Duration::from_millis(20);
-    assert_eq!(wait_for_check(first.clone(), &mut patience).await, None);
-    assert_eq!(patience, Duration::ZERO, "no time is left for others");
-    assert_eq!(wait_for_check(second, &mut patience).await, None);
+    let mut time_left = Duration::from_millis(20);
+    assert_eq!(wait_for_check(first.clone(), &mut time_left).await, None);
+    assert_eq!(time_left, Duration::ZERO, "no time is left for others");
+    assert_eq!(wait_for_check(second, &mut time_left).await, None);
     // A check that has ended needs no time.
     store.end_fetch("a", &first_runs.unwrap(), Ok(()));
-    assert_eq!(wait_for_check(first, &mut patience).await, Some(Ok(())));
+    assert_eq!(wait_for_check(first, &mut time_left).await, Some(Ok(())));
     drop(second_runs);
 }

@@ -13,7 +13,7 @@ const MAX_EXAMINED: u32 = 100;
 
 impl From<StoreError> for Unusable {
     fn from(error: StoreError) -> Self {
-        Self { why: format!("the database: {error}"), may_pass: true }
+        Self { why: format!("the database: {error}"), is_temporary: true }
     }
 }
 
@@ -59,7 +59,7 @@ impl ArtifactStore {
             None => {
                 self.check_not_empty(database).await?;
                 let own = Uuid::new_v4();
-                self.storage.mark(own).await?;
+                self.storage.write_marker(own).await?;
                 own.to_string()
             }
         };
@@ -74,10 +74,10 @@ impl ArtifactStore {
             return Err(refused);
         }
         let own = Uuid::new_v4();
-        // The database is written first: if the server is killed here, the next start knows which marker the store should have.
+        // The database is written first, because if the server is killed here, the next start knows which marker the store should have.
         database.replace_restored_marker(found, &own.to_string()).await?;
         database.put_artifact_marker(self.storage.url(), &own.to_string()).await?;
-        self.storage.mark(own).await?;
+        self.storage.write_marker(own).await?;
         tracing::warn!(
             url = self.storage.url(),
             "the object store now belongs to this database, and no longer to another database"

@@ -11,21 +11,21 @@ fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
     for id in ["old", "new", "old", "newest"] {
         store.queue(id);
     }
-    assert_eq!(store.take().as_deref(), Some("newest"));
+    assert_eq!(store.take_next().as_deref(), Some("newest"));
     // Written again while it is uploaded: it is uploaded again afterwards.
     store.queue("newest");
-    assert_eq!(store.take().as_deref(), Some("old"));
-    assert_eq!(store.take().as_deref(), Some("new"));
-    assert_eq!(store.take(), None);
-    store.done("newest");
-    assert_eq!(store.take().as_deref(), Some("newest"));
-    assert_eq!(store.take(), None);
+    assert_eq!(store.take_next().as_deref(), Some("old"));
+    assert_eq!(store.take_next().as_deref(), Some("new"));
+    assert_eq!(store.take_next(), None);
+    store.finish("newest");
+    assert_eq!(store.take_next().as_deref(), Some("newest"));
+    assert_eq!(store.take_next(), None);
     // A checkpoint that failed does not delay others.
     store.queue("other");
     store.requeue("newest");
-    store.done("newest");
-    assert_eq!(store.take().as_deref(), Some("other"));
-    assert_eq!(store.take().as_deref(), Some("newest"));
+    store.finish("newest");
+    assert_eq!(store.take_next().as_deref(), Some("other"));
+    assert_eq!(store.take_next().as_deref(), Some("newest"));
 }
 
 #[test]
@@ -35,9 +35,9 @@ fn waiting_and_uploading_checkpoints_count_as_uploading() {
     assert!(!store.is_uploading("a"));
     store.queue("a");
     assert!(store.is_uploading("a"));
-    assert_eq!(store.take().as_deref(), Some("a"));
+    assert_eq!(store.take_next().as_deref(), Some("a"));
     assert!(store.is_uploading("a"));
-    store.done("a");
+    store.finish("a");
     assert!(!store.is_uploading("a"));
 }
 
@@ -45,19 +45,19 @@ fn waiting_and_uploading_checkpoints_count_as_uploading() {
 fn a_running_fetch_is_shared() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
-    let (_, sender) = store.fetch("a");
+    let (_, sender) = store.join_or_start_fetch("a");
     let sender = sender.expect("the first caller fetches");
-    let (joined, none) = store.fetch("a");
+    let (joined, none) = store.join_or_start_fetch("a");
     assert!(none.is_none() && joined.outcome.borrow().is_none());
     store.end_fetch("a", &sender, Err(NotFetched::Missing));
     assert_eq!(*joined.outcome.borrow(), Some(Err(NotFetched::Missing)));
     drop(sender);
-    let (again, none) = store.fetch("a");
+    let (again, none) = store.join_or_start_fetch("a");
     assert!(none.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
     // A fetch that was interrupted can be started again.
-    let (_, sender) = store.fetch("b");
+    let (_, sender) = store.join_or_start_fetch("b");
     drop(sender);
-    assert!(store.fetch("b").1.is_some());
+    assert!(store.join_or_start_fetch("b").1.is_some());
 }
 
 #[test]
@@ -67,14 +67,14 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     assert_eq!(seconds(u32::MAX), 60);
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
-    let (_, sender) = store.fetch("a");
+    let (_, sender) = store.join_or_start_fetch("a");
     store.end_fetch("a", &sender.unwrap(), Err(NotFetched::Missing));
-    assert_eq!(store.fetch("a").0.failures, 1);
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
-    let (_, sender) = store.fetch("a");
+    assert_eq!(store.join_or_start_fetch("a").0.failures, 1);
+    lock(&store.fetches).get_mut("a").unwrap().changed_at -= FETCH_RETRY.first;
+    let (_, sender) = store.join_or_start_fetch("a");
     store.end_fetch("a", &sender.expect("it can be fetched again"), Err(NotFetched::Missing));
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
-    let (failed, none) = store.fetch("a");
+    lock(&store.fetches).get_mut("a").unwrap().changed_at -= FETCH_RETRY.first;
+    let (failed, none) = store.join_or_start_fetch("a");
     assert!(none.is_none() && failed.failures == 2, "the pause is longer now");
 }
 

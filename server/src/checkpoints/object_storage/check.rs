@@ -17,20 +17,20 @@ const TIMED_OUT: &str = "has not answered within";
 pub(crate) struct Unusable {
     /// What is wrong, and what to change.
     pub(crate) why: String,
-    /// Whether the cause is transient: the store may work later with the same configuration.
-    pub(crate) may_pass: bool,
+    /// Whether the cause is transient, so that the store may work later with the same configuration.
+    pub(crate) is_temporary: bool,
 }
 
 impl Unusable {
-    /// An error that is not transient: the user must change something.
+    /// An error that is not transient, so the user must change something.
     pub(crate) fn permanent(why: String) -> Self {
-        Self { why, may_pass: false }
+        Self { why, is_temporary: false }
     }
 }
 
 impl From<Error> for Unusable {
     fn from(error: Error) -> Self {
-        Self { why: describe(&error), may_pass: may_pass(&full_text(&error)) }
+        Self { why: describe(&error), is_temporary: is_temporary(&full_text(&error)) }
     }
 }
 
@@ -63,8 +63,11 @@ impl ObjectStorage {
                 "the test object was not read or listed as it was written: use another store".into(),
             )),
             Err((what, error)) => {
-                let Unusable { why, may_pass } = error.into();
-                Err(Unusable { why: format!("an object could not be {what} for a test: {why}"), may_pass })
+                let Unusable { why, is_temporary } = error.into();
+                Err(Unusable {
+                    why: format!("an object could not be {what} for a test: {why}"),
+                    is_temporary,
+                })
             }
         }
     }
@@ -74,7 +77,7 @@ impl ObjectStorage {
 ///
 /// # Errors
 /// A variable is missing or invalid. The text says what the user must change.
-pub(super) fn environment() -> Result<(), String> {
+pub(super) fn check_environment() -> Result<(), String> {
     let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
         .into_iter()
@@ -103,7 +106,7 @@ pub(super) fn environment() -> Result<(), String> {
 }
 
 /// Whether an error with this text is transient: the store does not respond or is overloaded, or a disk is full.
-fn may_pass(text: &str) -> bool {
+fn is_temporary(text: &str) -> bool {
     const PERMANENT: [&str; 5] = [
         MACHINE_CREDENTIALS,
         "builder error",
@@ -169,12 +172,12 @@ pub(crate) fn describe(error: &Error) -> String {
         _ if text.contains("builder error") => {
             format!("{text}; AWS_ENDPOINT_URL must be a URL such as https://s3.example.org")
         }
-        _ => shortened(text),
+        _ => shorten(text),
     }
 }
 
 /// Cuts a text to at most 600 bytes, because the response of a store may be a page of HTML.
-fn shortened(mut text: String) -> String {
+fn shorten(mut text: String) -> String {
     const MAX_BYTES: usize = 600;
     if text.len() > MAX_BYTES {
         text.truncate(text.floor_char_boundary(MAX_BYTES));
@@ -194,7 +197,7 @@ mod tests {
         };
         let status =
             |code: &str| format!("Error performing PUT - Server returned non-2xx status code: {code}: ");
-        for (error, is_temporary) in [
+        for (error, expected) in [
             (http("tcp connect error: Connection refused (os error 111)"), true),
             (http("operation timed out"), true),
             (http("invalid peer certificate: UnknownIssuer"), false),
@@ -208,7 +211,7 @@ mod tests {
             ("Unable to copy data to file: No space left on device (os error 28)".into(), true),
             ("Unable to create dir /a: Read-only file system (os error 30)".into(), false),
         ] {
-            assert_eq!(may_pass(&error), is_temporary, "{error}");
+            assert_eq!(is_temporary(&error), expected, "{error}");
         }
     }
 }

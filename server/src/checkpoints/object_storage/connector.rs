@@ -51,14 +51,14 @@ impl HttpService for Service {
         let mut request = Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
         *request.body_mut() = Some(Body::wrap(body));
-        let response: axum::http::Response<Body> = self.0.execute(request).await.map_err(failed)?.into();
+        let response: axum::http::Response<Body> = self.0.execute(request).await.map_err(http_error)?.into();
         let (parts, body) = response.into_parts();
-        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body.map_err(failed))))
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body.map_err(http_error))))
     }
 }
 
 /// Converts an error. The kind determines whether the request is retried. The URL is left out, because the caller adds it.
-fn failed(error: reqwest::Error) -> HttpError {
+fn http_error(error: reqwest::Error) -> HttpError {
     let kind = if error.is_timeout() {
         HttpErrorKind::Timeout
     } else if error.is_connect() {

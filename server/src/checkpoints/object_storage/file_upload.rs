@@ -21,30 +21,32 @@ pub(crate) enum FileUpload {
 
 impl ObjectStorage {
     /// Begins the upload of a file in parts.
-    pub(crate) async fn begin(&self, prefix: &Prefix, name: &str, sha256: &str) -> Result<FileUpload> {
-        let path = prefix.file(name, sha256);
+    pub(crate) async fn begin_upload(&self, prefix: &Prefix, name: &str, sha256: &str) -> Result<FileUpload> {
+        let path = prefix.file_path(name, sha256);
         match &self.bucket {
             Some(bucket) => {
                 let id = with_timeout(bucket.create_multipart(&path)).await?;
                 Ok(FileUpload::Parts { bucket: bucket.clone(), path, id, sent: Vec::new() })
             }
             None => {
-                self.drop_incomplete(&path).await?;
+                self.remove_incomplete(&path).await?;
                 Ok(FileUpload::Stream(with_timeout(self.objects.put_multipart(&path)).await?))
             }
         }
     }
 
-    /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `parts` is the
-    /// result of [`FileUpload::parts`] for the upload.
-    pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
-        let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
+    /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `upload_id` is
+    /// the result of [`FileUpload::upload_id`] for the upload.
+    pub(crate) async fn abort_upload(&self, upload_id: &str) -> Result<()> {
+        let (Some(bucket), Some((path, id))) = (&self.bucket, upload_id.split_once(' ')) else {
+            return Ok(());
+        };
         // The bucket does not have the upload if it was finished, or if the bucket has dropped it.
         optional(with_timeout(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }
 
     /// Removes the incomplete uploads of a file in a directory. Names of incomplete uploads end in `#` and a number.
-    async fn drop_incomplete(&self, path: &Path) -> Result<()> {
+    async fn remove_incomplete(&self, path: &Path) -> Result<()> {
         let Some(directory) = &self.directory else { return Ok(()) };
         let file = directory.join(path.as_ref());
         let (Some(folder), Some(name)) = (file.parent(), file.file_name()) else { return Ok(()) };
@@ -60,9 +62,9 @@ impl ObjectStorage {
 }
 
 impl FileUpload {
-    /// Identifies the upload for [`ObjectStorage::drop_parts`]. `None` for an upload to a directory, whose next upload removes incomplete
+    /// Identifies the upload for [`ObjectStorage::abort_upload`]. `None` for an upload to a directory, whose next upload removes incomplete
     /// files.
-    pub(crate) fn parts(&self) -> Option<String> {
+    pub(crate) fn upload_id(&self) -> Option<String> {
         match self {
             Self::Parts { path, id, .. } => Some(format!("{path} {id}")),
             Self::Stream(_) => None,

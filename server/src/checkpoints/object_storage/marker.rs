@@ -42,7 +42,7 @@ impl ObjectStorage {
     }
 
     /// Writes the marker with the identity `store`.
-    pub(crate) async fn mark(&self, store: Uuid) -> Result<(), Unusable> {
+    pub(crate) async fn write_marker(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
         with_timeout(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
         Ok(())

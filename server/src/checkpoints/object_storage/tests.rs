@@ -23,10 +23,10 @@ fn manifests_that_are_too_large_or_invalid_are_refused() {
     };
     let sum = "a".repeat(64);
     let good = text("model.safetensors", &sum, 20);
-    assert_eq!(prefix.read(good.as_bytes()).unwrap().files.len(), 1);
+    assert_eq!(prefix.parse_manifest(good.as_bytes()).unwrap().files.len(), 1);
     let padded = |bytes: usize| good.clone() + &" ".repeat(bytes - good.len());
-    assert!(prefix.read(padded(MANIFEST_BYTES).as_bytes()).is_ok());
-    assert!(prefix.read(padded(MANIFEST_BYTES + 1).as_bytes()).unwrap_err().contains("1048576"));
+    assert!(prefix.parse_manifest(padded(MANIFEST_BYTES).as_bytes()).is_ok());
+    assert!(prefix.parse_manifest(padded(MANIFEST_BYTES + 1).as_bytes()).unwrap_err().contains("1048576"));
     for (wrong, expected) in [
         (text("model.safetensors", &sum, 21), "1-21"),
         (text("../model", &sum, 20), "../model"),
@@ -35,7 +35,7 @@ fn manifests_that_are_too_large_or_invalid_are_refused() {
         (r#"{"epoch":1,"step":20,"files":{}}"#.into(), "no file"),
         ("{".into(), "cannot be read"),
     ] {
-        let detail = prefix.read(wrong.as_bytes()).unwrap_err();
+        let detail = prefix.parse_manifest(wrong.as_bytes()).unwrap_err();
         assert!(detail.contains(expected), "{wrong}: {detail}");
     }
 }
@@ -64,7 +64,7 @@ async fn a_store_keeps_its_marker() {
     let storage = storage(dir.path());
     assert_eq!(storage.marker().await, Ok(None));
     let own = uuid::Uuid::new_v4();
-    storage.mark(own).await.unwrap();
+    storage.write_marker(own).await.unwrap();
     assert_eq!(storage.marker().await, Ok(Some(own.to_string())));
     std::fs::write(dir.path().join("LOCKSTEP.json"), "{}").unwrap();
     assert!(storage.marker().await.unwrap_err().why.contains("cannot be read"));

@@ -22,9 +22,9 @@ fn send_all(upload: &Upload) {
     }
 }
 
-fn detail_of(refused: Refused) -> String {
+fn detail_of(refused: UploadError) -> String {
     match refused {
-        Refused::Wrong(detail) | Refused::Damaged(detail) => detail,
+        UploadError::Wrong(detail) | UploadError::Damaged(detail) => detail,
         other => panic!("{other:?}"),
     }
 }
@@ -36,8 +36,8 @@ fn files_are_appended_in_order_and_the_checkpoint_appears_when_complete() {
     assert!(detail_of(upload.append("model.safetensors", 0, b"w").unwrap_err()).contains("first"));
     upload.begin(&manifest(&FILES), true).unwrap();
     assert_eq!(upload.append("model.safetensors", 0, b"wei").unwrap(), 3);
-    assert!(matches!(upload.append("model.safetensors", 0, b"weights"), Err(Refused::Offset(3))));
-    assert!(matches!(upload.append("model.safetensors", 4, b"hts"), Err(Refused::Offset(3))));
+    assert!(matches!(upload.append("model.safetensors", 0, b"weights"), Err(UploadError::Offset(3))));
+    assert!(matches!(upload.append("model.safetensors", 4, b"hts"), Err(UploadError::Offset(3))));
     // One byte more than in the manifest.
     assert!(detail_of(upload.append("model.safetensors", 3, b"ghtsX").unwrap_err()).contains("7 bytes"));
     assert!(detail_of(upload.append("../x", 0, b"").unwrap_err()).contains("names no"));
@@ -64,13 +64,16 @@ fn damaged_files_are_refused_and_can_be_sent_again() {
     upload.append("model.safetensors", 0, b"weighTs").unwrap();
     send_all(&upload);
     let refused = upload.commit(true).unwrap_err();
-    assert!(matches!(&refused, Refused::Damaged(why) if why.contains("model.safetensors")), "{refused:?}");
+    assert!(
+        matches!(&refused, UploadError::Damaged(why) if why.contains("model.safetensors")),
+        "{refused:?}"
+    );
     assert!(!dir.path().join("checkpoints/1-20").exists());
     assert_eq!(upload.state().unwrap(), UploadState::default());
     // A file whose last byte is missing.
     upload.begin(&manifest(&FILES), true).unwrap();
     upload.append("model.safetensors", 0, b"weight").unwrap();
-    assert!(matches!(upload.commit(true), Err(Refused::Damaged(_))));
+    assert!(matches!(upload.commit(true), Err(UploadError::Damaged(_))));
     send_all(&upload);
     upload.commit(true).unwrap();
 }
@@ -156,8 +159,8 @@ fn invalid_manifests_are_refused() {
     };
     // The other files have 7 bytes.
     let model = |total: u64| sized("model.safetensors", total - 7);
-    upload.begin(&model(CHECKPOINT_BYTES), true).unwrap();
-    assert!(refused(&model(CHECKPOINT_BYTES + 1)).contains("at most"));
+    upload.begin(&model(MAX_CHECKPOINT_BYTES), true).unwrap();
+    assert!(refused(&model(MAX_CHECKPOINT_BYTES + 1)).contains("at most"));
     upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();
     let why = refused(&sized(STATE, STATE_FILE_BYTES + 1));
     assert!(why.contains("state.json has 1048577 bytes, at most 1048576 are allowed"), "{why}");
@@ -181,12 +184,12 @@ fn an_attempt_that_has_ended_does_not_replace_weights() {
     // Other weights are refused, also if their upload began while the attempt was running.
     let mut other = later;
     other[0] = (other[0].0, b"other weights");
-    assert!(matches!(upload.begin(&manifest(&other), false), Err(Refused::Stored)));
+    assert!(matches!(upload.begin(&manifest(&other), false), Err(UploadError::Stored)));
     upload.begin(&manifest(&other), true).unwrap();
     for (name, bytes) in other {
         upload.append(name, 0, bytes).unwrap();
     }
-    assert!(matches!(upload.commit(false), Err(Refused::Stored)));
+    assert!(matches!(upload.commit(false), Err(UploadError::Stored)));
     let stored = fs::read(dir.path().join("checkpoints/1-20").join(other[0].0)).unwrap();
     assert_eq!(stored, later[0].1);
     upload.commit(true).unwrap();
@@ -198,8 +201,8 @@ fn a_request_is_refused_while_another_one_runs() {
     let upload = Upload::of(dir.path(), "1-20");
     upload.begin(&manifest(&FILES), true).unwrap();
     let held = upload.lock().unwrap();
-    assert!(matches!(upload.append(FILES[0].0, 0, FILES[0].1), Err(Refused::Busy)));
-    assert!(matches!(upload.commit(true), Err(Refused::Busy)));
+    assert!(matches!(upload.append(FILES[0].0, 0, FILES[0].1), Err(UploadError::Busy)));
+    assert!(matches!(upload.commit(true), Err(UploadError::Busy)));
     drop(held);
     upload.append(FILES[0].0, 0, FILES[0].1).unwrap();
 }

@@ -6,7 +6,7 @@ fn tree(path: &Path) -> Tree {
 }
 
 fn list_all(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
-    let mut list = List::open(tree, limit).unwrap().unwrap();
+    let mut list = FileList::open(tree, limit).unwrap().unwrap();
     let mut text = Vec::new();
     while let Some(chunk) = list.chunk().unwrap() {
         text.extend(chunk);
@@ -260,8 +260,8 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     let outside = tempfile::tempdir().unwrap();
     symlink(dir.path().join("other.tar"), outside.path().join("x.tar")).unwrap();
     assert!(refused(&outside.path().join("{x,y}.tar")).contains("leads out of the dataset's folder"));
-    assert!(List::open(tree(&outside.path().join("{p,q}.tar")), 9).unwrap().is_none());
-    assert!(List::open(tree(&outside.path().join("{p}.tar")), 9).is_err_and(|why| why.contains("{p}")));
+    assert!(FileList::open(tree(&outside.path().join("{p,q}.tar")), 9).unwrap().is_none());
+    assert!(FileList::open(tree(&outside.path().join("{p}.tar")), 9).is_err_and(|why| why.contains("{p}")));
     assert!(Tree::open(&outside.path().join("gone/{x,y}.tar")).unwrap().is_none());
 }
 
@@ -271,6 +271,6 @@ fn a_pattern_may_name_up_to_100_000_files() {
     fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
     let path = |last: usize| dir.path().join(format!("x-{{00000..{last}}}.tar"));
     assert_eq!(names(&path(MAX_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
-    let why = List::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("there is one file too many");
+    let why = FileList::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("there is one file too many");
     assert!(why.contains("names more than 100000 files"), "{why}");
 }

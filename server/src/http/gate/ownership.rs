@@ -5,7 +5,7 @@
 use crate::{
     auth::{Auth, access::Caller},
     http::error::{Error, Result},
-    store::Owned,
+    store::Ownership,
 };
 use axum::{
     RequestExt,
@@ -100,9 +100,9 @@ pub(super) async fn check(
         Kind::Run => job_owner(auth, auth.run_id(caller, name).as_str()).await?,
         // A checkpoint's id begins with the id of its job. Whether the checkpoint exists is checked by the handler.
         Kind::Checkpoint => job_owner(auth, name.split('-').next().unwrap_or_default()).await?,
-        Kind::Dataset => auth.store.owned_dataset(name).await?,
+        Kind::Dataset => auth.store.dataset_ownership(name).await?,
         Kind::Model => model_owner(auth, caller, name).await?,
-        Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.owned),
+        Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.ownership),
     };
     let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         return Err(kind.not_found(route));
@@ -114,22 +114,22 @@ pub(super) async fn check(
     Err(Error::Forbidden(not_yours(kind, &owned)))
 }
 
-async fn job_owner(auth: &Auth, id: &str) -> Result<Option<Owned>> {
+async fn job_owner(auth: &Auth, id: &str) -> Result<Option<Ownership>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
-    Ok(auth.store.owned_job(&id).await?)
+    Ok(auth.store.job_ownership(&id).await?)
 }
 
 /// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
-async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
+async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Ownership>> {
     let versions = auth.store.model_versions(Some(name)).await?;
-    let is_seen = versions.iter().any(|row| caller.sees_owned(&row.owned));
+    let is_seen = versions.iter().any(|row| caller.sees_owned(&row.ownership));
     let first = versions.into_iter().next().filter(|_| is_seen);
-    Ok(first.map(|row| Owned { private: false, ..row.owned }))
+    Ok(first.map(|row| Ownership { private: false, ..row.ownership }))
 }
 
-fn not_yours(kind: Kind, owned: &Owned) -> String {
+fn not_yours(kind: Kind, ownership: &Ownership) -> String {
     let word = kind.word();
-    match &owned.owner {
+    match &ownership.owner {
         Some(owner) => format!("this {word} belongs to {owner}: only the owner and admins may change it"),
         None => format!("this {word} has no owner: only admins may change it"),
     }

@@ -127,7 +127,7 @@ impl Trust {
         let shown = file.display();
         let mut roots = RootCertStore::empty();
         let mut authorities = Vec::new();
-        for certificate in pem_files::certificates(file)? {
+        for certificate in pem_files::read_certificates(file)? {
             authorities.push(files::first_facts(file, std::slice::from_ref(&certificate))?);
             roots.add(certificate).map_err(|error| {
                 format!("{shown} has a certificate that cannot be used as an authority: {error}")
@@ -166,7 +166,7 @@ impl AgentTrust {
     /// A sentence that says what to change.
     pub(super) fn open(config: &ServeConfig, tls: &TlsConfig) -> Result<Option<Self>, String> {
         let (authorities, revoked, is_own) = match (&config.agent_ca, tls) {
-            _ if !config.agents_show_certificates() => return Ok(None),
+            _ if !config.requests_client_certificates() => return Ok(None),
             (Some(file), _) => (file.clone(), config.agent_crl.clone(), false),
             (None, TlsConfig::OwnCa) => {
                 let certificate = ca::folder(&config.data_dir).join("ca.crt");

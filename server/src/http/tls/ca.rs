@@ -82,7 +82,7 @@ impl Authority {
         // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
         let written = || -> std::io::Result<()> {
-            crate::util::private_files::data_dir(data_dir)?;
+            crate::util::private_files::create_data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
             write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
             write(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
@@ -116,7 +116,7 @@ impl Authority {
             return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
         }
         // The key must belong to the certificate, and the certificate must not have expired.
-        let der = pem_files::certificates(&certificate)?.swap_remove(0);
+        let der = pem_files::read_certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
         let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;

@@ -3,7 +3,7 @@
 use super::certificate::Facts;
 use crate::{
     config::tls_suites::provider,
-    util::pem_files::{Readers, certificates, objects, read},
+    util::pem_files::{Readers, parse_objects, read, read_certificates},
 };
 use jiff::Timestamp;
 use rustls::{
@@ -55,7 +55,7 @@ pub(super) fn first_facts(path: &Path, chain: &[CertificateDer<'_>]) -> Result<F
 
 /// Reads a chain, and the key of its first certificate.
 pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
-    let chain = certificates(certificate)?;
+    let chain = read_certificates(certificate)?;
     CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) => format!(
             "the key in {} does not belong to the certificate in {}; name a matching pair",
@@ -79,7 +79,7 @@ pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationL
     if content.first() == Some(&SEQUENCE) {
         return Ok(vec![CertificateRevocationListDer::from(content)]);
     }
-    objects(path, &content, "revocation list (PEM, \"BEGIN X509 CRL\", or DER)")
+    parse_objects(path, &content, "revocation list (PEM, \"BEGIN X509 CRL\", or DER)")
 }
 
 /// Reads a key from a file that other users cannot read.

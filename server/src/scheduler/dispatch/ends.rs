@@ -2,7 +2,7 @@
 
 use super::leaving_reason;
 use crate::{
-    agents::{Online, leases::RanksEnd},
+    agents::{OnlineAgent, leases::RanksEnd},
     lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
     store::{JobRow, Place, Result, StoreError},
@@ -15,27 +15,36 @@ use lockstep_protocol::{
 };
 use std::{sync::Arc, time::Duration};
 
-/// Silence after which a leaving agent whose connection was cut off counts as lost.
-const LOST_AFTER: Duration = Duration::from_secs(10);
+/// How ranks that must end are stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StopMode {
+    AtOnce,
+    /// The ranks may write a checkpoint first.
+    AfterCheckpoint,
+}
 
-/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. An agent that was `cut_off`, because one of its
-/// records could not be stored, reconnects, sends its last reports again, and announces again that it is leaving.
+/// Silence after which a leaving agent whose connection was cut off counts as lost.
+const MAX_SILENCE: Duration = Duration::from_secs(10);
+
+/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. If the agent `was_cut_off`, because one of its
+/// records could not be stored, it reconnects, sends its last reports again, and announces again that it is leaving.
 pub(crate) async fn requeue_after_leave(
     scheduler: &Arc<Scheduler>,
-    agent: Online,
+    agent: OnlineAgent,
     reason: String,
-    cut_off: bool,
+    was_cut_off: bool,
 ) {
-    if !cut_off {
+    if !was_cut_off {
         let why = leaving_reason(&agent.row.name, &reason);
         return requeue(scheduler, &agent.row.id, why, |_| true).await;
     }
     let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
     let unfinished: Vec<_> =
-        scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
+        scheduler.agents.leases.attempts_on(&id).into_iter().map(|(attempt, _)| attempt).collect();
     tokio::spawn(async move {
-        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| unfinished.contains(attempt)) {
-            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= LOST_AFTER);
+        while scheduler.agents.leases.attempts_on(&id).iter().any(|(attempt, _)| unfinished.contains(attempt))
+        {
+            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= MAX_SILENCE);
             if is_silent && !scheduler.agents.is_connected(&id) {
                 let why = leaving_reason(&agent.row.name, &reason);
                 return requeue(&scheduler, &id, why, |attempt| unfinished.contains(attempt)).await;
@@ -49,7 +58,12 @@ pub(crate) async fn requeue_after_leave(
 }
 
 /// Requeues the job of an attempt that an agent has declined to start.
-pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &AttemptRef, reason: String) {
+pub(crate) async fn requeue_declined(
+    scheduler: &Scheduler,
+    agent_id: &str,
+    declined: &AttemptRef,
+    reason: String,
+) {
     let places = scheduler.agents.leases.places_of(&declined.job);
     let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
     let why = ReasonKind::AgentDeclined { agent: agent.unwrap_or_default().into(), detail: reason.into() };
@@ -64,7 +78,7 @@ async fn requeue(
     is_affected: impl Fn(&AttemptRef) -> bool,
 ) {
     scheduler.agents.inbox.flush().await;
-    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+    for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
         if !is_affected(&attempt) {
             continue;
         }
@@ -74,9 +88,14 @@ async fn requeue(
         let done = if agent_count > 1
             && let Some(place) = place
         {
-            end_attempt_on_agent(scheduler, &attempt, place, agent_count, true, move |_| {
-                EndOnAgent::LeftUnreported(why.clone())
-            })
+            end_attempt_on_agent(
+                scheduler,
+                &attempt,
+                place,
+                agent_count,
+                StopMode::AfterCheckpoint,
+                move |_| EndOnAgent::LeftUnreported(why.clone()),
+            )
             .await
         } else {
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
@@ -91,14 +110,14 @@ async fn requeue(
 pub(super) async fn end_attempt(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
-    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>
+    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>
     + Send
     + Sync
     + 'static,
 ) -> Result<()> {
     let expected = attempt.clone();
     let change = move |row: &mut JobRow| {
-        if row.live().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
+        if row.live_attempt().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         // The attempt has ended, regardless of the job's new state.
@@ -111,18 +130,18 @@ pub(super) async fn end_attempt(
 }
 
 /// Records that the ranks of an attempt on `agent_count` agents have ended on one agent, which has not reported how they ended. The other
-/// agents are ordered to end their ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
+/// agents are ordered to end their ranks; the attempt ends with the last agent. `mode`: how the other ranks end.
 pub(super) async fn end_attempt_on_agent(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
     place: &Place,
     agent_count: usize,
-    patient: bool,
+    mode: StopMode,
     end: impl Fn(&JobRow) -> EndOnAgent + Send + Sync + 'static,
 ) -> Result<()> {
     let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
     let change = move |row: &mut JobRow| {
-        if row.live().as_ref() != Some(&expected) {
+        if row.live_attempt().as_ref() != Some(&expected) {
             return Ok(Vec::new());
         }
         let end = end(row);
@@ -134,9 +153,9 @@ pub(super) async fn end_attempt_on_agent(
             if changed.job.attempt != attempt.attempt {
                 scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             }
-            let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, RanksEnd::Unknown);
+            let others = scheduler.agents.leases.note_end(attempt, &place.agent_id, RanksEnd::Unknown);
             let reason = format!("its ranks on {:?} have ended", place.agent);
-            send_stop(scheduler, &others, attempt, &reason, patient);
+            send_stop(scheduler, &others, attempt, &reason, mode);
             Ok(())
         }
         Err(StoreError::NotFound(_)) => {
@@ -149,7 +168,7 @@ pub(super) async fn end_attempt_on_agent(
 
 /// Handles the stored end of an attempt's ranks on an agent. If the ranks failed, the other agents are ordered to stop their ranks, which
 /// may not notice the failure, because a machine that disappears closes no connection.
-pub(crate) fn ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
+pub(crate) fn note_ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
     let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
     let agent =
         scheduler.agents.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
@@ -157,38 +176,47 @@ pub(crate) fn ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id:
         Ending::Secondary { .. } => RanksEnd::LostContact,
         _ => RanksEnd::OnTheirOwn,
     };
-    let others = scheduler.agents.leases.ended_at(attempt, agent_id, how);
+    let others = scheduler.agents.leases.note_end(attempt, agent_id, how);
     if failed && let Some(agent) = agent {
         let reason = format!("its ranks on {:?} have ended", agent.agent);
-        send_stop(scheduler, &others, attempt, &reason, false);
+        send_stop(scheduler, &others, attempt, &reason, StopMode::AtOnce);
     }
 }
 
-/// Orders agents to end their ranks of an attempt. `patient`: the ranks may write a checkpoint first.
+/// Orders agents to end their ranks of an attempt.
 pub(super) fn send_stop(
     scheduler: &Scheduler,
     places: &[Place],
     attempt: &AttemptRef,
     reason: &str,
-    patient: bool,
+    mode: StopMode,
 ) {
     for place in places {
         let (attempt, reason) = (attempt.clone(), reason.to_owned());
+        let patient = mode == StopMode::AfterCheckpoint;
         scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
     }
 }
 
 /// Orders the other agents of a leaving agent's attempts to end their ranks with a checkpoint, as the leaving agent does.
 pub(crate) fn stop_other_agents(scheduler: &Scheduler, agent_id: &str, agent: &str) {
-    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+    for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
         let others: Vec<_> = places.into_iter().filter(|place| place.agent_id != agent_id).collect();
-        send_stop(scheduler, &others, &attempt, &format!("{agent:?} is being stopped in order"), true);
+        send_stop(
+            scheduler,
+            &others,
+            &attempt,
+            &format!("{agent:?} is being stopped in order"),
+            StopMode::AfterCheckpoint,
+        );
     }
 }
 
 /// Notes that an agent has finished its preflight check. Once all agents of the attempt have finished it, the ranks start.
-pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
-    let Some((master_port, places)) = scheduler.agents.leases.ready(&attempt, agent_id, port) else { return };
+pub(crate) fn note_ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
+    let Some((master_port, places)) = scheduler.agents.leases.note_ready(&attempt, agent_id, port) else {
+        return;
+    };
     for place in places {
         // An agent that has already started its ranks ignores the message.
         scheduler.agents.send(&place.agent_id, ToAgent::Launch { attempt: attempt.clone(), master_port });
@@ -199,24 +227,25 @@ pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, 
 pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
     let places = scheduler.agents.leases.places_of(job);
     if let Some(row) = scheduler.store.job(job).await?
-        && let (Some(attempt), Some((reason, patient))) = (row.live(), stop_reason(&row))
+        && let Some(attempt) = row.live_attempt()
+        && let Some((reason, mode)) = stop_reason(&row)
     {
-        send_stop(scheduler, &places, &attempt, &reason, patient);
+        send_stop(scheduler, &places, &attempt, &reason, mode);
         scheduler.agents.leases.note_stop_requested(&attempt);
     }
     Ok(())
 }
 
-/// The reason why a job's ranks must end, and whether they write a checkpoint first; `None` if they need not end.
-pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, bool)> {
-    match (&row.stop, row.job.state) {
-        (Some(stop), _) => Some((stop.words().to_owned(), false)),
+/// The reason why a job's ranks must end, and how; `None` if they need not end.
+pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, StopMode)> {
+    match (&row.cancel_reason, row.job.state) {
+        (Some(stop), _) => Some((stop.words().to_owned(), StopMode::AtOnce)),
         (None, JobState::Pausing) => {
             let why = match row.job.cause.as_ref().map(Reason::kind) {
                 Some(preempting @ ReasonKind::Preempting { .. }) => preempting.to_string(),
                 _ => ReasonKind::PausedByUser { detail: None }.to_string(),
             };
-            Some((why, true))
+            Some((why, StopMode::AfterCheckpoint))
         }
         (None, _) => None,
     }

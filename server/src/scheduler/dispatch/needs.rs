@@ -25,7 +25,7 @@ pub(super) struct Needs {
 }
 
 /// The datasets of jobs, by name. Each dataset is read once.
-pub(super) async fn datasets<'a>(
+pub(super) async fn read_datasets<'a>(
     scheduler: &Scheduler,
     jobs: impl IntoIterator<Item = &'a Job>,
 ) -> Result<HashMap<String, Dataset>> {
@@ -40,7 +40,7 @@ pub(super) async fn datasets<'a>(
 }
 
 /// Finds a job's requirements, or the reason why it cannot start.
-pub(super) async fn needs(
+pub(super) async fn find_needs(
     scheduler: &Scheduler,
     job: &Job,
     datasets: &HashMap<String, Dataset>,
@@ -68,7 +68,7 @@ pub(super) async fn needs(
         if let Err(detail) = scheduler.datasets.roots.check_weights_again(path).await {
             return not_allowed(format!("model.pretrained: {detail}"));
         }
-        weights_in = scheduler.datasets.roots.allowed_weights(path);
+        weights_in = scheduler.datasets.roots.allowed_weights_folders(path);
     }
     Ok(Ok(Needs {
         spec,
@@ -77,7 +77,7 @@ pub(super) async fn needs(
             registered: dataset.info.fingerprint.clone(),
             pretrained,
             weights_in,
-            dataset_in: scheduler.datasets.roots.allowed(),
+            dataset_in: scheduler.datasets.roots.allowed_folders(),
             ..StartFiles::default()
         },
     }))

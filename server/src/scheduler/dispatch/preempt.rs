@@ -2,7 +2,7 @@
 
 use super::{
     ends::order_stop,
-    needs::{datasets, fail, needs},
+    needs::{fail, find_needs, read_datasets},
 };
 use crate::{
     agents::leases::Leases,
@@ -21,18 +21,18 @@ pub(super) async fn preempt(
     preemption: &Preemption,
 ) -> Result<bool> {
     let Preemption { row, victims, ending, .. } = preemption;
-    let mut is_done = true;
+    let mut is_plan_current = true;
     if !victims.is_empty() {
         let job = &row.job;
-        if let Err(why) = needs(scheduler, job, &datasets(scheduler, [job]).await?).await? {
+        if let Err(why) = find_needs(scheduler, job, &read_datasets(scheduler, [job]).await?).await? {
             return fail(scheduler, &job.id, why).await.map(|()| false);
         }
         let live = scheduler.store.live_attempts().await?.into_iter().map(|row| row.attempt.job).collect();
         let agents = snapshot.agents.iter().filter(|agent| agent.takes_work);
-        let held = agents.map(|agent| (agent.row.id.as_str(), &agent.in_use));
-        is_done = all_still_held(held, &scheduler.agents.leases, &live);
+        let held = agents.map(|agent| (agent.row.id.as_str(), &agent.slots_in_use));
+        is_plan_current = all_still_held(held, &scheduler.agents.leases, &live);
     }
-    for victim in victims.iter().filter(|_| is_done) {
+    for victim in victims.iter().filter(|_| is_plan_current) {
         let by = row.job.clone();
         let change = move |row: &mut JobRow| lifecycle::preempt(row, &by, crate::now());
         match scheduler.events.change_job(victim, Box::new(change)).await {
@@ -46,7 +46,7 @@ pub(super) async fn preempt(
     for job in ending.iter().filter(|job| !scheduler.agents.leases.is_stop_requested(job)) {
         order_stop(scheduler, job).await?;
     }
-    Ok(is_done)
+    Ok(is_plan_current)
 }
 
 /// Whether all slots that agents `held` in the snapshot are still in use. An attempt ends in the store before its slots are released, so
@@ -78,7 +78,7 @@ mod tests {
             let job = JobId::generate();
             let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
             let place = Place { agent_id: agent.to_owned(), agent: agent.to_owned(), ranks: vec![(0, slot)] };
-            leases.hold(attempt, vec![place]);
+            leases.add(attempt, vec![place]);
             job
         };
         let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));

@@ -4,7 +4,7 @@ use super::RECONNECT_TIME;
 use crate::{
     lifecycle,
     scheduler::Scheduler,
-    store::{Change, JobRow, StoreError, quarantine},
+    store::{Change, JobRow, StoreError, unreadable},
     util::lock,
 };
 use lockstep_protocol::{
@@ -21,12 +21,12 @@ const BATCH_SIZE: usize = 16;
 
 /// The newest reason of each job, to be stored. The oldest jobs come first.
 #[derive(Debug, Default)]
-pub(super) struct Unstored {
+pub(super) struct UnstoredReasons {
     reasons: Mutex<BTreeMap<JobId, Reason>>,
     wake: Notify,
 }
 
-impl Unstored {
+impl UnstoredReasons {
     /// Queues the reason why a job waits, if it is worth an event.
     pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
         let is_event = !machines_may_come_back(scheduler, &row.job)
@@ -56,14 +56,14 @@ impl Unstored {
 }
 
 /// Whether the server was started a moment ago and the job was waiting before. Agents are still reconnecting, so the reason is about to
-/// change: storing it now would write several events for each waiting job.
+/// change, and storing it now would write several events for each waiting job.
 fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
-    let up = scheduler.up_since.elapsed();
-    up < RECONNECT_TIME && crate::now().duration_since(job.created_at).unsigned_abs() > up
+    let uptime = scheduler.up_since.elapsed();
+    uptime < RECONNECT_TIME && crate::now().duration_since(job.created_at).unsigned_abs() > uptime
 }
 
-/// Whether two reasons are equal or differ only in numbers of slots. Such a change is not worth an event: the last plan shows these
-/// numbers, and each machine that connects or disconnects changes them for all waiting jobs.
+/// Whether two reasons are equal or differ only in numbers of slots. Such a change is not worth an event, because the last plan shows
+/// these numbers, and each machine that connects or disconnects changes them for all waiting jobs.
 fn differ_only_in_counts(known: &Reason, why: &Reason) -> bool {
     use ReasonKind::{NoAgentAccepts, TooFewSlots, WaitingForSlots};
     let needed = |wait: &SlotWait| (wait.device, wait.slots_needed);
@@ -82,7 +82,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
     match store(scheduler, reasons).await {
         Ok(()) => {}
         // The next round queues them again.
-        Err(error) if error.may_pass() => {
+        Err(error) if error.is_temporary() => {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(RETRY_PAUSE).await;
         }
@@ -90,7 +90,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
         Err(_) => {
             for reason in reasons {
                 if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {
-                    quarantine::log_once(&format!(
+                    unreadable::log_once(&format!(
                         "the reason why job {} waits cannot be stored: {error}",
                         reason.0
                     ));
@@ -108,7 +108,7 @@ async fn store(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) -> Result<(),
     let changes: Vec<_> = reasons.iter().map(change).collect();
     // For a job that was deleted meanwhile, the result is `None`.
     for changed in scheduler.store.change_jobs(&changes).await?.into_iter().flatten() {
-        scheduler.waiting.note(&changed.job);
+        scheduler.waiting.note_change(&changed.job);
         scheduler.events.hub.publish(&changed);
     }
     Ok(())

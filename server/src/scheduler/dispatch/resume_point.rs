@@ -24,32 +24,36 @@ pub(super) enum ResumePoint {
 /// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen: checkpoints
 /// whose folder is missing (a user removed it, or a rank died before it reported the removal), and checkpoints that another machine never
 /// uploaded. If the newest checkpoint is among them, a newer unreported checkpoint on the server's disk replaces it.
-pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str) -> Result<ResumePoint> {
+pub(super) async fn remove_missing_checkpoints(
+    scheduler: &Scheduler,
+    job: &Job,
+    agent: &str,
+) -> Result<ResumePoint> {
     // If the folder does not exist, the checkpoints are on another disk, unless there is an object store, which should have all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
     let are_expected = scheduler.checkpoints.artifact_store.is_some()
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    let (count, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
+    // Numbers of all checkpoints and of lost checkpoints, and names of the agents that have the other missing checkpoints.
+    let (count, mut lost_count, mut holder_names) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
     let mut remaining = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
         let copies = copies.get(&row.id);
         let holders = scheduler.checkpoints.holders_if_missing(&row, copies);
-        let is_missing = match holders.is_empty() {
-            false => holders.iter().all(|holder| holder.agent_id != agent),
-            true => {
-                are_expected
-                    && !copies.is_some_and(Copies::may_be_fetched)
-                    && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
-            }
+        let is_missing = if holders.is_empty() {
+            are_expected
+                && !copies.is_some_and(Copies::may_be_fetched)
+                && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
+        } else {
+            holders.iter().all(|holder| holder.agent_id != agent)
         };
         if is_missing {
             missing.push((row.info.epoch, row.info.step));
-            lost += usize::from(holders.is_empty());
-            elsewhere.extend(holders.into_iter().map(|holder| holder.agent));
+            lost_count += usize::from(holders.is_empty());
+            holder_names.extend(holders.into_iter().map(|holder| holder.agent));
         } else {
             remaining.insert((row.info.step, row.info.epoch));
         }
@@ -57,7 +61,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     let newest_remaining = remaining.last().map(|(step, _)| *step);
     let mut found = Vec::new();
     if newest_remaining.is_none() || newest_remaining != newest {
-        found = unreported::find(checkpoints).await;
+        found = unreported::find_unreported(checkpoints).await;
         found.retain(|checkpoint| !remaining.contains(&(checkpoint.step, checkpoint.epoch)));
         if found.last().is_none_or(|newest| Some(newest.step) <= newest_remaining) {
             found.clear();
@@ -74,18 +78,18 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         Some(text)
     } else if missing.len() < count || missing.is_empty() {
         None
-    } else if scheduler.checkpoints.artifact_store.is_some() && lost == count {
+    } else if scheduler.checkpoints.artifact_store.is_some() && lost_count == count {
         // The rows stay, because a disk that is not mounted may return.
         return Ok(ResumePoint::AllLost);
-    } else if elsewhere.is_empty() {
+    } else if holder_names.is_empty() {
         Some(
             "the known checkpoints are no longer on the server's disk: training begins from the start".into(),
         )
     } else {
-        let names: Vec<_> = elsewhere.into_iter().collect();
+        let names: Vec<_> = holder_names.into_iter().collect();
         Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    scheduler.checkpoints.replace(&job.id, missing, found).await?;
+    scheduler.checkpoints.change_rows(&job.id, missing, found).await?;
     if let Some(text) = text {
         scheduler.events.log(&job.id, text).await;
     }

@@ -2,16 +2,16 @@
 //! because the transaction may have been committed nevertheless.
 
 use super::{
-    ends::{end_attempt, send_stop, stop_reason},
-    needs::{Needs, datasets, fail, needs},
-    resume_point::{ALL_LOST, ResumePoint, forget_missing},
+    ends::{StopMode, end_attempt, send_stop, stop_reason},
+    needs::{Needs, fail, find_needs, read_datasets},
+    resume_point::{ALL_LOST, ResumePoint, remove_missing_checkpoints},
     skip_permanent_error,
 };
 use crate::{
     datasets::notes,
     lifecycle,
     scheduler::{AgentState, Scheduler, Start, address, device_for},
-    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
+    store::{ChangedJob, Claim, ClaimedAttempt, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
 use lockstep_protocol::{
@@ -36,7 +36,7 @@ const BATCH_SIZE: usize = 64;
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// A job that may be claimed, with its requirements.
-struct Prepared {
+struct PreparedJob {
     start: Start,
     needs: Needs,
     claim: Claim,
@@ -59,7 +59,8 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
             continue;
         }
         // If a job no longer waits, its files are written needlessly. The job's next start overwrites them.
-        let (claimed, files) = tokio::join!(claim(scheduler, &prepared), start_files(scheduler, &prepared));
+        let (claimed, files) =
+            tokio::join!(claim(scheduler, &prepared), write_start_files(scheduler, &prepared));
         let claimed = claimed?;
         // All jobs hold their slots before another task may see which slots are free.
         let mut orders = Vec::with_capacity(claimed.len());
@@ -68,23 +69,23 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
                 Some(claimed) => {
                     started += 1;
                     let places = prepared.claim.places.clone();
-                    scheduler.agents.leases.hold(claimed.attempt.clone(), places);
+                    scheduler.agents.leases.add(claimed.attempt.clone(), places);
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }
                 // The job no longer waits, so the queue must read it again.
-                None => scheduler.waiting.note(&prepared.start.row.job),
+                None => scheduler.waiting.note_change(&prepared.start.row.job),
             }
         }
         // Agents are notified before slower work.
-        let order = |(prepared, files, claimed)| order(scheduler, prepared, files, claimed);
-        let ordered: Vec<_> = orders.into_iter().map(order).collect();
+        let send = |(prepared, files, claimed)| send_orders(scheduler, prepared, files, claimed);
+        let ordered: Vec<_> = orders.into_iter().map(send).collect();
         first_error = first_error.and(follow_up(scheduler, ordered).await);
     }
     first_error.map(|()| started == planned)
 }
 
-/// Whether a job may start as planned: its `stored` row still fits the row in the plan (`known`).
+/// Whether a job may start as planned, because its `stored` row still fits the row in the plan (`known`).
 fn may_start(stored: &Job, known: &Job) -> bool {
     matches!(stored.state, JobState::Queued | JobState::Restarting)
         && stored.unreadable.is_none()
@@ -95,11 +96,12 @@ fn may_start(stored: &Job, known: &Job) -> bool {
 
 /// Finds the requirements of jobs before they are claimed. Also returns the first transient error. Jobs that have failed, or must be
 /// planned again, are left out.
-async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<Prepared>, Result<()>)> {
+async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<PreparedJob>, Result<()>)> {
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
-    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_by_id(&ids), datasets(scheduler, known))?;
+    let (stored, datasets) =
+        tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
     let mut stored: HashMap<JobId, JobRow> =
         stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());
@@ -109,7 +111,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
         match stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) {
             Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
             None => {
-                scheduler.waiting.note(&start.row.job);
+                scheduler.waiting.note_change(&start.row.job);
                 // The job's slots are free, so a new round is due.
                 scheduler.agents.leases.wake_dispatch();
             }
@@ -133,9 +135,9 @@ async fn prepare(
     scheduler: &Scheduler,
     start: Start,
     datasets: &HashMap<String, Dataset>,
-) -> Result<Option<Prepared>> {
+) -> Result<Option<PreparedJob>> {
     let job = &start.row.job;
-    let mut needs = match needs(scheduler, job, datasets).await? {
+    let mut needs = match find_needs(scheduler, job, datasets).await? {
         Ok(needs) => needs,
         Err(why) => return fail(scheduler, &job.id, why).await.map(|()| None),
     };
@@ -143,11 +145,11 @@ async fn prepare(
     if job.attempt > 0 || start.row.is_fork() {
         // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-        if forget_missing(scheduler, job, reader).await? == ResumePoint::AllLost {
+        if remove_missing_checkpoints(scheduler, job, reader).await? == ResumePoint::AllLost {
             return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);
         }
     }
-    if let Some(ReasonKind::FewerRanks { ranks, .. }) = start.fewer.as_ref().map(Reason::kind) {
+    if let Some(ReasonKind::FewerRanks { ranks, .. }) = start.fewer_ranks_reason.as_ref().map(Reason::kind) {
         needs.spec = needs.spec.on_ranks(*ranks);
     }
     // Ranks are numbered machine by machine.
@@ -162,17 +164,17 @@ async fn prepare(
         job: job.id.clone(),
         after_attempt: job.attempt,
         places,
-        fewer: start.fewer.clone(),
+        fewer_ranks_reason: start.fewer_ranks_reason.clone(),
         at: crate::now(),
     };
-    Ok(Some(Prepared { start, needs, claim }))
+    Ok(Some(PreparedJob { start, needs, claim }))
 }
 
 /// Claims jobs, all in one transaction. If one of them is refused permanently, each is claimed separately.
-async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>> {
+async fn claim(scheduler: &Scheduler, prepared: &[PreparedJob]) -> Result<Vec<Option<ClaimedAttempt>>> {
     let claims: Vec<_> = prepared.iter().map(|prepared| prepared.claim.clone()).collect();
-    match scheduler.store.claim_all(&claims).await {
-        Err(error) if error.may_pass() => return find_claimed(scheduler, &claims, error).await,
+    match scheduler.store.claim_jobs(&claims).await {
+        Err(error) if error.is_temporary() => return find_claimed(scheduler, &claims, error).await,
         Err(_) => {}
         Ok(done) => return Ok(done),
     }
@@ -182,7 +184,7 @@ async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Optio
         claimed.push(match scheduler.store.claim(claim.clone()).await {
             Ok(done) => done,
             // Earlier jobs are claimed, and their agents must be notified in any case.
-            Err(error) if error.may_pass() => {
+            Err(error) if error.is_temporary() => {
                 let found = find_claimed(scheduler, &[claim], error).await;
                 found.ok().and_then(|mut found| found.pop()).flatten()
             }
@@ -201,11 +203,11 @@ async fn find_claimed(
     scheduler: &Scheduler,
     claims: &[Claim],
     error: StoreError,
-) -> Result<Vec<Option<Claimed>>> {
+) -> Result<Vec<Option<ClaimedAttempt>>> {
     let mut backoff = RETRY;
     let found = loop {
         match read_claimed(scheduler, claims).await {
-            Err(again) if again.may_pass() => {
+            Err(again) if again.is_temporary() => {
                 tracing::warn!(error = %again, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(backoff.pause()) => {}
@@ -218,7 +220,7 @@ async fn find_claimed(
     if found.iter().all(Option::is_none) { Err(error) } else { Ok(found) }
 }
 
-async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
     // A commit that is still in progress would not be visible.
     scheduler.store.wait_for_writer().await?;
     let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
@@ -227,7 +229,8 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
     for claim in claims {
         let row = rows.iter().find(|row| row.job.id == claim.job);
         // Only this task claims jobs, so the next attempt is this claim's attempt.
-        let attempt = row.and_then(JobRow::live).filter(|live| live.attempt == claim.after_attempt + 1);
+        let attempt =
+            row.and_then(JobRow::live_attempt).filter(|live| live.attempt == claim.after_attempt + 1);
         let (Some(row), Some(attempt)) = (row, attempt) else {
             found.push(None);
             continue;
@@ -235,17 +238,18 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
         let attempts = scheduler.store.attempts(&claim.job).await?;
         let stored = attempts.into_iter().find(|stored| stored.attempt == attempt.attempt);
         let checkpoint = stored.and_then(|stored| stored.checkpoint);
-        let resume = checkpoint.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
+        let resume_checkpoint =
+            checkpoint.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
         // The claim's events are stored; followers read them from the store.
         scheduler.events.hub.catch_up(&row.job);
-        let changed = Changed { job: row.job.clone(), events: Vec::new() };
-        found.push(Some(Claimed { attempt, resume, changed }));
+        let changed = ChangedJob { job: row.job.clone(), events: Vec::new() };
+        found.push(Some(ClaimedAttempt { attempt, resume_checkpoint, changed }));
     }
     Ok(found)
 }
 
 /// A claimed job whose agents were notified.
-struct Ordered {
+struct OrderedJob {
     attempt: AttemptRef,
     places: Vec<Place>,
     /// The name of an agent that was not connected.
@@ -253,11 +257,16 @@ struct Ordered {
 }
 
 /// Orders the agents of a claimed job to start it.
-fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: Claimed) -> Ordered {
-    let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
+fn send_orders(
+    scheduler: &Scheduler,
+    prepared: PreparedJob,
+    files: StartFiles,
+    claimed: ClaimedAttempt,
+) -> OrderedJob {
+    let PreparedJob { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     scheduler.checkpoints.waits.forget(&job.id);
-    scheduler.last_plan.release(&job.id);
+    scheduler.last_plan.remove_reservations(&job.id);
     scheduler.events.publish(&claimed.changed);
     let master_addr = master_address(&chosen);
     let mut start = StartAttempt {
@@ -272,7 +281,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
         // An agent that does not find the mark in this folder uses its own folder.
         job_dir: Some(scheduler.config.job_dir(&job.id).to_string_lossy().into_owned()),
-        resume: claimed.resume,
+        resume: claimed.resume_checkpoint,
         pause_after: row.progress.pause_after,
         network: None,
         files: StartFiles { mark: files.mark, dataset: files.dataset, ..needs.files },
@@ -291,31 +300,37 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
             break;
         }
     }
-    Ordered { attempt, places, disconnected }
+    OrderedJob { attempt, places, disconnected }
 }
 
 /// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
 ///
 /// # Errors
 /// The first transient error, after all jobs were handled.
-async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
+async fn follow_up(scheduler: &Scheduler, ordered: Vec<OrderedJob>) -> Result<()> {
     let mut first_error = Ok(());
     let (ordered, failed): (Vec<_>, Vec<_>) =
         ordered.into_iter().partition(|order| order.disconnected.is_none());
-    for Ordered { attempt, places, disconnected } in failed {
+    for OrderedJob { attempt, places, disconnected } in failed {
         let why: Reason = ReasonKind::AgentLeft { agent: disconnected.unwrap_or_default().into() }.into();
         // No rank has started, because not all agents are ready.
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
         first_error = first_error.and(skip_permanent_error(&attempt.job, ended));
-        send_stop(scheduler, &places, &attempt, "an agent disconnected before it could start", false);
+        send_stop(
+            scheduler,
+            &places,
+            &attempt,
+            "an agent disconnected before it could start",
+            StopMode::AtOnce,
+        );
     }
     let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
     let rows = scheduler.store.jobs_by_id(&ids).await?;
     let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
-    for Ordered { attempt, places, .. } in ordered {
+    for OrderedJob { attempt, places, .. } in ordered {
         let row = rows.get(&attempt.job).copied();
-        let is_live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        let is_live = row.is_some_and(|r| r.live_attempt().as_ref() == Some(&attempt));
         if !is_live {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
         }
@@ -323,10 +338,10 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
             Some(row) if is_live => stop_reason(row),
             // The attempt has ended, and its agents know.
             Some(row) if row.job.state != JobState::Cancelled => None,
-            _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),
+            _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), StopMode::AtOnce)),
         };
-        if let Some((reason, patient)) = stop {
-            send_stop(scheduler, &places, &attempt, &reason, patient);
+        if let Some((reason, mode)) = stop {
+            send_stop(scheduler, &places, &attempt, &reason, mode);
         }
     }
     first_error
@@ -343,7 +358,7 @@ fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
 }
 
 /// Prepares the files of each job for agents without the server's disk, and the mark by which an agent recognises this disk.
-async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
+async fn write_start_files(scheduler: &Scheduler, prepared: &[PreparedJob]) -> Vec<StartFiles> {
     let folders: Vec<_> =
         prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
     let count = folders.len();

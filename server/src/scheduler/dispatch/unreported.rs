@@ -1,5 +1,5 @@
-//! Checkpoints on the server's disk that were never reported: the ranks continued while the server or their agent was unreachable, removed
-//! the older, reported checkpoints, and ended.
+//! Checkpoints on the server's disk that were never reported, because the ranks continued while the server or their agent was unreachable,
+//! removed the older, reported checkpoints, and ended.
 
 use crate::checkpoints::{
     artifact_checks::has_expected_sizes,
@@ -39,7 +39,7 @@ struct Best {
 
 /// Finds the newest checkpoint in `checkpoints` that has all of its files. If another checkpoint is the best, it comes first in the list.
 /// Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
-pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
+pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
             .into_iter()
@@ -53,18 +53,18 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
             let failed = |error: &io::Error| {
                 tracing::warn!(folder = %folder.display(), %error, "no checkpoint to continue from");
             };
-            read(&checkpoints, epoch, step).inspect_err(failed).ok()
+            read_checkpoint(&checkpoints, epoch, step).inspect_err(failed).ok()
         });
         let Some((newest, best)) = newest else { return Vec::new() };
         let other = best.filter(|best| best.step != newest.step);
-        let other = other.and_then(|best| Some(read(&checkpoints, best.epoch, best.step).ok()?.0));
+        let other = other.and_then(|best| Some(read_checkpoint(&checkpoints, best.epoch, best.step).ok()?.0));
         let best = other.map(|other| CheckpointInfo { best: true, ..other });
         best.into_iter().chain([newest]).collect()
     };
     tokio::task::spawn_blocking(work).await.unwrap_or_default()
 }
 
-fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
+fn read_checkpoint(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
     let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let folder = checkpoints.join(folder_name(epoch, step));
     if !has_expected_sizes(&folder) {

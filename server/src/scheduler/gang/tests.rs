@@ -46,7 +46,7 @@ fn chosen(given: &[Given<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, 
 
 fn chosen_from(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
     let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
-    let found = choose(candidates, ranks, &reserved).unwrap_or_default();
+    let found = choose_agents(candidates, ranks, &reserved).unwrap_or_default();
     found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
 }
 
@@ -114,7 +114,7 @@ fn machines_reserved_for_a_large_job_have_enough_slots_and_the_most_free_ones() 
     ];
     let candidates = candidates(&given);
     let reserved_names = |ranks| {
-        let found = reserve(&candidates, ranks)?;
+        let found = choose_reserved_agents(&candidates, ranks)?;
         Some(found.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>().join(" "))
     };
     assert_eq!(reserved_names(4).as_deref(), Some("b c"));
@@ -136,7 +136,7 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
         Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
     }
     let candidates = Candidates::new(launched);
-    let found = choose(&candidates, 18, &HashSet::new()).unwrap();
+    let found = choose_agents(&candidates, 18, &HashSet::new()).unwrap();
     let found: Vec<_> =
         found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
     let wanted: Vec<_> =
@@ -184,7 +184,7 @@ fn of_equally_many_machines_those_with_the_fastest_slowest_link_are_chosen() {
     assert_eq!(chosen_from(&equal, 6, &[]), expected(&[("a", 4), ("c", 2)]), "as if no speed were known");
     // Reservations prefer fast links, too.
     let reserved_names = |candidates: &Candidates, ranks| {
-        let found = reserve(candidates, ranks).unwrap();
+        let found = choose_reserved_agents(candidates, ranks).unwrap();
         found.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>()
     };
     assert_eq!(reserved_names(&slow_and_fast, 8), ["c", "d"]);
@@ -213,7 +213,7 @@ fn gpus_connected_by_nvlink_are_chosen_together() {
         let groups: Vec<Vec<u32>> = groups.iter().map(|group| group.to_vec()).collect();
         let candidates =
             candidates_with_links(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
-        choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
+        choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
     };
     let pairs: &[&[u32]] = &[&[0, 4], &[1, 5], &[2, 6], &[3, 7]];
     assert_eq!(slots(0, pairs, 2), [0, 4]);
@@ -246,7 +246,7 @@ fn faster_links_count_more_than_fuller_machines() {
     });
     let one = |ranks, reserved: &[&str]| {
         let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
-        let (c, slots) = choose(&candidates, ranks, &reserved).unwrap().remove(0);
+        let (c, slots) = choose_agents(&candidates, ranks, &reserved).unwrap().remove(0);
         (candidates[c].agent.row.name.clone(), slots)
     };
     assert_eq!(one(1, &[]), ("d".into(), vec![6]), "a single rank uses no links: the fullest");
@@ -262,7 +262,7 @@ fn jobs_of_one_rank_get_slots_without_nvlink() {
     const GPU: &str = "GPU A";
     let groups: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 3, 4, 5]];
     let candidates = candidates_with_links(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
-    let slots = |ranks| choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
+    let slots = |ranks| choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
     assert_eq!(slots(1), [6], "the pair stays whole");
     assert_eq!(slots(2), [0, 1]);
     assert_eq!(slots(3), [2, 3, 4]);

@@ -8,8 +8,8 @@ const CPU: &str = "a core";
 /// A running job: its priority, whether it is already ending, and its slots by agent. Jobs are in the order of the store.
 type Running<'a> = (i32, bool, &'a [(&'a str, &'a [u32])]);
 
-fn yielding(running: &[Running<'_>]) -> Vec<Yielding> {
-    let one = |(priority, ends, places): &Running<'_>| Yielding {
+fn yielding(running: &[Running<'_>]) -> Vec<YieldingJob> {
+    let one = |(priority, ends, places): &Running<'_>| YieldingJob {
         occupant: Occupant {
             job: JobId::generate(),
             priority: *priority,
@@ -39,7 +39,7 @@ fn plan(
 /// Like [`plan`], with the running jobs given in full.
 fn plan_with(
     given: &[Given<'_>],
-    yielding: &[Yielding],
+    yielding: &[YieldingJob],
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);

@@ -26,7 +26,7 @@ pub(crate) struct Rules {
     /// The epochs after which trials are compared. The last epoch ends training.
     pub(crate) rungs: Vec<u32>,
     /// Number of trials, including trials that have not started.
-    pub(crate) trials: u32,
+    pub(crate) trial_count: u32,
     pub(crate) max_concurrent: u32,
 }
 
@@ -49,7 +49,7 @@ impl Rules {
             metric: SweepMetric { name: "val_accuracy", maximize: true },
             reduction: 2,
             rungs: row.rungs.clone(),
-            trials: u32::try_from(row.settings.len()).unwrap_or(u32::MAX),
+            trial_count: u32::try_from(row.settings.len()).unwrap_or(u32::MAX),
             max_concurrent: 0,
         }
     }
@@ -120,7 +120,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     if rules.state == SweepState::Cancelled && live().next().is_some() {
         return live().map(|trial| Action::Cancel { number: trial.number }).collect();
     }
-    let have_started = trials.len() >= rules.trials as usize;
+    let have_started = trials.len() >= rules.trial_count as usize;
     if live().next().is_none() && (have_started || rules.state == SweepState::Cancelled) {
         return vec![Action::Finish];
     }
@@ -131,7 +131,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     let active = trials.iter().filter(|trial| trial.stage == Stage::Active).count();
     let free = (rules.max_concurrent as usize).saturating_sub(active);
     let pause_after = |rung: usize| rules.rungs.get(rung).copied().filter(|_| rung + 1 < rules.rungs.len());
-    let new = (1..=rules.trials).filter(|number| trials.iter().all(|trial| trial.number != *number));
+    let new = (1..=rules.trial_count).filter(|number| trials.iter().all(|trial| trial.number != *number));
     let starts = new.map(|number| Action::Start { number, pause_after: pause_after(0) });
     // Trials at later rungs come first, because more computation was spent on them.
     promoted.sort_by_key(|(_, rung)| Reverse(*rung));
@@ -148,7 +148,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
 fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Action>) {
     let (mut promoted, mut ends) = (Vec::new(), Vec::new());
     // The trials that are certain to reach the rung, and the number of trials that will reach it.
-    let (mut entrants, mut entrant_count) = (trials.iter().collect::<Vec<_>>(), rules.trials as usize);
+    let (mut entrants, mut entrant_count) = (trials.iter().collect::<Vec<_>>(), rules.trial_count as usize);
     for rung in 0..rules.rungs.len().saturating_sub(1) {
         let continuing = (entrant_count / rules.reduction as usize).max(1);
         let waits = |trial: &TrialState| trial.stage == Stage::AtRung && trial.values.len() == rung + 1;

@@ -12,7 +12,7 @@ use crate::{
         new_jobs::{NewJobError, add_job, new_job},
     },
     store::{JobRow, NewTrial, Result, StoreError, SweepRow},
-    util::failure_log::Failing,
+    util::failure_log::FailureLog,
 };
 use decide::{Action, Rules, TrialState, decide};
 use lockstep_protocol::{
@@ -32,10 +32,10 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_s
 
 /// Advances all sweeps. Runs until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
-    let (mut failing, mut backoff) = (Failing::default(), RETRY);
+    let (mut failure_log, mut backoff) = (FailureLog::default(), RETRY);
     loop {
         let advanced = advance_all(&scheduler).await;
-        failing.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
+        failure_log.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
         let pause = match advanced {
             Ok(()) => {
                 backoff = RETRY;
@@ -95,12 +95,12 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
                     return pause(scheduler, sweep, why).await;
                 };
                 let id = TrialOf { sweep: sweep.id.clone(), number };
-                let mut new = new_job(JobId::generate(), spec, sweep.owned.owner.clone());
+                let mut new = new_job(JobId::generate(), spec, sweep.ownership.owner.clone());
                 new.trial = Some(NewTrial { id, pause_after });
                 match add_job(scheduler, new).await {
                     Ok(_) => Ok(()),
-                    Err(NewJobError::Store(error)) if error.may_pass() => Err(error),
-                    // For example a full disk, or a removed dataset: a person must solve the problem and resume the sweep.
+                    Err(NewJobError::Store(error)) if error.is_temporary() => Err(error),
+                    // For example a full disk, or a removed dataset. A person must solve the problem and resume the sweep.
                     Err(error) => {
                         let why = format!("trial {number} cannot start: {error}");
                         return pause(scheduler, sweep, &why).await;
@@ -203,8 +203,8 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         project: row.project.clone(),
         state: row.state,
         reason: row.reason.clone(),
-        owner: row.owned.owner.clone(),
-        private: row.owned.private,
+        owner: row.ownership.owner.clone(),
+        private: row.ownership.private,
         spec: row.spec.clone(),
         metric: rules.as_ref().map_or("val_accuracy", |rules| rules.metric.name).to_owned(),
         rungs: row.rungs.clone(),

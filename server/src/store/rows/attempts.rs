@@ -1,6 +1,6 @@
 //! Attempts: claims, attempts that may write, and reports of ranks.
 
-use super::Changed;
+use super::ChangedJob;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, Source},
@@ -28,7 +28,7 @@ impl Place {
 
 /// An agent's part of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GivenPlace {
+pub struct AgentPlace {
     /// Whether the agent has rank 0, which writes the checkpoints.
     pub has_rank_0: bool,
     /// Whether the agent has reported that it keeps checkpoints on its own disk.
@@ -44,19 +44,19 @@ pub struct Claim {
     /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
     /// The reason if the attempt has fewer ranks than the job.
-    pub fewer: Option<Reason>,
+    pub fewer_ranks_reason: Option<Reason>,
     pub at: Timestamp,
 }
 
 /// A created attempt.
 #[derive(Debug, Clone)]
-pub struct Claimed {
+pub struct ClaimedAttempt {
     /// The attempt, with its fencing token.
     pub attempt: AttemptRef,
     /// The newest complete checkpoint, from which the attempt continues: `<epoch>-<step>`.
-    pub resume: Option<String>,
+    pub resume_checkpoint: Option<String>,
     /// The job, now `starting`.
-    pub changed: Changed,
+    pub changed: ChangedJob,
 }
 
 /// An attempt that may write.
@@ -112,7 +112,7 @@ pub struct Report {
     pub agent_id: String,
     pub attempt: AttemptRef,
     pub source: Source,
-    /// Number of records of the source before the first record of this report.
+    /// Index of the first record of this report among the source's records, from 0.
     pub first: u64,
     /// The records, in order.
     pub events: Vec<AttemptEvent>,
@@ -135,13 +135,13 @@ pub struct RunRecords {
 
 /// The result of storing records of a run from elsewhere.
 #[derive(Debug, Clone)]
-pub enum Appended {
+pub enum AppendResult {
     /// The records are on disk.
     Stored {
         /// Number of stored records of the run.
         records: u64,
         /// The changes by the new records.
-        changed: Box<Changed>,
+        changed: Box<ChangedJob>,
     },
     /// Earlier records are missing.
     Gap {
@@ -152,12 +152,12 @@ pub enum Appended {
 
 /// The result of storing a report.
 #[derive(Debug, Clone)]
-pub enum Ingested {
+pub enum IngestResult {
     /// The report's records are on disk.
     Stored {
         acknowledged: Acknowledged,
         /// All changes of the job by the transaction, in the result of the job's first new report. `None` in other results.
-        changed: Option<Box<Changed>>,
+        changed: Option<Box<ChangedJob>>,
     },
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,

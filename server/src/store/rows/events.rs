@@ -1,6 +1,6 @@
 //! Rows of events, and the filter for log events.
 
-use crate::store::{points, quarantine};
+use crate::store::{points, unreadable};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
@@ -8,7 +8,7 @@ use lockstep_protocol::{
     stream::{Event, EventBody},
 };
 
-/// Finding a row takes as long as reading this number of bytes.
+/// The cost of finding a row, in bytes: the number of bytes that could be read in the same time.
 pub(in crate::store) const ROW_COST: u64 = 256;
 
 /// A row of events: either one event, or the points that a rank reported together, which are one event per metric.
@@ -18,12 +18,12 @@ pub struct EventRow {
     pub seq: u64,
     /// The time of the events, to the millisecond.
     pub at: Timestamp,
-    pub stored: Stored,
+    pub content: RowContent,
 }
 
 /// The content of a row of events.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Stored {
+pub enum RowContent {
     /// One event: the JSON object of its [`EventBody`].
     Body(String),
     /// Points of a rank's metrics.
@@ -38,22 +38,22 @@ pub enum Stored {
 impl EventRow {
     /// Number of events in the row.
     pub fn count(&self) -> u64 {
-        match &self.stored {
-            Stored::Body(_) => 1,
-            Stored::Points { data, .. } => points::count(data),
+        match &self.content {
+            RowContent::Body(_) => 1,
+            RowContent::Points { data, .. } => points::column_count(data),
         }
     }
 
     /// Sequence number of the row's first event.
-    pub fn first(&self) -> u64 {
+    pub fn first_seq(&self) -> u64 {
         (self.seq + 1).saturating_sub(self.count())
     }
 
     /// Size of the row's content in bytes.
     pub fn bytes(&self) -> usize {
-        match &self.stored {
-            Stored::Body(body) => body.len(),
-            Stored::Points { data, .. } => data.len(),
+        match &self.content {
+            RowContent::Body(body) => body.len(),
+            RowContent::Points { data, .. } => data.len(),
         }
     }
 
@@ -65,20 +65,20 @@ impl EventRow {
     /// Attempt, rank and one column per event of a row of points. With `name`, only the column of this metric. `None` if the row has no
     /// points, or the points cannot be read.
     pub fn metrics(&self, name: Option<&str>) -> Option<(u32, u32, Vec<MetricColumn>)> {
-        match &self.stored {
-            Stored::Points { attempt, rank, data } => {
+        match &self.content {
+            RowContent::Points { attempt, rank, data } => {
                 let columns = points::decode(data, name);
                 let columns = columns
-                    .inspect_err(|error| quarantine::log_once(&format!("event {}: {error}", self.seq)));
+                    .inspect_err(|error| unreadable::log_once(&format!("event {}: {error}", self.seq)));
                 Some((*attempt, *rank, columns.ok()?))
             }
-            Stored::Body(_) => None,
+            RowContent::Body(_) => None,
         }
     }
 
     /// The row's event, if its type begins with `kind`. Other bodies are not parsed.
     fn body(&self, kind: &str) -> Option<EventBody> {
-        let Stored::Body(body) = &self.stored else { return None };
+        let RowContent::Body(body) = &self.content else { return None };
         body.strip_prefix("{\"type\":\"")?.starts_with(kind).then(|| serde_json::from_str(body).ok())?
     }
 
@@ -100,7 +100,7 @@ impl EventRow {
 
     /// Whether the row reports an alert.
     pub(crate) fn is_alert(&self) -> bool {
-        matches!(&self.stored, Stored::Body(body) if body.starts_with("{\"type\":\"alert\""))
+        matches!(&self.content, RowContent::Body(body) if body.starts_with("{\"type\":\"alert\""))
     }
 
     /// The row's events after number `after` as frames of the stream, with their numbers. Events that are sent live and
@@ -110,16 +110,17 @@ impl EventRow {
             let rest = body.strip_prefix('{').unwrap_or("}");
             (seq, format!("{{\"seq\":{seq},\"at\":\"{}\",{rest}", self.at))
         };
-        if let Stored::Body(body) = &self.stored {
+        if let RowContent::Body(body) = &self.content {
             return if self.seq > after { vec![frame(self.seq, body)] } else { Vec::new() };
         }
         let Some((attempt, rank, columns)) = self.metrics(None) else { return Vec::new() };
-        let bodies = (self.first()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
-            let MetricColumn { name, steps, values } = column;
-            let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
-            let body = EventBody::Metrics { attempt, rank, name, steps, values };
-            frame(seq, &serde_json::to_string(&body).unwrap_or_default())
-        });
+        let bodies =
+            (self.first_seq()..).zip(columns).filter(|(seq, _)| *seq > after).map(|(seq, column)| {
+                let MetricColumn { name, steps, values } = column;
+                let values = values.into_iter().map(|v| v.is_finite().then_some(v)).collect();
+                let body = EventBody::Metrics { attempt, rank, name, steps, values };
+                frame(seq, &serde_json::to_string(&body).unwrap_or_default())
+            });
         bodies.collect()
     }
 }
@@ -131,7 +132,7 @@ pub struct LogPage {
     /// Sequence numbers of the first and last examined event, including unreadable events.
     pub range: Option<(u64, u64)>,
     /// Whether the page reached a limit, so that more events may follow.
-    pub full: bool,
+    pub is_full: bool,
 }
 
 /// A filter for log events.
@@ -147,8 +148,8 @@ pub struct LogFilter {
     pub before: Option<u64>,
     /// Maximum number of events.
     pub limit: u32,
-    /// Select the newest matching events instead of the first, in the same order.
-    pub newest: bool,
-    /// Only events that may contain this text, regardless of case. The filter is approximate: other events may be included.
+    /// Whether the page has the newest matching events instead of the first. The order of events is the same.
+    pub selects_newest: bool,
+    /// Only events that may contain this text, regardless of case. The filter is approximate, so other events may be included.
     pub containing: Option<String>,
 }

@@ -54,7 +54,7 @@ pub struct GroupRow {
     /// When the newest job was submitted.
     pub newest_at: Timestamp,
     /// The sums of each requested metric.
-    pub metrics: Vec<Spread>,
+    pub metrics: Vec<RunningStatistics>,
 }
 
 /// Statistics of a metric over the jobs of a group that have a value.
@@ -74,7 +74,7 @@ pub struct MeanAndSpread {
 
 /// The sums from which the statistics of a metric are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Spread {
+pub struct RunningStatistics {
     /// Number of jobs with a value.
     n: u64,
     mean: f64,
@@ -84,7 +84,7 @@ pub struct Spread {
     max: f64,
 }
 
-impl Spread {
+impl RunningStatistics {
     /// Adds a job's value (Welford's algorithm, which avoids the difference of large sums). Ignores values that are not finite.
     pub fn add(&mut self, value: f64) {
         if !value.is_finite() {
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     fn statistics(values: &[f64]) -> MeanAndSpread {
-        let mut spread = Spread::default();
+        let mut spread = RunningStatistics::default();
         values.iter().for_each(|value| spread.add(*value));
         spread.statistics()
     }

@@ -47,7 +47,7 @@ impl NewJob {
 
 /// The job after a change, and the events that the change stored.
 #[derive(Debug, Clone)]
-pub struct Changed {
+pub struct ChangedJob {
     pub job: Job,
     /// The stored events, in order; may be empty.
     pub events: Vec<EventRow>,
@@ -55,8 +55,8 @@ pub struct Changed {
 
 /// The result of [`crate::store::Store::create_job`].
 #[derive(Debug, Clone)]
-pub enum Created {
-    New(Box<Changed>),
+pub enum CreateResult {
+    New(Box<ChangedJob>),
     /// The job that an earlier, identical request created.
     Existing(Box<Job>),
 }

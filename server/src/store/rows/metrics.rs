@@ -9,19 +9,19 @@ pub struct MetricFilter {
     pub name: Option<String>,
     /// Only these ranks (empty: all).
     pub ranks: Vec<u32>,
-    /// The smallest step.
+    /// Only points from this step on (`None`: all).
     pub from: Option<u64>,
-    /// The largest step.
+    /// Only points up to this step, inclusive (`None`: all).
     pub to: Option<u64>,
     /// Only events with `seq > after`.
     pub after: u64,
-    /// Total cost ([`super::EventRow::cost`]) of a page. The page ends after the row that reaches this cost (`None`: no limit).
-    pub limit_cost: Option<u64>,
+    /// Maximum total cost ([`super::EventRow::cost`]) of a page. The page ends after the row that reaches this cost (`None`: no limit).
+    pub max_cost: Option<u64>,
 }
 
 impl MetricFilter {
     /// Whether the column has the name and may have points in the range of steps.
-    pub fn wants(&self, column: &MetricColumn) -> bool {
+    pub fn may_match(&self, column: &MetricColumn) -> bool {
         let ends = column.ends();
         self.name.as_ref().is_none_or(|name| *name == column.name)
             && self.from.is_none_or(|from| ends.is_none_or(|(_, last)| last >= from))
@@ -31,16 +31,16 @@ impl MetricFilter {
 
 #[derive(Debug, Clone, Default)]
 pub struct MetricPage {
-    /// No matching event up to this sequence number is missing. This is the job's last event, or `last` if the page is full.
+    /// No matching event up to this sequence number is missing. This is the job's last event, or `last_seq` if the page is full.
     pub as_of: u64,
     /// The points of the events. Unreadable events are left out.
     pub columns: Vec<RankColumn>,
     /// Whether the page reached the limit of the filter.
-    pub full: bool,
+    pub is_full: bool,
     /// Total cost of the rows that were read ([`super::EventRow::cost`]).
     pub cost: u64,
     /// Sequence number of the last row that was read; 0 if there was none.
-    pub last: u64,
+    pub last_seq: u64,
 }
 
 /// The points of an event, and the rank that reported them.

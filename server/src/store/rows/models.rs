@@ -1,6 +1,6 @@
 //! Versions of registered models.
 
-use super::Owned;
+use super::Ownership;
 use jiff::Timestamp;
 use lockstep_protocol::{dataset::DatasetNote, job::JobId, models::ModelVersion};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub struct NewVersion {
     pub programs: BTreeMap<String, String>,
     pub description: String,
     /// Name of the person or token that registers the version.
-    pub by: Option<String>,
+    pub registered_by: Option<String>,
     pub at: Timestamp,
 }
 
@@ -26,5 +26,5 @@ pub struct NewVersion {
 pub struct VersionRow {
     pub version: ModelVersion,
     /// The job's owner and privacy, which also apply to the version.
-    pub owned: Owned,
+    pub ownership: Ownership,
 }

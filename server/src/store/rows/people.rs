@@ -32,7 +32,7 @@ pub(crate) fn principal(name: &str) -> String {
 
 /// The owner and privacy of a job or a dataset.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Owned {
+pub struct Ownership {
     /// A person's or token's name; `None` without authentication.
     pub owner: Option<String>,
     /// Whether only the owner and admins see the job or dataset.

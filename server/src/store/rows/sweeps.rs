@@ -1,6 +1,6 @@
 //! Stored sweeps.
 
-use super::Owned;
+use super::Ownership;
 use jiff::Timestamp;
 use lockstep_protocol::{job::TrialOf, spec::Setting, sweep::SweepState};
 use serde_json::Value;
@@ -23,7 +23,7 @@ pub struct SweepRow {
     /// Epochs after which trials are compared; the last is the end of training.
     pub rungs: Vec<u32>,
     /// The owner, and whether the sweep is private.
-    pub owned: Owned,
+    pub ownership: Ownership,
     /// When the sweep was submitted.
     pub created_at: Timestamp,
     /// When the last trial ended.

@@ -48,7 +48,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
+    pub(in crate::store) async fn agents_by_name_or_id(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
         let query = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id");
         self.list(query.bind(strip_nul(name)).bind(strip_nul(id)), agent).await
     }
@@ -57,7 +57,7 @@ impl SqlStore {
         self.list(sqlx::query("SELECT * FROM agents ORDER BY name, id"), agent).await
     }
 
-    pub(in crate::store) async fn draining(&self) -> Result<Vec<String>> {
+    pub(in crate::store) async fn draining_agents(&self) -> Result<Vec<String>> {
         Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
             .fetch_all(&self.reader)
             .await?)

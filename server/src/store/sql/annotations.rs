@@ -1,9 +1,9 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects.
 
-use super::{Connection, Db, SqlStore, job_list::push_seen, pages::bounded, purge};
+use super::{Connection, Db, SqlStore, job_list::push_visibility, pages::bounded, purge};
 use crate::store::{
     Annotation, AnnotationPage, Result, StoreError,
-    quarantine::readable,
+    unreadable::readable,
     values::{from_json, json, strip_nul, uint},
 };
 use lockstep_protocol::job::JobId;
@@ -13,7 +13,7 @@ use sqlx::QueryBuilder;
 /// Adds `FROM` and `WHERE` for annotations of existing jobs that the person or token `seen_by` sees.
 fn push_annotated(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" FROM annotations JOIN jobs ON jobs.id = annotations.job_id");
-    push_seen(query, seen_by);
+    push_visibility(query, seen_by);
 }
 
 impl SqlStore {

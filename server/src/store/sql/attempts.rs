@@ -2,14 +2,14 @@
 
 use super::{
     Connection, DbRow, SqlStore, batch, events,
-    jobs::{append, load_all, save},
+    jobs::{create_event_rows, load_all, save},
 };
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
-        quarantine::{self, json_or_default, readable},
-        values::{fault_point, fencing, job_id, json, new_fencing, time, to_u32, uint},
+        AgentPlace, AttemptRow, ChangedJob, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
+        unreadable::{self, json_or_default, readable},
+        values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -66,11 +66,11 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn given_place(
+    pub(in crate::store) async fn agent_place(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,
-    ) -> Result<Option<GivenPlace>> {
+    ) -> Result<Option<AgentPlace>> {
         let row = sqlx::query(
             "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2",
         )
@@ -79,48 +79,46 @@ impl SqlStore {
         .fetch_optional(&self.reader)
         .await?;
         let Some(row) = row else { return Ok(None) };
-        let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
         let places: Vec<Place> = json_or_default(attempt.job.as_str(), "places", row.try_get("places")?);
         let own_disks: Vec<String> =
             json_or_default(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
         let place = places.into_iter().find(|place| place.agent_id == agent_id);
-        Ok(place.filter(|_| token == attempt.fencing_token).map(|place| GivenPlace {
+        Ok(place.filter(|_| token == attempt.fencing_token).map(|place| AgentPlace {
             has_rank_0: place.has_rank_0(),
             has_own_disk: own_disks.iter().any(|id| id == agent_id),
         }))
     }
 
-    pub(in crate::store) async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    pub(in crate::store) async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
-        let mut taken = take(&mut db, claims).await?;
-        // If several claims name the same job, the first claim gets the attempt.
-        let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
-        let created: Vec<_> = attempts.iter().flatten().cloned().collect();
-        let tokens = insert(&mut db, &created).await?;
-        let ids: Vec<_> = created.iter().map(|(claim, _)| claim.job.clone()).collect();
+        let attempts = take_jobs(&mut db, claims).await?;
+        let created: Vec<&NewAttempt<'_>> = attempts.iter().flatten().collect();
+        let tokens = insert_attempts(&mut db, &created).await?;
+        let ids: Vec<_> = created.iter().map(|attempt| attempt.claim.job.clone()).collect();
         let rows = load_all(&mut db, &ids).await?;
         let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
         let mut changed = Vec::with_capacity(created.len());
         for attempt in attempts {
-            let Some((claim, (attempt, resume))) = attempt else {
+            let Some(NewAttempt { claim, number, resume_checkpoint }) = attempt else {
                 claimed.push(None);
                 continue;
             };
             let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
             let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
             row.fencing_token = Some(fencing_token);
-            row.job.agents = agents(&claim.places);
-            let bodies = lifecycle::start_attempt(&mut row, claim.fewer.clone(), claim.at)?;
-            let appended = append(&mut db, &mut row, bodies, claim.at).await?;
+            row.job.agents = agent_names(&claim.places);
+            let bodies = lifecycle::start_attempt(&mut row, claim.fewer_ranks_reason.clone(), claim.at)?;
+            let appended = create_event_rows(&mut db, &mut row, bodies, claim.at).await?;
             let events = appended.iter().map(|new| new.row.clone()).collect();
             new.extend(appended);
-            let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
-            claimed.push(Some(Claimed {
+            let attempt = AttemptRef { job: claim.job.clone(), attempt: number, fencing_token };
+            claimed.push(Some(ClaimedAttempt {
                 attempt,
-                resume,
-                changed: Changed { job: row.job.clone(), events },
+                resume_checkpoint,
+                changed: ChangedJob { job: row.job.clone(), events },
             }));
             changed.push(row);
         }
@@ -132,7 +130,7 @@ impl SqlStore {
         Ok(claimed)
     }
 
-    pub(in crate::store) async fn yielding(&self) -> Result<Vec<Occupant>> {
+    pub(in crate::store) async fn yielding_jobs(&self) -> Result<Vec<Occupant>> {
         // SQLite uses the index `jobs_yielding` only if the index's condition has the same text.
         let query = sqlx::query(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
@@ -164,7 +162,7 @@ impl SqlStore {
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
         );
-        let live = |row: &DbRow| {
+        let attempt_row = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
                 // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
@@ -172,20 +170,28 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
-                    fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+                    fencing_token: read_fencing_token(
+                        row.try_get("fencing_token")?,
+                        row.try_get("fencing_secret")?,
+                    ),
                 },
             })
         };
-        self.list(query, live).await
+        self.list(query, attempt_row).await
     }
 }
 
-/// The new attempt of a claimed job: the attempt's number, and the checkpoint from which it continues.
-type Taken = (u32, Option<String>);
+/// The attempt that a claim creates.
+struct NewAttempt<'a> {
+    claim: &'a Claim,
+    number: u32,
+    /// The checkpoint from which the attempt continues.
+    resume_checkpoint: Option<String>,
+}
 
-/// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns
-/// these jobs. Of two concurrent claims, only one finds the job waiting.
-async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
+/// Increments the attempt number of each claimed job that still waits and whose newest attempt is the claim's `after_attempt`. Returns the
+/// new attempts in the order of the claims; `None` if the job does not wait, or if an earlier claim has taken it.
+async fn take_jobs<'a>(db: &mut Connection, claims: &'a [Claim]) -> Result<Vec<Option<NewAttempt<'a>>>> {
     let text = "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
         AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
         WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume";
@@ -198,34 +204,46 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
             taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
         }
     }
-    Ok(taken)
+    let new_attempt = |claim: &'a Claim| {
+        let (number, resume_checkpoint) = taken.remove(&claim.job)?;
+        Some(NewAttempt { claim, number, resume_checkpoint })
+    };
+    Ok(claims.iter().map(new_attempt).collect())
 }
 
 /// Stores attempts in the order of their fencing tokens. Returns the fencing tokens by job.
-async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<HashMap<JobId, FencingToken>> {
+async fn insert_attempts(
+    db: &mut Connection,
+    attempts: &[&NewAttempt<'_>],
+) -> Result<HashMap<JobId, FencingToken>> {
     let text = "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
         RETURNING job_id, fencing_token, fencing_secret";
     let mut tokens = HashMap::with_capacity(attempts.len());
-    for query in batch::statements(text, 6, attempts, |query, (claim, (attempt, resume))| {
-        Ok(query
-            .bind(claim.job.as_str())
-            .bind(i64::from(*attempt))
-            .bind(json(&claim.places)?)
-            .bind(resume.as_deref())
-            .bind(claim.at.as_millisecond())
-            // The database assigns the token's number.
-            .bind(new_fencing(0).secret_text()))
-    })? {
+    for query in
+        batch::statements(text, 6, attempts, |query, NewAttempt { claim, number, resume_checkpoint }| {
+            Ok(query
+                .bind(claim.job.as_str())
+                .bind(i64::from(*number))
+                .bind(json(&claim.places)?)
+                .bind(resume_checkpoint.clone())
+                .bind(claim.at.as_millisecond())
+                // The database assigns the token's number.
+                .bind(new_fencing_token(0).secret_text()))
+        })?
+    {
         for row in query.fetch_all(&mut *db).await? {
             let job = job_id(row.try_get("job_id")?)?;
-            tokens.insert(job, fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));
+            tokens.insert(
+                job,
+                read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+            );
         }
     }
     Ok(tokens)
 }
 
 /// The names of an attempt's agents, without duplicates.
-fn agents(places: &[Place]) -> Vec<String> {
+fn agent_names(places: &[Place]) -> Vec<String> {
     let mut agents: Vec<String> = Vec::new();
     for place in places {
         if !agents.contains(&place.agent) {
@@ -239,12 +257,12 @@ fn agents(places: &[Place]) -> Vec<String> {
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = json_or_default(job.as_str(), "places", row.try_get("places")?);
-    let agents = agents(&places);
+    let agents = agent_names(&places);
     let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = text(state)?.unwrap_or_default().parse::<AttemptState>().unwrap_or_else(|error| {
-        quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
+        unreadable::log_once(&format!("the state of an attempt of job {job}: {error}"));
         AttemptState::Unknown
     });
     Ok(Attempt {

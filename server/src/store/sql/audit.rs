@@ -26,7 +26,7 @@ pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()> {
+    pub(in crate::store) async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()> {
         let mut db = self.begin().await?;
         for entry in entries {
             sqlx::query(
@@ -48,18 +48,18 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn audit(
+    pub(in crate::store) async fn audit_entries(
         &self,
         before: Option<&str>,
         who: &str,
         text: &str,
         limit: u32,
     ) -> Result<Vec<AuditEntry>> {
-        // The name of a person's token is recorded as `ada (laptop)`.
         let mut query = QueryBuilder::new("SELECT * FROM audit WHERE id < ");
         // `~` sorts after all ids, which are hexadecimal.
         query.push_bind(before.unwrap_or("~").to_owned());
         if !who.is_empty() {
+            // The name of a person's token is recorded as `ada (laptop)`.
             query.push(" AND (who = ").push_bind(strip_nul(who).into_owned()).push(" OR who LIKE ");
             query
                 .push_bind(like_pattern(&format!("{who} (")).trim_start_matches('%').to_owned())
@@ -75,19 +75,19 @@ impl SqlStore {
         self.list(query.build(), entry).await
     }
 
-    pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {
+    pub(in crate::store) async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool> {
         let text = "SELECT status FROM audit WHERE action = $1 AND (object = $2 OR object LIKE $3) AND status < 400 LIMIT 1";
         // The object of a request with a query includes the query.
         let query = sqlx::query(text).bind(action).bind(object).bind(format!("{object}?%"));
         Ok(query.fetch_optional(&self.reader).await?.is_some())
     }
 
-    pub(in crate::store) async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
+    pub(in crate::store) async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool> {
         let old = "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)";
-        let beyond =
+        let above_limit =
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)";
         let mut removed = 0;
-        for (query, parameter) in [(old, before.as_millisecond()), (beyond, i64::from(keep))] {
+        for (query, parameter) in [(old, before.as_millisecond()), (above_limit, i64::from(keep))] {
             removed += self.execute(sqlx::query(query).bind(parameter).bind(PURGE_ROWS)).await?;
         }
         Ok(removed > 0)

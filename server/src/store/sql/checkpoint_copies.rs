@@ -2,25 +2,25 @@
 
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
-    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::json_or_default,
+    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, unreadable::json_or_default,
 };
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
 use std::collections::{HashMap, HashSet};
 
 /// Prefix of a marker that was restored from a backup.
-pub(super) const RESTORED: &str = "restored ";
+pub(super) const RESTORED_PREFIX: &str = "restored ";
 
 /// Prefix of an agent's id in the column `location`.
-const AGENT: &str = "agent:";
+const AGENT_PREFIX: &str = "agent:";
 
 /// Stores that an agent has written a complete checkpoint.
-pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
+pub(super) async fn add_agent_copy(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
     sqlx::query(
         "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
     )
     .bind(checkpoint)
-    .bind(format!("{AGENT}{agent_id}"))
+    .bind(format!("{AGENT_PREFIX}{agent_id}"))
     .bind(CopyState::Complete.as_str())
     .execute(db)
     .await?;
@@ -29,7 +29,7 @@ pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &
 
 /// Removes rows that became invalid when a checkpoint was removed (`None`) or written by `attempt`: the copies that agents wrote in other
 /// attempts, and the damage mark of the server's copy.
-pub(super) async fn forget_replaced(
+pub(super) async fn delete_invalid_copies(
     db: &mut Connection,
     checkpoint: &str,
     attempt: Option<u32>,
@@ -67,7 +67,7 @@ impl SqlStore {
                 copies.is_damaged_on_server = true;
             } else if location == object_store {
                 copies.object_store = CopyState::parse(row.try_get("state")?);
-            } else if let Some(agent_id) = location.strip_prefix(AGENT) {
+            } else if let Some(agent_id) = location.strip_prefix(AGENT_PREFIX) {
                 let attempt: i64 = row.try_get("attempt")?;
                 copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());
             }
@@ -104,16 +104,20 @@ impl SqlStore {
 
     pub(in crate::store) async fn stored_checkpoint(
         &self,
-        store: &str,
+        object_store: &str,
         id: &str,
     ) -> Result<Option<StoredCheckpoint>> {
         let query = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2");
         let stored = |row: &DbRow| {
             let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
             let manifest = row.try_get::<Option<String>, _>("manifest")?.filter(|_| is_complete);
-            Ok(StoredCheckpoint { id: row.try_get("checkpoint_id")?, manifest, parts: row.try_get("parts")? })
+            Ok(StoredCheckpoint {
+                id: row.try_get("checkpoint_id")?,
+                manifest,
+                unfinished_upload: row.try_get("parts")?,
+            })
         };
-        self.find(query.bind(store).bind(id), stored).await
+        self.find(query.bind(object_store).bind(id), stored).await
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
@@ -128,29 +132,29 @@ impl SqlStore {
         Ok(self.execute(query).await? > 0)
     }
 
-    pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
+    pub(in crate::store) async fn clear_damage_marks(&self, object_store: &str) -> Result<()> {
         let query = sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
              WHERE location = $1 AND state = 'damaged'",
         )
-        .bind(store);
+        .bind(object_store);
         self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn uploaded_checkpoints(
         &self,
-        store: &str,
+        object_store: &str,
         limit: u32,
     ) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND manifest IS NOT NULL LIMIT $2",
         );
-        Ok(ids.bind(store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
+        Ok(ids.bind(object_store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(in crate::store) async fn abandoned_checkpoints(
         &self,
-        store: &str,
+        object_store: &str,
         after: &str,
         limit: u32,
     ) -> Result<Vec<String>> {
@@ -158,12 +162,12 @@ impl SqlStore {
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
              checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         );
-        Ok(ids.bind(store).bind(after).bind(i64::from(limit)).fetch_all(&self.reader).await?)
+        Ok(ids.bind(object_store).bind(after).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(in crate::store) async fn put_stored_checkpoint(
         &self,
-        store: &str,
+        object_store: &str,
         stored: &StoredCheckpoint,
     ) -> Result<bool> {
         let mut db = self.begin().await?;
@@ -173,10 +177,10 @@ impl SqlStore {
              DO UPDATE SET state = excluded.state, manifest = excluded.manifest, parts = excluded.parts",
         )
         .bind(&stored.id)
-        .bind(store)
+        .bind(object_store)
         .bind(stored.state().as_str())
         .bind(&stored.manifest)
-        .bind(&stored.parts)
+        .bind(&stored.unfinished_upload)
         .execute(&mut *db)
         .await?;
         if stored.state() == CopyState::Complete {
@@ -191,10 +195,14 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(in crate::store) async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
-        let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(store);
+    pub(in crate::store) async fn artifact_marker(
+        &self,
+        object_store: &str,
+    ) -> Result<Option<ArtifactMarker>> {
+        let found =
+            sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(object_store);
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
-        Ok(found.map(|found| match found.strip_prefix(RESTORED) {
+        Ok(found.map(|found| match found.strip_prefix(RESTORED_PREFIX) {
             Some(marker) => ArtifactMarker { marker: marker.to_owned(), is_restored: true },
             None => ArtifactMarker { marker: found, is_restored: false },
         }))
@@ -202,19 +210,19 @@ impl SqlStore {
 
     pub(in crate::store) async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>> {
         let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE marker IN ($1, $2)");
-        let found = found.bind(marker).bind(format!("{RESTORED}{marker}"));
+        let found = found.bind(marker).bind(format!("{RESTORED_PREFIX}{marker}"));
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| found != marker))
     }
 
     pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
         let query = sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
-            .bind(format!("{RESTORED}{restored}"))
+            .bind(format!("{RESTORED_PREFIX}{restored}"))
             .bind(own);
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+    pub(in crate::store) async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for query in [
             "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
@@ -223,15 +231,19 @@ impl SqlStore {
             "DELETE FROM artifact_stores WHERE store = $1 OR marker = $2",
             "INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)",
         ] {
-            sqlx::query(query).bind(store).bind(marker).execute(&mut *db).await?;
+            sqlx::query(query).bind(object_store).bind(marker).execute(&mut *db).await?;
         }
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
+    pub(in crate::store) async fn forget_stored_checkpoint(
+        &self,
+        object_store: &str,
+        id: &str,
+    ) -> Result<()> {
         let query = sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
-            .bind(store);
+            .bind(object_store);
         self.execute(query).await.map(drop)
     }
 }

@@ -1,6 +1,6 @@
 //! Chunks of metrics: written by the compaction task, read by charts.
 
-use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, batch, reads::ranks};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, batch, reads::ranks_text};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
     values::{int, strip_nul, to_u32, uint},
@@ -46,7 +46,7 @@ impl SqlStore {
         )
         .bind(job.as_str())
         .bind(filter.name.as_deref().map(strip_nul))
-        .bind(ranks(filter))
+        .bind(ranks_text(filter))
         .fetch_one(&mut *db)
         .await?;
         db.rollback().await?;
@@ -69,7 +69,7 @@ impl SqlStore {
         .bind(job.as_str())
         .bind(i64::from(level))
         .bind(filter.name.as_deref().map(strip_nul))
-        .bind(ranks(filter))
+        .bind(ranks_text(filter))
         .bind(filter.from.map(int))
         .bind(filter.to.map(int));
         self.with_watermark(job, query).await

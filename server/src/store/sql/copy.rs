@@ -2,9 +2,9 @@
 //! change here.
 
 use super::{
-    super::dialect::{AFTER_COPY, SCHEMA},
+    super::dialect::{ADVANCE_FENCING_TOKENS, LIST_COLUMNS},
     BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DbRow, SqlStore,
-    checkpoint_copies::RESTORED,
+    checkpoint_copies::RESTORED_PREFIX,
 };
 use crate::{
     config::serve_error::ServeError,
@@ -20,7 +20,7 @@ use std::path::Path;
 
 /// The database's tables. A table comes before the tables that refer to it.
 async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Table>> {
-    let columns: Vec<(String, String, String)> = sqlx::query_as(SCHEMA).fetch_all(db).await?;
+    let columns: Vec<(String, String, String)> = sqlx::query_as(LIST_COLUMNS).fetch_all(db).await?;
     let mut tables: Vec<Table> = Vec::new();
     for (table, name, kind) in columns {
         let kind = Kind::of_column_type(&kind);
@@ -53,21 +53,21 @@ pub(in crate::store) async fn dump(
     to.write_heading(found)?;
     for table in tables(&mut db).await? {
         to.write_table(&table)?;
-        let query = format!("SELECT {} FROM {}", names(&table), table.name);
+        let query = format!("SELECT {} FROM {}", column_names(&table), table.name);
         let mut rows = sqlx::query(AssertSqlSafe(query)).fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
-            to.write_row(&cells(&table, &row)?)?;
+            to.write_row(&read_cells(&table, &row)?)?;
         }
     }
     Ok(db.rollback().await?)
 }
 
-fn names(table: &Table) -> String {
+fn column_names(table: &Table) -> String {
     let names: Vec<_> = table.columns.iter().map(|c| format!("\"{}\"", c.name)).collect();
     names.join(", ")
 }
 
-fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
+fn read_cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
     let cell = |(index, column): (usize, &Column)| {
         Ok(match column.kind {
             Kind::Integer => Cell::Integer(row.try_get(index)?),
@@ -80,9 +80,10 @@ fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
 }
 
 /// Inserts a row. The backup's table may have fewer columns than the database's table.
-async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
+async fn insert_row(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
     let placeholders: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
-    let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), placeholders.join(", "));
+    let query =
+        format!("INSERT INTO {} ({}) VALUES ({})", table.name, column_names(table), placeholders.join(", "));
     let mut query = sqlx::query(AssertSqlSafe(query));
     for cell in row {
         query = match cell {
@@ -122,16 +123,16 @@ impl SqlStore {
             return Err(BackupError::NotEmpty(location.to_string()));
         }
         let mut rows = Rows::open(path)?;
-        while let Some((table, row)) = rows.next()? {
-            insert(&mut db, &table, row).await?;
+        while let Some((table, row)) = rows.next_row()? {
+            insert_row(&mut db, &table, row).await?;
         }
         // Marks the object stores as restored, because the server that wrote the backup may still use them.
         sqlx::query("UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'")
-            .bind(RESTORED)
+            .bind(RESTORED_PREFIX)
             .execute(&mut *db)
             .await?;
         // Makes new fencing tokens greater than the restored tokens.
-        sqlx::query(AFTER_COPY).execute(&mut *db).await?;
+        sqlx::query(ADVANCE_FENCING_TOKENS).execute(&mut *db).await?;
         db.commit().await?;
         self.close().await;
         Ok(())

@@ -3,7 +3,7 @@
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     Result, StoreError,
-    quarantine::read_spec,
+    unreadable::read_spec,
     values::{from_json, json, strip_nul, time},
 };
 use lockstep_protocol::dataset::Dataset;

@@ -2,12 +2,12 @@
 
 use super::{
     SqlStore, datasets, events,
-    jobs::{append, load, load_all, save},
+    jobs::{create_event_rows, load, load_all, save},
     models, sweeps,
 };
 use crate::{
     lifecycle,
-    store::{Change, Changed, Result, StoreError},
+    store::{Change, ChangedJob, Result, StoreError},
 };
 use lockstep_protocol::job::JobId;
 use sqlx::AssertSqlSafe;
@@ -17,7 +17,7 @@ impl SqlStore {
     pub(in crate::store) async fn change_jobs(
         &self,
         changes: &[(JobId, Change)],
-    ) -> Result<Vec<Option<Changed>>> {
+    ) -> Result<Vec<Option<ChangedJob>>> {
         let mut db = self.begin().await?;
         let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| id).collect();
         let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
@@ -29,22 +29,25 @@ impl SqlStore {
                 changed.push(None);
                 continue;
             };
-            if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
+            if row.fencing_token.is_none()
+                && let Some((state, _)) = &row.unknown_state
+            {
                 let detail = format!(
                     "the job is {state:?}, a state that only another version of lockstep knows; start that version"
                 );
-                return Err(lifecycle::Refused { state: row.job.state, detail }.into());
+                return Err(lifecycle::Refusal { state: row.job.state, detail }.into());
             }
-            // The dataset of an unfinished job cannot be removed, so only jobs that had ended need this check.
             let state = row.job.state;
             let bodies = change(row)?;
-            let appended = append(&mut db, row, bodies, at).await?;
+            let appended = create_event_rows(&mut db, row, bodies, at).await?;
+            // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had
+            // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
                 datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
                 models::require_unregistered(&mut db, id, state, "run again").await?;
             }
             let events = appended.iter().map(|new| new.row.clone()).collect();
-            changed.push(Some(Changed { job: row.job.clone(), events }));
+            changed.push(Some(ChangedJob { job: row.job.clone(), events }));
             new.extend(appended);
         }
         save(&mut db, &rows.values().collect::<Vec<_>>(), at).await?;
@@ -59,7 +62,7 @@ impl SqlStore {
         let state = row.job.state;
         if !state.is_final() || row.fencing_token.is_some() {
             let detail = format!("the job is {state}; cancel it before it is deleted");
-            return Err(lifecycle::Refused { state, detail }.into());
+            return Err(lifecycle::Refusal { state, detail }.into());
         }
         models::require_unregistered(&mut db, id, state, "deleted").await?;
         if let Some(trial) = &row.job.trial {

@@ -5,7 +5,7 @@ use super::{
     webhooks::{self, Notice},
 };
 use crate::store::{
-    EventRow, JobRow, Result, Stored, points,
+    EventRow, JobRow, Result, RowContent, points,
     values::{int, json},
 };
 use jiff::Timestamp;
@@ -22,21 +22,23 @@ pub(super) struct NewRow {
 }
 
 /// Creates the rows of new events of a job. Each event has its own row, except that successive metrics of a rank share a row.
-pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<NewRow>> {
-    let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job_row, body, at)).collect();
+pub(super) fn new_rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<NewRow>> {
+    let notices: Vec<_> = bodies.iter().map(|body| webhooks::create_notice(job_row, body, at)).collect();
     let mut rows = Vec::new();
     let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
     let id = job_row.job.id.clone();
-    let current = job_row.job.attempt;
-    type Content = (&'static str, u32, Option<u32>, u64, Stored);
-    let mut add = |(kind, attempt, rank, events, stored): Content, notice| {
-        job_row.job.last_seq += events;
-        let row = EventRow { seq: job_row.job.last_seq, at, stored };
+    let job_attempt = job_row.job.attempt;
+    /// Kind, attempt, rank and content of a row.
+    type KindAndContent = (&'static str, u32, Option<u32>, RowContent);
+    let mut add = |(kind, attempt, rank, content): KindAndContent, notice| {
+        let mut row = EventRow { seq: 0, at, content };
+        job_row.job.last_seq += row.count();
+        row.seq = job_row.job.last_seq;
         rows.push(NewRow { job: id.clone(), kind, attempt, rank, notice, row });
     };
     let points_content = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
         let data = points::encode(&columns);
-        ("metrics", attempt, Some(rank), columns.len() as u64, Stored::Points { attempt, rank, data })
+        ("metrics", attempt, Some(rank), RowContent::Points { attempt, rank, data })
     };
     for (body, notice) in bodies.into_iter().zip(notices) {
         let (kind, rank) = match body {
@@ -71,7 +73,7 @@ pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) 
         if let Some(previous) = points.take() {
             add(points_content(previous), None);
         }
-        add((kind, current, rank, 1, Stored::Body(json(&body)?)), notice);
+        add((kind, job_attempt, rank, RowContent::Body(json(&body)?)), notice);
     }
     if let Some(last) = points {
         add(points_content(last), None);
@@ -83,9 +85,9 @@ pub(super) fn rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) 
 pub(super) async fn insert(db: &mut Connection, rows: &[NewRow]) -> Result<()> {
     let text = "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}";
     for query in batch::statements(text, 8, rows, |query, NewRow { job, kind, attempt, rank, row, .. }| {
-        let (body, points) = match &row.stored {
-            Stored::Body(body) => (body.as_str(), None),
-            Stored::Points { data, .. } => ("", Some(&data[..])),
+        let (body, points) = match &row.content {
+            RowContent::Body(body) => (body.as_str(), None),
+            RowContent::Points { data, .. } => ("", Some(&data[..])),
         };
         Ok(query
             .bind(job.as_str())

@@ -2,7 +2,7 @@
 
 use super::{
     DbRow, SqlStore, audit,
-    jobs::{JOB, job_row},
+    jobs::{SELECT_JOBS, job_row},
 };
 use crate::store::{
     HistoryRows, Result,
@@ -47,8 +47,9 @@ impl SqlStore {
         .bind(job.id.as_str())
         .fetch_optional(&self.reader)
         .await?;
-        let query =
-            format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
+        let query = format!(
+            "{SELECT_JOBS} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2"
+        );
         let query = sqlx::query(AssertSqlSafe(query)).bind(job.id.as_str()).bind(MAX_ENTRIES);
         let fork = |row: &DbRow| {
             let checkpoint = row.try_get::<Option<String>, _>("parent_checkpoint")?;
@@ -66,7 +67,7 @@ impl SqlStore {
             requests = self.list(query, audit::entry).await?;
             requests.reverse();
         }
-        // Counts in the order of `waiting`, which ignores fair share.
+        // Counts in the order of `waiting_jobs`, which ignores fair share.
         let jobs_before: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

@@ -4,9 +4,9 @@ use super::{Connection, SqlStore, batch, checkpoint_copies, events, jobs, layers
 use crate::{
     lifecycle::{self, external},
     store::{
-        Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
-        StoreError, quarantine,
-        values::{fault_point, fencing, int, job_id, to_u32, uint},
+        AppendResult, ChangedJob, EventRow, IngestResult, JobRow, Place, RecordsChange, Report, Result,
+        RunRecords, StoreError, unreadable,
+        values::{fault_point, int, job_id, read_fencing_token, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -45,8 +45,8 @@ struct Attempt {
     agents: Vec<String>,
     /// The number of stored records of each source.
     records: HashMap<SourceNumber, u64>,
-    /// Sources with new records.
-    grown: BTreeSet<SourceNumber>,
+    /// Sources with new records in this transaction.
+    updated_sources: BTreeSet<SourceNumber>,
 }
 
 /// Reads attempts. Attempts that do not exist are left out.
@@ -64,10 +64,16 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
                 Entry::Occupied(entry) => entry.into_mut(),
                 Entry::Vacant(entry) => {
                     let places: Vec<Place> =
-                        quarantine::json_or_default(id, "places", row.try_get("places")?);
-                    let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+                        unreadable::json_or_default(id, "places", row.try_get("places")?);
+                    let token =
+                        read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
-                    entry.insert(Attempt { token, agents, records: HashMap::new(), grown: BTreeSet::new() })
+                    entry.insert(Attempt {
+                        token,
+                        agents,
+                        records: HashMap::new(),
+                        updated_sources: BTreeSet::new(),
+                    })
                 }
             };
             if let Some(source) = row.try_get("source")? {
@@ -79,7 +85,7 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
 }
 
 /// A transaction's copy of a job, so that each job is read and written once for all reports.
-struct Loaded {
+struct LoadedJob {
     row: JobRow,
     attempts: HashMap<u32, Attempt>,
     /// Events of the transaction, and the index of the first report with new records, whose result returns the events.
@@ -103,7 +109,7 @@ fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowl
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
+    pub(in crate::store) async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>> {
         let mut db = self.begin().await?;
         fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
@@ -122,25 +128,26 @@ impl SqlStore {
                     }
                     answer
                 }
-                None => Ingested::Stale,
+                None => IngestResult::Stale,
             });
         }
         events::insert(&mut db, &new).await?;
         jobs::save(&mut db, &jobs.values().map(|job| &job.row).collect::<Vec<_>>(), at).await?;
-        let grown = jobs.iter().flat_map(|(id, job)| {
-            job.attempts.iter().flat_map(move |(attempt, Attempt { records, grown, .. })| {
+        let updated_sources = jobs.iter().flat_map(|(id, job)| {
+            job.attempts.iter().flat_map(move |(attempt, Attempt { records, updated_sources, .. })| {
                 let records = |source| records.get(source).copied().unwrap_or(0);
-                grown.iter().map(move |source| (id, *attempt, *source, records(source)))
+                updated_sources.iter().map(move |source| (id, *attempt, *source, records(source)))
             })
         });
-        acknowledge(&mut db, &grown.collect::<Vec<_>>()).await?;
+        acknowledge(&mut db, &updated_sources.collect::<Vec<_>>()).await?;
         fault_point("ingest.acknowledged")?;
         fault_point("ingest.commit")?;
         db.commit().await?;
         fault_point("ingest.committed")?;
-        for Loaded { row, events, first_report, .. } in jobs.into_values() {
-            if let Some(Ingested::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
-                *changed = Some(Box::new(Changed { job: row.job, events }));
+        for LoadedJob { row, events, first_report, .. } in jobs.into_values() {
+            if let Some(IngestResult::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n))
+            {
+                *changed = Some(Box::new(ChangedJob { job: row.job, events }));
             }
         }
         Ok(answers)
@@ -150,7 +157,7 @@ impl SqlStore {
         &self,
         records: &RunRecords,
         change: RecordsChange,
-    ) -> Result<Appended> {
+    ) -> Result<AppendResult> {
         let RunRecords { job, first, count, at } = records;
         let source = source_number(Source::Rank(external::RANK), 0);
         let mut db = self.begin().await?;
@@ -166,17 +173,17 @@ impl SqlStore {
         let expected = stored.map_or(0, uint) + 1;
         let first = first.unwrap_or(expected);
         if first > expected {
-            return Ok(Appended::Gap { expected });
+            return Ok(AppendResult::Gap { expected });
         }
-        let known = (expected - first).min(*count);
-        let changed = jobs::change(&mut db, row, *at, |row| change(row, known)).await?;
-        let records = (expected - 1) + (count - known);
+        let stored_count = (expected - first).min(*count);
+        let changed = jobs::change_job(&mut db, row, *at, |row| change(row, stored_count)).await?;
+        let records = (expected - 1) + (count - stored_count);
         acknowledge(&mut db, &[(job, external::ATTEMPT, source, records)]).await?;
         db.commit().await?;
-        Ok(Appended::Stored { records, changed: Box::new(changed) })
+        Ok(AppendResult::Stored { records, changed: Box::new(changed) })
     }
 
-    pub(in crate::store) async fn acknowledged(
+    pub(in crate::store) async fn acknowledged_records(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,
@@ -196,7 +203,7 @@ impl SqlStore {
 }
 
 /// Loads the jobs of reports and the named attempts. Deleted jobs are left out.
-async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, Loaded>> {
+async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, LoadedJob>> {
     let attempts: BTreeSet<AttemptKey> =
         reports.iter().map(|report| (report.attempt.job.clone(), report.attempt.attempt)).collect();
     let attempts: Vec<_> = attempts.into_iter().collect();
@@ -204,7 +211,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     ids.dedup();
     let entry = |row: JobRow| {
         let id = row.job.id.clone();
-        (id, Loaded { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
+        (id, LoadedJob { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
     };
     let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(entry).collect();
     for ((job, number), attempt) in read_attempts(db, &attempts).await? {
@@ -218,32 +225,34 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
 /// Applies a report to a job. Returns the result, and whether the report had new records.
 async fn store_report(
     db: &mut Connection,
-    job: &mut Loaded,
+    job: &mut LoadedJob,
     report: &Report,
     new: &mut Vec<events::NewRow>,
-) -> Result<(Ingested, bool)> {
+) -> Result<(IngestResult, bool)> {
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
-    let Loaded { row, attempts, .. } = job;
+    let LoadedJob { row, attempts, .. } = job;
     let known = attempts.get_mut(&attempt.attempt).filter(|known| known.token == attempt.fencing_token);
-    let Some(Attempt { agents, records, grown, .. }) = known else { return Ok((Ingested::Stale, false)) };
+    let Some(Attempt { agents, records, updated_sources, .. }) = known else {
+        return Ok((IngestResult::Stale, false));
+    };
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
-        return Ok((Ingested::Stale, false));
+        return Ok((IngestResult::Stale, false));
     };
     let number = source_number(source, place);
     let stored = records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= stored {
-        // The report is a duplicate, perhaps after the attempt's end: its agent has not received the acknowledgement.
+        // The report is a duplicate, perhaps after the attempt's end, because its agent has not received the acknowledgement.
         let acknowledged = acknowledgement(attempt.clone(), source, stored);
-        return Ok((Ingested::Stored { acknowledged, changed: None }, false));
+        return Ok((IngestResult::Stored { acknowledged, changed: None }, false));
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
-    if row.live().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
-        return Ok((Ingested::Stale, false));
+    if row.live_attempt().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
+        return Ok((IngestResult::Stale, false));
     }
     if first > stored {
-        return Ok((Ingested::Gap { stored }, false));
+        return Ok((IngestResult::Gap { stored }, false));
     }
     let duplicates = usize::try_from(stored - first).unwrap_or(usize::MAX).min(events.len());
     for event in lifecycle::merge_points(&events[duplicates..]) {
@@ -276,9 +285,9 @@ async fn store_report(
                     EventBody::Checkpoint { id, .. } => Some(id.clone()),
                     _ => None,
                 });
-                new.extend(jobs::append(db, row, bodies, at).await?);
+                new.extend(jobs::create_event_rows(db, row, bodies, at).await?);
                 if let Some(checkpoint) = checkpoint {
-                    checkpoint_copies::add_agent(db, &checkpoint, agent_id).await?;
+                    checkpoint_copies::add_agent_copy(db, &checkpoint, agent_id).await?;
                 }
                 fault_point("ingest.event")?;
             }
@@ -291,9 +300,9 @@ async fn store_report(
         }
     }
     records.insert(number, end);
-    grown.insert(number);
+    updated_sources.insert(number);
     Ok((
-        Ingested::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
+        IngestResult::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
         true,
     ))
 }

@@ -7,13 +7,13 @@ use self::groups::push_group;
 use super::{
     super::dialect::{FALSE, POSITION, TRUE, json_is_number, json_number, json_text},
     Db, DbRow, SqlStore,
-    jobs::{JOB, JOB_AND_NOTES, job_row, like_pattern},
+    jobs::{SELECT_JOBS, SELECT_JOBS_WITH_NOTES, job_row, like_pattern},
     pages::bounded,
 };
 use crate::store::{
     Comparison, Condition, Cursor, JobFilter, JobSort, Page, Project, Result, SettingValue, SortBy,
     SortValue, StoreError,
-    quarantine::readable,
+    unreadable::readable,
     values::{json, strip_nul, time, uint},
 };
 use lockstep_protocol::job::JobState;
@@ -29,7 +29,7 @@ const MAX_PAGE_SIZE: u32 = 1000;
 const ROWS_PER_YIELD: usize = 32;
 
 /// Total size in bytes of a row's columns of unbounded length.
-fn bytes(row: &DbRow) -> usize {
+fn long_columns_bytes(row: &DbRow) -> usize {
     let long = ["spec", "notes", "last", "progress", "external"];
     let length = |name| row.try_get::<Option<&str>, _>(name).ok().flatten().map_or(0, str::len);
     long.into_iter().map(length).sum()
@@ -44,7 +44,7 @@ enum ColumnType {
 }
 
 /// The sort key as an SQL expression, its type, and whether it may be NULL.
-fn expression(by: &SortBy) -> (String, ColumnType, bool) {
+fn sort_expression(by: &SortBy) -> (String, ColumnType, bool) {
     match by {
         SortBy::Created => ("jobs.created_at".into(), ColumnType::Integer, false),
         SortBy::Started => ("jobs.started_at".into(), ColumnType::Integer, true),
@@ -68,14 +68,14 @@ fn expression(by: &SortBy) -> (String, ColumnType, bool) {
         }
         SortBy::Setting { table, key, is_number } => {
             let column_type = if *is_number { ColumnType::Number } else { ColumnType::Text };
-            (setting(table, key, *is_number), column_type, true)
+            (setting_expression(table, key, *is_number), column_type, true)
         }
     }
 }
 
 /// SQL expression for a key of the specification. For a run from elsewhere, the expression reads the run's setting of the same name (`lr`
 /// for `train.lr`). `table` and `key` are constants, not text of a request.
-fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
+fn setting_expression(table: &'static str, key: &'static str, is_number: bool) -> String {
     if (table, key) == ("", "project") {
         // A specification omits the default project.
         return "jobs.project".into();
@@ -98,7 +98,7 @@ fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
 /// Adds a condition. A job without the value fulfils only `!=`.
 fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     let Condition { key, comparison, value } = condition;
-    let (mut column, ..) = expression(key);
+    let (mut column, ..) = sort_expression(key);
     if matches!(value, SettingValue::Bool(_)) {
         // Specifications omit some settings that are false.
         column = format!("COALESCE({column}, {FALSE})");
@@ -159,7 +159,7 @@ fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
     Ok(())
 }
 
-/// Binds the tag to sort by once, for all uses in [`expression`].
+/// Binds the tag to sort by once, for all uses in [`sort_expression`].
 fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
     if let SortBy::Tag(tag) = by {
         let [first, later] = tag_patterns(tag)?;
@@ -170,7 +170,7 @@ fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
 }
 
 /// Adds `WHERE` for existing jobs that the person or token `seen_by` sees (`None`: all).
-pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+pub(super) fn push_visibility(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
     if let Some(name) = seen_by {
         query
@@ -182,7 +182,7 @@ pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
 
 /// Adds the conditions of a filter, except its cursor.
 fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<()> {
-    push_seen(query, filter.seen_by.as_deref());
+    push_visibility(query, filter.seen_by.as_deref());
     if let Some(owner) = &filter.owner {
         query.push(" AND jobs.owner = ").push_bind(strip_nul(owner).into_owned());
     }
@@ -221,7 +221,7 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
 
 /// Adds a condition: the job comes after the cursor in the order of `sort`.
 fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
-    let (by, column_type, nullable) = expression(&sort.by);
+    let (by, column_type, nullable) = sort_expression(&sort.by);
     let operator = if sort.descending { "<" } else { ">" };
     query.push(" AND (");
     if cursor.value == SortValue::Missing {
@@ -257,9 +257,9 @@ fn sort_value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
 impl SqlStore {
     pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit.min(MAX_PAGE_SIZE) };
-        let (by, column_type, nullable) = expression(&filter.sort.by);
+        let (by, column_type, nullable) = sort_expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
-        let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
+        let jobs = if filter.with_notes { SELECT_JOBS_WITH_NOTES } else { SELECT_JOBS };
         let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
         push_sorting(&mut query, &filter.sort.by)?;
         push_conditions(&mut query, filter)?;
@@ -271,7 +271,7 @@ impl SqlStore {
             query.push(format!("{by} IS NULL, "));
         }
         query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
-        let (rows, reached_size) = bounded(query.build().fetch(&self.reader), bytes).await?;
+        let (rows, reached_size) = bounded(query.build().fetch(&self.reader), long_columns_bytes).await?;
         // Counts rows, not jobs, so that an unreadable job does not end the list.
         let more = reached_size || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
@@ -287,7 +287,7 @@ impl SqlStore {
         Ok(Page { jobs, next })
     }
 
-    pub(in crate::store) async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64> {
+    pub(in crate::store) async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {
         let mut query = QueryBuilder::new(
             "SELECT count(*) FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id",
         );
@@ -297,7 +297,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>> {
         let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
-        push_seen(&mut query, seen_by);
+        push_visibility(&mut query, seen_by);
         query.push(" GROUP BY project, state ORDER BY project, state");
         let rows: Vec<(String, String, i64, i64)> = query.build_query_as().fetch_all(&self.reader).await?;
         let mut projects: Vec<Project> = Vec::new();

@@ -4,9 +4,11 @@ use super::{Connection, DbRow, SqlStore, batch, checkpoint_copies, datasets, eve
 use crate::{
     lifecycle,
     store::{
-        Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
-        quarantine::{self, json_or_default, read_spec},
-        values::{fault_point, fencing, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
+        Annotation, ChangedJob, CreateResult, JobRow, NewJob, Result, StoreError,
+        unreadable::{self, json_or_default, read_spec},
+        values::{
+            fault_point, from_json, int, job_id, json, read_fencing_token, strip_nul, time, to_u32, uint,
+        },
     },
 };
 use jiff::Timestamp;
@@ -17,10 +19,10 @@ use lockstep_protocol::{
 use sqlx::Row;
 
 /// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
-pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
+pub(super) const SELECT_JOBS: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
     LEFT JOIN annotations ON annotations.job_id = jobs.id";
 /// Query for jobs with their tags and notes.
-pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs \
+pub(super) const SELECT_JOBS_WITH_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs \
     LEFT JOIN annotations ON annotations.job_id = jobs.id";
 
 /// The pattern of `LIKE ... ESCAPE '!'` for texts that contain `text`.
@@ -50,7 +52,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let stored_state: String = row.try_get("state")?;
     let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
     let fencing_token = fencing_token
-        .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
+        .map(|number| Ok::<_, StoreError>(read_fencing_token(number, row.try_get("fencing_secret")?)))
         .transpose()?;
     // A job with a live attempt counts as running in an unknown state, because its slots are in use.
     let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
@@ -63,7 +65,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
-            quarantine::log_once(&format!("a time of job {id}: {error}"));
+            unreadable::log_once(&format!("a time of job {id}: {error}"));
             Timestamp::UNIX_EPOCH
         })
     };
@@ -120,16 +122,17 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         id: job_id(&id)?,
     };
     Ok(JobRow {
-        announced: job.state,
+        announced_state: job.state,
         // A text that is not valid JSON becomes the reason's words.
-        stop: optional("stop")?.map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
+        cancel_reason: optional("stop")?
+            .map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
         private_parent,
         restarts: to_u32(row.try_get("restarts")?),
         waiting_since: optional_time("waiting_since")?,
         fencing_token,
         progress,
-        ended: None,
+        attempt_end: None,
         unknown_state,
     })
 }
@@ -141,10 +144,10 @@ pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRo
 
 /// Loads jobs, in any order. Deleted jobs are left out.
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
-    rows_of(db, JOB_AND_NOTES, ids).await?.iter().map(job_row).collect()
+    rows_of(db, SELECT_JOBS_WITH_NOTES, ids).await?.iter().map(job_row).collect()
 }
 
-/// The rows of `select` ([`JOB`] or [`JOB_AND_NOTES`]) for jobs, in any order. Deleted jobs are left out.
+/// The rows of `select` ([`SELECT_JOBS`] or [`SELECT_JOBS_WITH_NOTES`]) for jobs, in any order. Deleted jobs are left out.
 pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
     let text = format!("{select} WHERE jobs.id IN ({{}}) AND jobs.deleted_at IS NULL");
     let mut found = Vec::with_capacity(ids.len());
@@ -209,7 +212,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(json(&job.last)?)
             .bind(int(job.last_seq))
             .bind(json(&row.progress)?)
-            .bind(row.stop.as_ref().map(json).transpose()?)
+            .bind(row.cancel_reason.as_ref().map(json).transpose()?)
             .bind(i64::from(row.restarts))
             .bind(row.fencing_token.map(|token| int(token.number)))
             .bind(job.cause.as_ref().map(json).transpose()?)
@@ -224,13 +227,13 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
     let text = "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
         FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL";
     for query in batch::statements(text, 5, &ended, |query, row| {
-        let end = row.ended.as_ref();
+        let end = row.attempt_end.as_ref();
         Ok(query
             .bind(row.job.id.as_str())
             .bind(at.as_millisecond())
             .bind(end.map(|end| end.state.as_str()))
             .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
-            .bind(end.filter(|end| end.trained).map(|_| int(row.job.step))))
+            .bind(end.filter(|end| end.has_trained).map(|_| int(row.job.step))))
     })? {
         query.execute(&mut *db).await?;
     }
@@ -238,7 +241,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
 }
 
 /// Creates the rows of new events of a job, which the caller stores. Updates the table of checkpoints accordingly.
-pub(super) async fn append(
+pub(super) async fn create_event_rows(
     db: &mut Connection,
     row: &mut JobRow,
     bodies: Vec<EventBody>,
@@ -247,14 +250,14 @@ pub(super) async fn append(
     for body in &bodies {
         update_checkpoints(db, &row.job.id, body, at).await?;
     }
-    events::rows(row, bodies, at)
+    events::new_rows(row, bodies, at)
 }
 
 /// Updates the table of checkpoints after an event.
 async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
     match body {
         EventBody::Checkpoint { attempt, id, checkpoint } => {
-            checkpoint_copies::forget_replaced(db, id, Some(*attempt)).await?;
+            checkpoint_copies::delete_invalid_copies(db, id, Some(*attempt)).await?;
             if checkpoint.best {
                 sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
                     .bind(job.as_str())
@@ -280,7 +283,7 @@ async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, 
                 .await?;
         }
         EventBody::CheckpointRemoved { id, .. } => {
-            checkpoint_copies::forget_replaced(db, id, None).await?;
+            checkpoint_copies::delete_invalid_copies(db, id, None).await?;
             sqlx::query("DELETE FROM checkpoints WHERE id = $1").bind(id).execute(db).await?;
         }
         _ => {}
@@ -289,24 +292,24 @@ async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, 
 }
 
 /// Applies `change` to a job, and stores the job and the events.
-pub(super) async fn change(
+pub(super) async fn change_job(
     db: &mut Connection,
     mut row: JobRow,
     at: Timestamp,
-    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
-) -> Result<Changed> {
+    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>,
+) -> Result<ChangedJob> {
     let bodies = change(&mut row)?;
-    let new = append(db, &mut row, bodies, at).await?;
+    let new = create_event_rows(db, &mut row, bodies, at).await?;
     save(db, &[&row], at).await?;
     events::insert(db, &new).await?;
-    Ok(Changed { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
+    Ok(ChangedJob { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
 }
 
 /// The job that the request with this idempotency key created.
 ///
 /// # Errors
 /// [`StoreError::KeyReused`]: the key was used with another request.
-async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
+async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
     let found = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
         .bind(key)
         .fetch_optional(&mut *db)
@@ -321,18 +324,21 @@ async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> 
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>> {
+    pub(in crate::store) async fn job_by_idempotency_key(
+        &self,
+        key: &(String, String),
+    ) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
-        find_by_key(&mut db, key).await
+        find_job_by_key(&mut db, key).await
     }
 
-    pub(in crate::store) async fn create_job(&self, new: NewJob) -> Result<Created> {
+    pub(in crate::store) async fn create_job(&self, new: NewJob) -> Result<CreateResult> {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
-            && let Some(existing) = find_by_key(&mut db, key).await?
+            && let Some(existing) = find_job_by_key(&mut db, key).await?
         {
-            return Ok(Created::Existing(Box::new(existing)));
+            return Ok(CreateResult::Existing(Box::new(existing)));
         }
         if new.external.is_none() {
             datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
@@ -379,7 +385,7 @@ impl SqlStore {
         }
         let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
         let fork = new.fork.as_ref();
-        let changed = change(&mut db, row, new.at, |row| match row.job.external {
+        let changed = change_job(&mut db, row, new.at, |row| match row.job.external {
             Some(_) => lifecycle::external::begin(row, new.at),
             None => {
                 row.progress.pause_after = new.trial.as_ref().and_then(|trial| trial.pause_after);
@@ -390,7 +396,7 @@ impl SqlStore {
         fault_point("create.commit")?;
         db.commit().await?;
         fault_point("create.committed")?;
-        Ok(Created::New(Box::new(changed)))
+        Ok(CreateResult::New(Box::new(changed)))
     }
 
     pub(in crate::store) async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {

@@ -112,7 +112,7 @@ async fn put_network(
     Ok(())
 }
 
-fn kind(text: &str) -> Result<HistogramKind> {
+fn parse_kind(text: &str) -> Result<HistogramKind> {
     let known = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
 }
@@ -124,7 +124,7 @@ fn histogram(row: &DbRow) -> Result<Histogram> {
         step: uint(row.try_get("step")?),
         attempt: to_u32(row.try_get("attempt")?),
         layer: row.try_get("layer")?,
-        kind: kind(row.try_get("kind")?)?,
+        kind: parse_kind(row.try_get("kind")?)?,
         min: row.try_get::<f64, _>("min")? as f32,
         max: row.try_get::<f64, _>("max")? as f32,
         counts: counts.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect(),
@@ -143,7 +143,7 @@ impl SqlStore {
         .bind(int(*newest))
         .fetch_all(&mut *db)
         .await?;
-        let layer = |(name, text): (String, String)| Ok(HistogramLayer { name, kind: kind(&text)? });
+        let layer = |(name, text): (String, String)| Ok(HistogramLayer { name, kind: parse_kind(&text)? });
         Ok(HistogramIndex { layers: layers.into_iter().map(layer).collect::<Result<_>>()?, steps })
     }
 

@@ -32,10 +32,10 @@ mod sweeps;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
-    SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
+    USE_LOG_INDEX, USE_METRICS_INDEX,
 };
-use crate::store::{Result, StoreError, quarantine::readable};
+use crate::store::{Result, StoreError, unreadable::readable};
 use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
 
@@ -91,7 +91,7 @@ impl SqlStore {
         Ok(self.begin().await?.rollback().await?)
     }
 
-    pub(in crate::store) async fn ready(&self) -> Result<()> {
+    pub(in crate::store) async fn check_writable(&self) -> Result<()> {
         // Only a committed write proves that the database can be written. This write leaves no row.
         let mut db = self.begin().await?;
         for statement in

@@ -1,11 +1,11 @@
 //! Registered models: versions, which name checkpoints, and aliases, which name versions.
 
-use super::{Connection, DbRow, SqlStore, jobs::load, people::owned};
+use super::{Connection, DbRow, SqlStore, jobs::load, people::ownership};
 use crate::{
-    lifecycle::Refused,
+    lifecycle::Refusal,
     store::{
         NewVersion, Result, StoreError, VersionRow,
-        quarantine::{read_spec, readable},
+        unreadable::{read_spec, readable},
         values::{from_json, job_id, json, strip_nul, time, to_u32},
     },
 };
@@ -22,7 +22,7 @@ const MAX_VERSIONS_PER_MODEL: i64 = 1000;
 /// Maximum number of versions of a job's checkpoints.
 const MAX_VERSIONS_PER_JOB: i64 = 100;
 
-const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spec, jobs.owner, jobs.private, \
+const SELECT_VERSIONS: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spec, jobs.owner, jobs.private, \
     c.val_accuracy, c.val_loss, c.validation FROM model_versions v JOIN jobs ON jobs.id = v.job_id \
     LEFT JOIN checkpoints c ON c.id = v.checkpoint_id WHERE v.deleted_at IS NULL";
 
@@ -48,7 +48,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
         registered_by: text("registered_by")?,
         registered_at: time(row.try_get("registered_at")?)?,
     };
-    Ok(VersionRow { version, owned: owned(row)? })
+    Ok(VersionRow { version, ownership: ownership(row)? })
 }
 
 /// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions. `change`: what
@@ -78,7 +78,7 @@ pub(super) async fn require_unregistered(
          job",
         named.collect::<Vec<_>>().join(", ")
     );
-    Err(Refused { state, detail }.into())
+    Err(Refusal { state, detail }.into())
 }
 
 impl SqlStore {
@@ -90,7 +90,7 @@ impl SqlStore {
             let detail = format!(
                 "the job is {state}, and an unfinished job replaces and removes its checkpoints; register a checkpoint after the job's end"
             );
-            return Err(Refused { state, detail }.into());
+            return Err(Refusal { state, detail }.into());
         }
         let found: Option<String> =
             sqlx::query_scalar("SELECT id FROM checkpoints WHERE id = $1 AND job_id = $2")
@@ -114,7 +114,7 @@ impl SqlStore {
                 "the model has {of_model} versions and the job {of_job}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
                  {MAX_VERSIONS_PER_JOB} per job. Remove versions first"
             );
-            return Err(Refused { state, detail }.into());
+            return Err(Refusal { state, detail }.into());
         }
         let version = newest.unwrap_or(0) + 1;
         sqlx::query(
@@ -128,7 +128,7 @@ impl SqlStore {
         .bind(new.dataset_fingerprint.as_ref().map(json).transpose()?)
         .bind(json(&new.programs)?)
         .bind(strip_nul(&new.description))
-        .bind(new.by.as_deref().map(strip_nul))
+        .bind(new.registered_by.as_deref().map(strip_nul))
         .bind(new.at.as_millisecond())
         .execute(&mut *db)
         .await?;
@@ -140,7 +140,7 @@ impl SqlStore {
         let model = model.map(strip_nul);
         let mut db = self.reader.acquire().await?;
         let of_model = "($1 IS NULL OR model = $1)";
-        let query = format!("{VERSION} AND {of_model} ORDER BY v.model, v.version");
+        let query = format!("{SELECT_VERSIONS} AND {of_model} ORDER BY v.model, v.version");
         let rows = sqlx::query(AssertSqlSafe(query)).bind(model.as_deref()).fetch_all(&mut *db).await?;
         let mut versions = readable(rows.iter().map(version));
         let query =

@@ -2,7 +2,7 @@
 
 use super::{DbRow, SqlStore};
 use crate::store::{
-    Owned, PersonRow, Result, StoreError,
+    Ownership, PersonRow, Result, StoreError,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
@@ -30,8 +30,8 @@ fn person(row: &DbRow) -> Result<PersonRow> {
 }
 
 /// The columns `owner` and `private` of a job, dataset or sweep.
-pub(super) fn owned(row: &DbRow) -> Result<Owned> {
-    Ok(Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 })
+pub(super) fn ownership(row: &DbRow) -> Result<Ownership> {
+    Ok(Ownership { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 })
 }
 
 impl SqlStore {
@@ -107,9 +107,9 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
+    pub(in crate::store) async fn job_ownership(&self, id: &JobId) -> Result<Option<Ownership>> {
         let query = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL");
-        self.find(query.bind(id.as_str()), owned).await
+        self.find(query.bind(id.as_str()), ownership).await
     }
 
     pub(in crate::store) async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
@@ -122,8 +122,8 @@ impl SqlStore {
         Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
     }
 
-    pub(in crate::store) async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
+    pub(in crate::store) async fn dataset_ownership(&self, name: &str) -> Result<Option<Ownership>> {
         let query = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1");
-        self.find(query.bind(strip_nul(name)), owned).await
+        self.find(query.bind(strip_nul(name)), ownership).await
     }
 }

@@ -25,7 +25,7 @@ impl SqlStore {
         Ok(removed.map_or(0, uint) + 1)
     }
 
-    pub(in crate::store) async fn oldest_with_points(
+    pub(in crate::store) async fn oldest_job_with_points(
         &self,
         before: Timestamp,
         after: Option<&JobId>,
@@ -66,7 +66,7 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(in crate::store) async fn oldest_deleted(&self) -> Result<Option<JobId>> {
+    pub(in crate::store) async fn oldest_deleted_job(&self) -> Result<Option<JobId>> {
         let oldest = "SELECT id FROM jobs WHERE deleted_at IS NOT NULL ORDER BY deleted_at LIMIT 1";
         let id: Option<String> = sqlx::query_scalar(oldest).fetch_optional(&self.reader).await?;
         id.as_deref().map(job_id).transpose()

@@ -2,13 +2,13 @@
 
 use super::{
     SqlStore,
-    jobs::{JOB, job_row, rows_of},
+    jobs::{SELECT_JOBS, job_row, rows_of},
 };
 use crate::{
     config::FairShare,
     store::{
         JobRow, QueuePlace, Result, WaitingVersion,
-        quarantine::readable,
+        unreadable::readable,
         values::{job_id, uint},
     },
 };
@@ -20,12 +20,12 @@ use std::collections::HashMap;
 const PAGE_SIZE: i64 = 1000;
 
 impl SqlStore {
-    pub(in crate::store) async fn waiting(
+    pub(in crate::store) async fn waiting_jobs(
         &self,
         from: &QueuePlace,
     ) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
         let query = format!(
-            "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
+            "{SELECT_JOBS} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority < $1 OR (priority = $1 AND (created_at, id) > ($2, $3))) \
              ORDER BY priority DESC, created_at, id LIMIT $4"
         );
@@ -48,7 +48,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
-        let rows = rows_of(&mut *self.reader.acquire().await?, JOB, ids).await?;
+        let rows = rows_of(&mut *self.reader.acquire().await?, SELECT_JOBS, ids).await?;
         Ok(readable(rows.iter().map(job_row)))
     }
 

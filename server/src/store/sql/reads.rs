@@ -1,15 +1,15 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DATABASE_BYTES, DbRow, LIKE, SqlStore,
-    jobs::{JOB, job_row, like_pattern},
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
+    jobs::{SELECT_JOBS, job_row, like_pattern},
     pages::bounded,
 };
 use crate::store::{
     CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, RankColumn, Result,
-    StoreError, Stored,
-    quarantine::readable,
+    RowContent, StoreError,
     rows::ROW_COST,
+    unreadable::readable,
     values::{from_json, int, job_id, strip_nul, time, to_u32, uint},
 };
 use futures_util::TryStreamExt;
@@ -22,30 +22,30 @@ use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row};
 
 fn event_row(row: &DbRow) -> Result<EventRow> {
-    let stored = match row.try_get::<Option<Vec<u8>>, _>("points")? {
-        Some(data) => Stored::Points {
+    let content = match row.try_get::<Option<Vec<u8>>, _>("points")? {
+        Some(data) => RowContent::Points {
             attempt: to_u32(row.try_get("attempt")?),
             rank: to_u32(row.try_get::<Option<i64>, _>("rank")?.unwrap_or(0)),
             data,
         },
-        None => Stored::Body(row.try_get("body")?),
+        None => RowContent::Body(row.try_get("body")?),
     };
-    Ok(EventRow { seq: uint(row.try_get("seq")?), at: time(row.try_get("at")?)?, stored })
+    Ok(EventRow { seq: uint(row.try_get("seq")?), at: time(row.try_get("at")?)?, content })
 }
 
 /// Parses an event's body.
-fn event<T: DeserializeOwned>(job: &JobId, seq: i64, body: &str) -> Result<T> {
+fn parse_event<T: DeserializeOwned>(job: &JobId, seq: i64, body: &str) -> Result<T> {
     from_json(body).map_err(|error| StoreError::Corrupt(format!("event {seq} of job {job}: {error}")))
 }
 
 /// The filter's ranks as text, each between commas, because the databases have no common type for lists.
-pub(super) fn ranks(filter: &MetricFilter) -> String {
+pub(super) fn ranks_text(filter: &MetricFilter) -> String {
     filter.ranks.iter().map(|rank| format!(",{rank},")).collect()
 }
 
 /// A pattern for bodies that may contain `text` in a string. `None` if `text` has characters that JSON may escape, or letters whose case
 /// not every database ignores.
-fn pattern(text: &str) -> Option<String> {
+fn body_pattern(text: &str) -> Option<String> {
     let is_plain =
         !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
     is_plain.then(|| like_pattern(text))
@@ -74,9 +74,10 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn unfinished(&self) -> Result<Vec<Job>> {
-        let query =
-            format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
+    pub(in crate::store) async fn unfinished_jobs(&self) -> Result<Vec<Job>> {
+        let query = format!(
+            "{SELECT_JOBS} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL"
+        );
         self.list(sqlx::query(AssertSqlSafe(query)), |row| Ok(job_row(row)?.job)).await
     }
 
@@ -108,29 +109,29 @@ impl SqlStore {
                 .await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
         let query = format!(
-            "SELECT seq, at, attempt, rank, body, points FROM events {BY_METRICS} WHERE job_id = $1 AND kind = 'metrics' \
+            "SELECT seq, at, attempt, rank, body, points FROM events {USE_METRICS_INDEX} WHERE job_id = $1 AND kind = 'metrics' \
              AND ($2 = '' OR $2 LIKE '%,' || rank || ',%') AND seq > $3 ORDER BY seq LIMIT $4"
         );
         // A page cannot have more rows, because each row costs at least `ROW_COST`.
-        let limit = filter.limit_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
+        let limit = filter.max_cost.map_or(i64::MAX, |cost| int(cost / ROW_COST + 1));
         let mut page = MetricPage { as_of: uint(as_of), ..MetricPage::default() };
         let mut rows = sqlx::query(AssertSqlSafe(query))
             .bind(job.as_str())
-            .bind(ranks(filter))
+            .bind(ranks_text(filter))
             .bind(int(filter.after))
             .bind(limit)
             .fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
             let row = event_row(&row)?;
             page.cost += row.cost();
-            page.last = row.seq;
+            page.last_seq = row.seq;
             if let Some((attempt, rank, columns)) = row.metrics(filter.name.as_deref()) {
-                let columns = columns.into_iter().filter(|c| filter.wants(c));
+                let columns = columns.into_iter().filter(|c| filter.may_match(c));
                 page.columns.extend(columns.map(|column| RankColumn { rank, attempt, column }));
             }
-            if filter.limit_cost.is_some_and(|limit| page.cost >= limit) {
+            if filter.max_cost.is_some_and(|limit| page.cost >= limit) {
                 // The page ends at this row. The following pages have the rest.
-                (page.as_of, page.full) = (page.last, true);
+                (page.as_of, page.is_full) = (page.last_seq, true);
                 break;
             }
         }
@@ -140,9 +141,9 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
-        let order = if filter.newest { "DESC" } else { "ASC" };
+        let order = if filter.selects_newest { "DESC" } else { "ASC" };
         let query = format!(
-            "SELECT seq, at, body FROM events {BY_LOG} WHERE job_id = $1 AND kind = 'log' \
+            "SELECT seq, at, body FROM events {USE_LOG_INDEX} WHERE job_id = $1 AND kind = 'log' \
              AND ($2 IS NULL OR rank = $2) AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND seq < $5 \
              AND ($6 IS NULL OR body {LIKE} $6 ESCAPE '!') ORDER BY seq {order} LIMIT $7"
         );
@@ -152,19 +153,19 @@ impl SqlStore {
             .bind(filter.attempt.map(i64::from))
             .bind(int(filter.after))
             .bind(filter.before.map_or(i64::MAX, int))
-            .bind(filter.containing.as_deref().and_then(pattern))
+            .bind(filter.containing.as_deref().and_then(body_pattern))
             .bind(i64::from(filter.limit))
             .fetch(&self.reader);
         let (mut rows, reached_size) = bounded(rows, |(_, _, body)| body.len()).await?;
-        let full = reached_size || rows.len() == filter.limit as usize;
-        if filter.newest {
+        let is_full = reached_size || rows.len() == filter.limit as usize;
+        if filter.selects_newest {
             rows.reverse();
         }
         let range = rows.first().zip(rows.last()).map(|(first, last)| (uint(first.0), uint(last.0)));
         let events = rows.iter().map(|(seq, at, body)| {
-            Ok(Event { seq: uint(*seq), at: time(*at)?, body: event(job, *seq, body)? })
+            Ok(Event { seq: uint(*seq), at: time(*at)?, body: parse_event(job, *seq, body)? })
         });
-        Ok(LogPage { events: readable(events), range, full })
+        Ok(LogPage { events: readable(events), range, is_full })
     }
 
     pub(in crate::store) async fn rank_reports(
@@ -185,7 +186,7 @@ impl SqlStore {
         .bind(i64::from(attempt))
         .fetch_all(&self.reader)
         .await?;
-        Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((to_u32(*rank), event(job, *seq, body)?)))))
+        Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((to_u32(*rank), parse_event(job, *seq, body)?)))))
     }
 
     pub(in crate::store) async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {

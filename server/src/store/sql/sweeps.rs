@@ -2,11 +2,11 @@
 
 use super::{
     Connection, DbRow, SqlStore,
-    jobs::{JOB, job_row},
-    people::owned,
+    jobs::{SELECT_JOBS, job_row},
+    people::ownership,
 };
 use crate::{
-    lifecycle::Refused,
+    lifecycle::Refusal,
     store::{
         JobRow, Result, StoreError, SweepRow,
         values::{from_json, json, strip_nul, time},
@@ -21,7 +21,7 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Query for sweeps without the trials' specifications, which are long.
-const SWEEP: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at FROM sweeps";
+const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at FROM sweeps";
 
 fn sweep(row: &DbRow) -> Result<SweepRow> {
     let id: String = row.try_get("id")?;
@@ -36,7 +36,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
         settings: from_json(row.try_get("settings")?)?,
         rungs: from_json(row.try_get("rungs")?)?,
         reason: row.try_get("reason")?,
-        owned: owned(row)?,
+        ownership: ownership(row)?,
         created_at: time(row.try_get("created_at")?)?,
         finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
     })
@@ -56,7 +56,7 @@ pub(super) async fn require_ended(db: &mut Connection, trial: &TrialOf, state: J
         "the job is trial {} of {}, which has not ended: delete the job after the sweep's end, or cancel the sweep first",
         trial.number, trial.sweep
     );
-    Err(Refused { state, detail }.into())
+    Err(Refusal { state, detail }.into())
 }
 
 impl SqlStore {
@@ -73,24 +73,24 @@ impl SqlStore {
         .bind(json(&row.settings)?)
         .bind(json(&row.rungs)?)
         .bind(json(&specs)?)
-        .bind(row.owned.owner.as_deref().map(strip_nul))
-        .bind(i64::from(row.owned.private))
+        .bind(row.ownership.owner.as_deref().map(strip_nul))
+        .bind(i64::from(row.ownership.private))
         .bind(row.created_at.as_millisecond());
         Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
-        let query = format!("{SWEEP} ORDER BY created_at DESC, id");
+        let query = format!("{SELECT_SWEEPS} ORDER BY created_at DESC, id");
         self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
     pub(in crate::store) async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
-        let query = format!("{SWEEP} WHERE finished_at IS NULL ORDER BY created_at, id");
+        let query = format!("{SELECT_SWEEPS} WHERE finished_at IS NULL ORDER BY created_at, id");
         self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
     pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
-        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(strip_nul(id));
+        let query = sqlx::query(AssertSqlSafe(format!("{SELECT_SWEEPS} WHERE id = $1"))).bind(strip_nul(id));
         self.find(query, sweep).await
     }
 
@@ -131,7 +131,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
-        let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
+        let query =
+            format!("{SELECT_JOBS} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
         self.list(sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)), job_row).await
     }
 }

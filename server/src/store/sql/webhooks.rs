@@ -4,7 +4,7 @@
 use super::{Connection, DbRow, SqlStore, batch};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
-    quarantine::readable,
+    unreadable::readable,
     values::{from_json, json, time},
 };
 use jiff::Timestamp;
@@ -23,12 +23,12 @@ pub(super) struct Notice {
     payload: String,
 }
 
-/// The notice for an event. `row` is the job after the event. `None` if the event neither changes the job's state nor is an alert. Private
-/// jobs have no notices, because other people can read the receiver's messages.
-pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
+/// Creates the notice for an event, and updates the announced state. `row` is the job after the event. `None` if the event neither changes
+/// the job's state nor is an alert. Private jobs have no notices, because other people can read the receiver's messages.
+pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
-            let has_changed = std::mem::replace(&mut row.announced, *state) != *state;
+            let has_changed = std::mem::replace(&mut row.announced_state, *state) != *state;
             let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_changed)?;
             (event, state, reason, cause, attempt)
         }
@@ -90,7 +90,7 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    // Messages get the current time, not the event's: a message is deleted after a week, and a program may report a run of last month.
+    // Messages get the current time, not the event's, because a message is deleted after a week, and a program may report an old run.
     let now = crate::now().as_millisecond();
     let text = "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}";
     for query in batch::statements(text, 7, &messages, |query, (webhook, notice)| {
@@ -207,7 +207,11 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+    pub(in crate::store) async fn note_delivery_attempt(
+        &self,
+        delivery: &Delivery,
+        is_gone: bool,
+    ) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)

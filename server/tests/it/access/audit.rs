@@ -122,7 +122,7 @@ async fn audit_details_are_truncated_after_300_characters() {
 
 #[tokio::test]
 async fn the_log_has_pages_and_old_entries_are_removed() {
-    let server = TestServer::with(|c| c.audit_entries = 20).await;
+    let server = TestServer::with(|c| c.max_audit_entries = 20).await;
     for n in 0..10 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
     }

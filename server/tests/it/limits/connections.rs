@@ -144,7 +144,7 @@ async fn closes_within(mut socket: TcpStream, within: Duration) -> bool {
 #[tokio::test]
 async fn silent_connections_are_closed_in_time() {
     let patience = Duration::from_millis(400);
-    let server = TestServer::with(|c| c.head_patience = patience).await;
+    let server = TestServer::with(|c| c.head_timeout = patience).await;
     let start = Instant::now();
     let mut sockets = Vec::new();
     for sent in [
@@ -166,8 +166,8 @@ async fn silent_connections_are_closed_in_time() {
 #[tokio::test]
 async fn idle_connections_make_room_for_others() {
     let server = TestServer::with(|c| {
-        c.connections = Some(8);
-        c.head_patience = Duration::from_secs(600);
+        c.max_connections = Some(8);
+        c.head_timeout = Duration::from_secs(600);
     })
     .await;
     // Connections up to the limit stay open.
@@ -210,8 +210,8 @@ async fn one_address_has_a_quarter_of_the_connections() {
     let server = TestServer::with(|c| {
         c.listen = "0.0.0.0:0".parse().unwrap();
         c.insecure_http = true;
-        c.connections = Some(64);
-        c.head_patience = Duration::from_secs(600);
+        c.max_connections = Some(64);
+        c.head_timeout = Duration::from_secs(600);
     })
     .await;
     let address = SocketAddr::new(outside, server.address.port());
@@ -245,7 +245,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
 #[tokio::test]
 async fn a_stalled_body_gets_408_in_time() {
     let patience = Duration::from_secs(1);
-    let server = TestServer::with(|c| c.body_patience = patience).await;
+    let server = TestServer::with(|c| c.body_timeout = patience).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
     for (path, kind) in [

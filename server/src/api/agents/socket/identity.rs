@@ -45,7 +45,7 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     // Reads the token again, because an earlier connection may have bound it.
     let mut bound = auth.access.token(&token.id).ok_or("this agent's token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
-    let known_agents = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
+    let known_agents = auth.store.agents_by_name_or_id(&agent.name, &agent.id).await.map_err(failed)?;
     match &bound.token.agent_id {
         Some(id) if *id == agent.id => {
             let has_taken_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;

@@ -1,6 +1,6 @@
 //! An agent's first message.
 
-use crate::{agents::Joining, store::AgentRow};
+use crate::{agents::JoiningAgent, store::AgentRow};
 use lockstep_protocol::{
     agent::{AttemptRef, FromAgent, PROTOCOL_VERSION},
     invisible::first_invisible,
@@ -25,7 +25,10 @@ pub(super) fn shortened(mut text: String) -> String {
 }
 
 /// Checks an agent's first message, which was sent from `address`. Returns the agent and its attempts. The error is for the agent's user.
-pub(super) fn check_hello(message: FromAgent, address: IpAddr) -> Result<(Joining, Vec<AttemptRef>), String> {
+pub(super) fn check_hello(
+    message: FromAgent,
+    address: IpAddr,
+) -> Result<(JoiningAgent, Vec<AttemptRef>), String> {
     let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
         message
     else {
@@ -84,8 +87,8 @@ pub(super) fn check_hello(message: FromAgent, address: IpAddr) -> Result<(Joinin
     machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| ungrouped.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    let (no_work, process) = (no_work.map(shortened), shortened(process));
-    Ok((Joining { row, only_job, no_work, process, address }, attempts))
+    let (no_work_reason, process) = (no_work.map(shortened), shortened(process));
+    Ok((JoiningAgent { row, only_job, no_work_reason, process, address }, attempts))
 }
 
 #[cfg(test)]
@@ -97,7 +100,7 @@ mod tests {
     };
     use std::net::Ipv4Addr;
 
-    fn check(message: FromAgent) -> Result<(Joining, Vec<AttemptRef>), String> {
+    fn check(message: FromAgent) -> Result<(JoiningAgent, Vec<AttemptRef>), String> {
         check_hello(message, Ipv4Addr::LOCALHOST.into())
     }
 
@@ -107,7 +110,7 @@ mod tests {
         slots: usize,
         attempts: usize,
         description_bytes: usize,
-    ) -> Result<(Joining, Vec<AttemptRef>), String> {
+    ) -> Result<(JoiningAgent, Vec<AttemptRef>), String> {
         check(hello_of(&"n".repeat(name_bytes), slots, attempts, description_bytes))
     }
 

@@ -225,7 +225,7 @@ impl Authority {
     /// Locks the records while they are read and written, because a server and a command may change them at the same time.
     fn lock(&self) -> Result<fs::File, String> {
         let path = self.folder.join("issued.lock");
-        let file = crate::util::private_files::lock_file(&path)
+        let file = crate::util::private_files::open_lock_file(&path)
             .map_err(|error| format!("{}: {error}", path.display()))?;
         file.lock().map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(file)

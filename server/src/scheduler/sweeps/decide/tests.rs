@@ -7,7 +7,7 @@ fn rules(trials: u32, rungs: &[u32], max_concurrent: u32) -> Rules {
         metric: SweepMetric { name: "val_accuracy", maximize: true },
         reduction: 3,
         rungs: rungs.into(),
-        trials,
+        trial_count: trials,
         max_concurrent,
     }
 }

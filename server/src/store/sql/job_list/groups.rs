@@ -4,10 +4,10 @@
 use super::{
     super::super::dialect::{FALSE, TRUE},
     super::{Db, DbRow, SqlStore},
-    ColumnType, expression, push_conditions, push_tag, setting,
+    ColumnType, push_conditions, push_tag, setting_expression, sort_expression,
 };
 use crate::store::{
-    GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, Spread, StoreError,
+    GroupBy, GroupRow, GroupValue, JobFilter, Result, RunningStatistics, SettingKind, SortBy, StoreError,
     values::{strip_nul, time},
 };
 use futures_util::TryStreamExt;
@@ -19,7 +19,7 @@ use std::{
 };
 
 /// SQL expression for a criterion. For tags, the expression is their JSON list, which the caller parses.
-fn grouped_by(by: GroupBy) -> String {
+fn group_expression(by: GroupBy) -> String {
     match by {
         GroupBy::Project => "jobs.project".into(),
         GroupBy::Owner => "jobs.owner".into(),
@@ -27,17 +27,18 @@ fn grouped_by(by: GroupBy) -> String {
         GroupBy::State => "jobs.state".into(),
         GroupBy::Name => "jobs.name".into(),
         GroupBy::Setting { table, key, kind: SettingKind::Bool } => {
-            let setting = setting(table, key, false);
+            let is_number = false;
+            let setting = setting_expression(table, key, is_number);
             format!("CAST(CASE WHEN COALESCE({setting}, {FALSE}) = {TRUE} THEN 1 ELSE 0 END AS BIGINT)")
         }
-        GroupBy::Setting { table, key, kind } => setting(table, key, kind == SettingKind::Number),
+        GroupBy::Setting { table, key, kind } => setting_expression(table, key, kind == SettingKind::Number),
     }
 }
 
 /// Adds conditions: the job is in this group.
 pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupValue)]) -> Result<()> {
     for (by, value) in group {
-        let column = grouped_by(*by);
+        let column = group_expression(*by);
         match (by, value) {
             (GroupBy::Tag, GroupValue::Text(tag)) => {
                 push_tag(query, tag)?;
@@ -107,8 +108,8 @@ impl SqlStore {
         metrics: &[SortBy],
         max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>> {
-        let metrics: Vec<_> = metrics.iter().map(expression).collect();
-        let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", grouped_by(*by)));
+        let metrics: Vec<_> = metrics.iter().map(sort_expression).collect();
+        let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", group_expression(*by)));
         let numbers = metrics.iter().enumerate().map(|(n, (sql, ..))| format!(", {sql} AS metric_{n}"));
         let columns: String = groups.chain(numbers).collect();
         let mut query = QueryBuilder::new(format!(
@@ -130,7 +131,7 @@ impl SqlStore {
                     if found.len() == max_groups {
                         return Ok(None);
                     }
-                    let metrics = vec![Spread::default(); metrics.len()];
+                    let metrics = vec![RunningStatistics::default(); metrics.len()];
                     found.push(GroupRow { values, states: BTreeMap::new(), newest_at: created_at, metrics });
                 }
                 let Some(group) = found.get_mut(index) else { continue };

@@ -13,7 +13,7 @@ use std::{
 /// Maximum number of logged messages that are remembered. Lists are read several times per second.
 const MAX_REMEMBERED: usize = 10_000;
 /// Maximum size of the description of an unreadable specification, in bytes.
-const DETAIL_BYTES: usize = 500;
+const MAX_DETAIL_BYTES: usize = 500;
 
 static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
@@ -55,7 +55,7 @@ pub(super) fn read_spec(stored: &str) -> (JobSpec, Option<String>) {
     let mistakes: Vec<_> =
         mistakes.iter().map(|m| format!("{} {}", m.pointer, m.detail).trim().to_owned()).collect();
     let mut detail = mistakes.join("; ");
-    detail.truncate(detail.floor_char_boundary(DETAIL_BYTES));
+    detail.truncate(detail.floor_char_boundary(MAX_DETAIL_BYTES));
     (spec, (!detail.is_empty()).then_some(detail))
 }
 
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!((spec.train.lr, spec.train.optimizer), (0.5, JobSpec::default().train.optimizer));
         let many: serde_json::Map<_, _> = (0..50).map(|n| (format!("key{n:02}"), json!(1))).collect();
         let long = read_spec(&json!({"train": many}).to_string()).1.unwrap();
-        assert_eq!(long.len(), DETAIL_BYTES, "the message is shortened: {long}");
+        assert_eq!(long.len(), MAX_DETAIL_BYTES, "the message is shortened: {long}");
         for broken in ["", "nonsense", "[1]", "{\"train\": 3}", "null"] {
             let (spec, flaw) = read_spec(broken);
             assert!(spec == JobSpec::default() && flaw.is_some(), "{broken}");

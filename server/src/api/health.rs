@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     config::ServeConfig,
     events::Events,
-    http::{error::blocking, ingress::Ingress, request_times::RequestTimes},
+    http::{error::run_blocking, ingress::Ingress, request_times::RequestTimes},
     store::{Location, Store},
 };
 use lockstep_protocol::job::JobState;
@@ -44,7 +44,7 @@ pub(crate) async fn readyz(
         return ready(&*store, &config, &ingress).await;
     }
     // Clients without a token get no details, and cause at most one check per second.
-    let mut last = ingress.last_ready.lock().await;
+    let mut last = ingress.last_ready_check.lock().await;
     if last.is_none_or(|(at, _)| at.elapsed() >= CHECK_INTERVAL) {
         let is_ready = ready(&*store, &config, &ingress).await.is_ok();
         *last = Some((Instant::now(), is_ready));
@@ -62,7 +62,7 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
     // The database's file may be on another disk.
     folders.extend(Location::of(config).ok().and_then(|location| location.other_folder(&config.data_dir)));
     for folder in folders {
-        blocking(move || probe(&folder)).await??;
+        run_blocking(move || probe(&folder)).await??;
     }
     let warnings = ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
     Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))

@@ -2,7 +2,7 @@
 //! requests are not delayed.
 
 use crate::api::prelude::*;
-use crate::http::error::blocking;
+use crate::http::error::run_blocking;
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -32,7 +32,7 @@ pub(super) async fn permit(limit: u32) -> Result<Option<SemaphorePermit<'static>
 
 /// Returns a response with this value as JSON.
 pub(super) async fn json(value: impl Serialize + Send + 'static) -> Result<Response> {
-    let written = blocking(move || serde_json::to_vec(&value)).await?;
+    let written = run_blocking(move || serde_json::to_vec(&value)).await?;
     let bytes = written.map_err(|error| Error::Internal(format!("a response: {error}")))?;
     Ok(([(header::CONTENT_TYPE, "application/json")], bytes).into_response())
 }

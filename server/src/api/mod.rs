@@ -46,7 +46,9 @@ async fn read_piece(body: Body, max_bytes: usize) -> Result<Bytes> {
 }
 
 /// Runs work to completion even if the client disconnects. Without this, the handler of a disconnected client is dropped at any `await`.
-async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+async fn run_to_completion<T: Send + 'static>(
+    work: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
     tokio::spawn(work).await.map_err(|e| Error::Internal(format!("a request's work: {e}")))?
 }
 

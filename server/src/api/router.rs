@@ -219,7 +219,7 @@ pub(crate) fn build_router(app: App) -> Router {
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
+        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::authorize))
         .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
         .layer(middleware::from_fn(runs::mlflow::format_errors))
         .layer(PropagateRequestIdLayer::x_request_id())

@@ -49,7 +49,7 @@ impl Auth {
         for row in sessions {
             self.access.put_session(row);
         }
-        self.access.load_refused(self.store.refused_identities().await?);
+        self.access.load_refused_identities(self.store.refused_identities().await?);
         Ok(())
     }
 

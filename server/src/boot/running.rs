@@ -52,7 +52,7 @@ impl Running {
     /// The system has no random bits.
     pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
-        match self.auth.access.required {
+        match self.auth.access.must_authenticate {
             true => Ok(format!(
                 "{url}/login?code={}&next={page}",
                 self.auth.access.codes.make(ADMIN_TOKEN.0, None)?
@@ -72,7 +72,7 @@ impl Running {
     /// # Errors
     /// The file or the database cannot be read or written.
     pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
-        if !self.auth.access.required {
+        if !self.auth.access.must_authenticate {
             return Ok(false);
         }
         let agent = Some(("local".to_owned(), agent_id.to_owned()));
@@ -83,7 +83,7 @@ impl Running {
 
 /// Makes sure that the data directory has a token for programs of this machine.
 pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
-    if !auth.access.required {
+    if !auth.access.must_authenticate {
         return Ok(());
     }
     ensure(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await

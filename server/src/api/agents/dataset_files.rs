@@ -8,7 +8,7 @@ use crate::{
         copies::CopyNotice,
         files::{List, MAX_FILES, Parts, Tree},
     },
-    http::error::{Error, Problem, Result, blocking},
+    http::error::{Error, Problem, Result, run_blocking},
 };
 use axum::{
     body::{Body, Bytes},
@@ -38,7 +38,7 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     requester.check_attempt(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &requester).await?;
-    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
+    let list = run_blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
@@ -110,7 +110,7 @@ async fn tree(datasets: &Datasets, requester: &RequestingAgent) -> Result<(Datas
     let name = row.job.spec.data.dataset;
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| no_longer("the dataset"))?;
     let path = dataset.path.clone();
-    let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
+    let found = run_blocking(move || Tree::open(std::path::Path::new(&path))).await?;
     let tree = found.map_err(Error::unprocessable)?.ok_or_else(|| no_files(&dataset))?;
     // The server's roots may have changed since the dataset was registered. The tree refuses links that lead out of the dataset's folder.
     datasets.roots.check_found(&dataset.path).map_err(Error::unprocessable)?;

@@ -239,7 +239,7 @@ pub(super) async fn all_machines(
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }
-        if let Some(warning) = ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
+        if let Some(warning) = ingress.agent_trust().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });
         }

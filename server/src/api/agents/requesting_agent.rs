@@ -6,7 +6,7 @@ use crate::{
     checkpoints::Checkpoints,
     http::{
         error::{Error, Result},
-        extract::{Path, job_id},
+        extract::{Path, parse_job_id},
     },
     store::Holder,
 };
@@ -69,7 +69,7 @@ where
                 return Err(Error::Forbidden("this token belongs to another agent".into()));
             }
         }
-        let attempt = AttemptRef { job: job_id(&path.job)?, attempt: path.attempt, fencing_token };
+        let attempt = AttemptRef { job: parse_job_id(&path.job)?, attempt: path.attempt, fencing_token };
         Ok(Self { agent_id, attempt, path })
     }
 }

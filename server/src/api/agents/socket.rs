@@ -221,7 +221,7 @@ async fn serve(
                             break why.into();
                         }
                     }
-                    () = caller.ended() => {
+                    () = caller.wait_until_ended() => {
                         break End { why: "the agent's token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
                     }
                     why = &mut certificate_refused => {

@@ -15,7 +15,7 @@ use crate::{
     },
     checkpoints::evaluations::{Failure, Running},
     datasets::Datasets,
-    http::extract::{self, job_id},
+    http::extract::{self, parse_job_id},
     lifecycle::external::refuse_external,
     scheduler::Scheduler,
     store::{CheckpointRow, StoreError},
@@ -149,7 +149,7 @@ async fn find(
 ) -> Result<Response> {
     let job = jobs::find(scheduler, id).await?;
     refuse_external(&job, "evaluated").map_err(StoreError::from)?;
-    let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
+    let rows = scheduler.store.checkpoints(&parse_job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?

@@ -51,7 +51,7 @@ pub(crate) async fn file(
     let checksum = check_file(&checkpoints, &row, name).await?.map(|entry| entry.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
-        if conditional::is_known(request.headers(), tag) {
+        if conditional::client_has(request.headers(), tag) {
             let headers = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
             return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
         }

@@ -11,7 +11,7 @@ use crate::{
             fit::{self, Trained},
             submission,
         },
-        to_the_end,
+        run_to_completion,
     },
     auth::Auth,
     checkpoints::{artifact_fetches, manifest::verify_checkpoint},
@@ -72,7 +72,7 @@ pub(crate) async fn fork(
             let (source, from, Checked { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
             let make = async move { make(&scheduler, &caller, &source, from, spec, key).await };
-            let (status, job) = to_the_end(make).await?;
+            let (status, job) = run_to_completion(make).await?;
             (status, Job { warnings, ..job })
         }
     };

@@ -14,7 +14,7 @@ use crate::{
         artifact_store::{Fetch, NotFetched, StoredState},
     },
     config::ServeConfig,
-    http::{conditional::tagged, error::Code},
+    http::{conditional::json_with_etag, error::Code},
     scheduler::Scheduler,
     store::{CheckpointRow, Copies, Store},
     util::regular_files,
@@ -149,7 +149,7 @@ pub(crate) async fn list(
         Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
     let checkpoints = rows.into_iter().map(to_checkpoint).collect();
-    tagged(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
+    json_with_etag(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
 }
 
 /// Show a checkpoint
@@ -279,5 +279,5 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
 /// Returns the error for a damaged checkpoint. `how` describes the damage, as in `its state.json is missing`.
 pub(super) fn damaged(which: impl Display, how: &str) -> Error {
     let detail = format!("{which} is damaged: {how}; use another checkpoint");
-    Error::Of(Code::CheckpointDamaged, detail)
+    Error::WithCode(Code::CheckpointDamaged, detail)
 }

@@ -8,13 +8,13 @@ use super::{
 };
 use crate::api::prelude::*;
 use crate::{
-    api::{PieceQuery, read_piece, to_the_end},
+    api::{PieceQuery, read_piece, run_to_completion},
     datasets::{
         Datasets,
         uploads::{self, PIECE_BYTES, Refused, Upload},
     },
     http::{
-        error::{blocking, disk_error},
+        error::{disk_error, run_blocking},
         extract::Body,
     },
 };
@@ -61,7 +61,7 @@ pub(crate) async fn upload_archive(
     check_free(&datasets, &name).await?;
     let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     if piece.offset > 0 {
-        blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
+        run_blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
         return Ok(StatusCode::NO_CONTENT);
     }
     let lock = FOLDERS.lock().await;
@@ -71,7 +71,7 @@ pub(crate) async fn upload_archive(
         return Err(Error::Conflict(detail.into()));
     }
     let folder = datasets.roots.uploads.clone();
-    let written = blocking(move || {
+    let written = run_blocking(move || {
         let _lock = lock;
         uploads::remove_unused(&folder, &registered);
         upload.write(0, &body)
@@ -107,7 +107,7 @@ pub(crate) async fn register_upload(
     let unpacked = {
         let lock = FOLDERS.lock().await;
         let (upload, until) = (upload.clone(), Instant::now() + patience.min(TURN));
-        let unpacked = blocking(move || {
+        let unpacked = run_blocking(move || {
             let _lock = lock;
             upload.unpack(until)
         });
@@ -130,7 +130,7 @@ pub(crate) async fn register_upload(
         }
         other => other,
     });
-    Ok(created_response(to_the_end(add(datasets, upload, unpacked.pictures, inspected?)).await?))
+    Ok(created_response(run_to_completion(add(datasets, upload, unpacked.pictures, inspected?)).await?))
 }
 
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
@@ -149,7 +149,7 @@ async fn add(
         return Err(Error::Conflict(detail.into()));
     }
     datasets.store.add_dataset(&dataset).await?;
-    let finished = blocking(move || {
+    let finished = run_blocking(move || {
         let _lock = lock;
         upload.finish()
     });
@@ -166,7 +166,7 @@ pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBu
     if others.iter().any(|path| datasets.roots.upload(path).as_ref() == Some(&folder)) {
         return Ok(());
     }
-    let removed = blocking(move || {
+    let removed = run_blocking(move || {
         let _lock = lock;
         uploads::remove(&folder)
     });

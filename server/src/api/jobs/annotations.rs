@@ -7,7 +7,7 @@ use crate::{
         list::{Fields, MAX_LIMIT, Pages},
     },
     http::{
-        extract::{Body, count, job_id},
+        extract::{Body, count, parse_job_id},
         gate::AuditSubject,
     },
     scheduler::Scheduler,
@@ -72,7 +72,7 @@ pub(crate) async fn list(
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<Annotation>(query.fields.as_deref())?;
     let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
-    let seen_by = caller.sees_as();
+    let seen_by = caller.viewer_name();
     let _permit = large::permit(limit).await?;
     let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
@@ -119,7 +119,7 @@ pub(crate) async fn change(
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
     }
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let annotation = if change.notes.is_some() || tags.is_some() {
         scheduler.store.annotate(&id, change.notes.as_deref(), tags.as_deref()).await?
     } else {

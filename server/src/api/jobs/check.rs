@@ -8,7 +8,7 @@ use crate::{
         datasets,
         jobs::submission::{self, WeightsCheck},
     },
-    http::extract::Document,
+    http::extract::JobFile,
     scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
@@ -90,7 +90,7 @@ pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
-    Document(document, _): Document,
+    JobFile(document, _): JobFile,
 ) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
         // Only the first trial is checked completely. A submission checks all trials.
@@ -108,7 +108,8 @@ pub(crate) async fn validate(
 
 async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
     let Checked { spec, dataset, .. } = checked;
-    let filter = JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let filter =
+        JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
     let online = scheduler.agents.online();
     let is_online =

@@ -3,9 +3,9 @@
 use super::check::{Checked, LaunchQuery, Start, check};
 use crate::api::prelude::*;
 use crate::{
-    api::to_the_end,
+    api::run_to_completion,
     auth::Auth,
-    http::extract::Document,
+    http::extract::JobFile,
     lifecycle::Fork,
     scheduler::{
         Scheduler,
@@ -40,11 +40,11 @@ pub(crate) async fn create(
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
-    Document(document, bytes): Document,
+    JobFile(document, bytes): JobFile,
 ) -> Result<Response> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, job) =
-        to_the_end(async move { submit(&scheduler, &caller, &document, key, launched).await }).await?;
+        run_to_completion(async move { submit(&scheduler, &caller, &document, key, launched).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 

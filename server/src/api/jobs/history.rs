@@ -7,7 +7,7 @@ use crate::{
         list::{MAX_LIMIT, Pages},
     },
     auth::Auth,
-    http::extract::{count, job_id},
+    http::extract::{count, parse_job_id},
     scheduler::Scheduler,
     store::{AuditEntry, Store},
 };
@@ -100,7 +100,7 @@ async fn parent(
     parent: Option<Parent>,
 ) -> Result<(Option<Relative>, Option<String>)> {
     let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
-    let row = match job_id(&id) {
+    let row = match parse_job_id(&id) {
         Ok(id) => store.job(&id).await?,
         Err(_) => None,
     };

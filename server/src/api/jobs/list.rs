@@ -7,7 +7,7 @@ use crate::{
         large,
         list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
-    http::extract::{count, search_text},
+    http::extract::{check_search_text, count},
     scheduler::Scheduler,
     store::JobFilter,
 };
@@ -77,9 +77,9 @@ pub(crate) struct ListQuery {
 impl ListQuery {
     /// Parses the parameters.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
-        search_text("name", self.name.as_deref())?;
-        search_text("q", self.q.as_deref())?;
-        search_text("owner", self.owner.as_deref())?;
+        check_search_text("name", self.name.as_deref())?;
+        check_search_text("q", self.q.as_deref())?;
+        check_search_text("owner", self.owner.as_deref())?;
         let project = self.project.clone().filter(|project| !project.is_empty());
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
@@ -96,7 +96,7 @@ impl ListQuery {
             text: self.q.clone().filter(|text| !text.is_empty()),
             conditions: conditions::parse(self.conditions.as_deref())?,
             owner: self.owner.clone().filter(|owner| !owner.is_empty()),
-            seen_by: caller.sees_as(),
+            seen_by: caller.viewer_name(),
             with_notes: false,
             project,
             tags,

@@ -8,7 +8,7 @@ use crate::{
     },
     http::{
         attachment::attachment,
-        extract::{count, search_text},
+        extract::{check_search_text, count},
     },
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
@@ -137,7 +137,7 @@ pub(crate) async fn query(
     headers: HeaderMap,
     Query(query): Query<LogsQuery>,
 ) -> Result<Response> {
-    search_text("q", query.q.as_deref())?;
+    check_search_text("q", query.q.as_deref())?;
     let job = jobs::find(&scheduler, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {

@@ -31,10 +31,10 @@ pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
 pub(crate) use list::ListQuery;
 
-use super::to_the_end;
+use super::run_to_completion;
 use crate::api::prelude::*;
 use crate::{
-    http::{conditional, extract::job_id},
+    http::{conditional, extract::parse_job_id},
     lifecycle,
     metrics::Metrics,
     scheduler::{
@@ -49,7 +49,7 @@ use std::{collections::HashSet, time::Duration};
 
 /// Returns the ids of the jobs that a caller may not see.
 pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
-    match caller.sees_as() {
+    match caller.viewer_name() {
         None => Ok(HashSet::new()),
         Some(name) => Ok(store.jobs_hidden_from(&name).await?.into_iter().collect()),
     }
@@ -68,7 +68,7 @@ pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// # Errors
 /// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
-    let mut job = row(&*scheduler.store, &job_id(id)?).await?.job;
+    let mut job = row(&*scheduler.store, &parse_job_id(id)?).await?.job;
     scheduler.last_plan.fill_in(&mut job);
     Ok(job)
 }
@@ -163,13 +163,13 @@ pub(crate) async fn show(
     Path(id): Path<String>,
     Query(WaitQuery { wait }): Query<WaitQuery>,
 ) -> Result<Response> {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let row = match wait {
         0 => row(&*scheduler.store, &id).await?,
         1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
         _ => return Err(Error::BadRequest(format!("wait is {wait}, but must be 0 to {MAX_WAIT_SECS}"))),
     };
-    conditional::tagged(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
+    conditional::json_with_etag(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
 }
 
 /// Cancel a job
@@ -182,7 +182,7 @@ pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Cancel).await?;
+    let job = dispatch::stop(&scheduler, &parse_job_id(&id)?, StopRequest::Cancel).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -195,7 +195,7 @@ pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Pause).await?;
+    let job = dispatch::stop(&scheduler, &parse_job_id(&id)?, StopRequest::Pause).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -212,8 +212,10 @@ pub(crate) async fn resume(
 ) -> Result<(StatusCode, Json<Job>)> {
     fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
     let at = crate::now();
-    let changed =
-        scheduler.events.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
+    let changed = scheduler
+        .events
+        .change_job(&parse_job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at)))
+        .await?;
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
@@ -272,8 +274,8 @@ pub(crate) async fn delete(
     State(deleted_jobs): State<Arc<DeletedJobs>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let id = job_id(&id)?;
-    to_the_end(async move { remove(&scheduler, &deleted_jobs, &id).await }).await?;
+    let id = parse_job_id(&id)?;
+    run_to_completion(async move { remove(&scheduler, &deleted_jobs, &id).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -13,7 +13,7 @@ use crate::{
     checkpoints::artifact_store::StoredState,
     http::{
         error::PageError,
-        extract::{Body, PageQuery, job_id},
+        extract::{Body, PageQuery, parse_job_id},
     },
     ingest::run_files::RunFiles,
     metrics::Metrics,
@@ -44,13 +44,13 @@ pub(crate) async fn jobs(
     // An invalid filter in the URL is ignored.
     let mut filter = query
         .filter(&caller)
-        .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
+        .unwrap_or_else(|_| JobFilter { seen_by: caller.viewer_name(), ..JobFilter::default() });
     if query.limit.is_none() {
         filter.limit = RENDERED_ROWS;
     }
     let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
-    let any_job = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let any_job = JobFilter { limit: 1, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
     let page = jobs_views::JobsPage {
         jobs: page.jobs,
@@ -125,7 +125,7 @@ pub(crate) async fn new_job(
 async fn jobs_named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
     let name = Some(text.to_owned());
     let filter =
-        JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
+        JobFilter { name, seen_by: caller.viewer_name(), limit: MAX_CLONES_READ, ..JobFilter::default() };
     Ok(scheduler.store.jobs(&filter).await?.jobs)
 }
 
@@ -199,7 +199,7 @@ pub(crate) async fn job(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Page {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let row = scheduler
         .store
         .job(&id)

@@ -121,7 +121,7 @@ async fn visible_project(store: &dyn Store, caller: &Caller, name: String) -> Re
     if let Some(mistake) = labels::project_mistake(&name) {
         return Err(Error::NotFound(format!("no project has this name: a project {mistake}")));
     }
-    let projects = store.projects(caller.sees_as().as_deref()).await?;
+    let projects = store.projects(caller.viewer_name().as_deref()).await?;
     match projects.iter().any(|project| project.name == name) {
         true => Ok(name),
         false => Err(Error::NotFound("no job that you may see is in a project with this name".into())),

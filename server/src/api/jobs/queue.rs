@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::list::{Elements, Fields, MAX_LIMIT, Pages},
-    http::extract::{count, search_text},
+    http::extract::{check_search_text, count},
     scheduler::{self, Scheduler},
     store::JobRow,
 };
@@ -43,7 +43,7 @@ impl QueueQuery {
     /// # Errors
     /// The project's name is invalid, or the owner's name is too long.
     fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
-        search_text("owner", self.owner.as_deref())?;
+        check_search_text("owner", self.owner.as_deref())?;
         let project = self.project.as_deref().filter(|project| !project.is_empty());
         if let Some(mistake) = project.and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));

@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     api::jobs,
     events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
-    http::extract::job_id,
+    http::extract::parse_job_id,
     scheduler::Scheduler,
     store::{EventRow, JobFilter, JobRow},
 };
@@ -59,7 +59,7 @@ pub(crate) async fn job_stream(
     Query(query): Query<SinceQuery>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     // Subscribed before the job is read, so that no event in between is missed.
     let subscription = scheduler.events.hub.subscribe(&id);
@@ -130,7 +130,7 @@ impl<'a> Reader<'a> {
         };
         let end = tokio::select! {
             result = sending => return result.map_err(|_| Disconnected),
-            () = caller.ended() => SIGNED_OUT,
+            () = caller.wait_until_ended() => SIGNED_OUT,
             () = scheduler.tasks.stopping.cancelled() => STOPPING,
             () = tokio::time::sleep(scheduler.config.stream_patience) => {
                 // The reader is too slow. The reason is the number of the last event that was sent.
@@ -157,7 +157,7 @@ impl<'a> Reader<'a> {
         tokio::select! {
             _ = tokio::time::timeout(CLOSE_TIMEOUT, closing) => {}
             () = self.scheduler.tasks.stopping.cancelled() => {}
-            () = self.caller.ended() => {}
+            () = self.caller.wait_until_ended() => {}
         }
     }
 
@@ -188,7 +188,7 @@ impl<'a> Reader<'a> {
                 let code = closed.ok().flatten()?;
                 Some((code, "a reader of a stream may send only pongs"))
             }
-            () = self.caller.ended() => Some(SIGNED_OUT),
+            () = self.caller.wait_until_ended() => Some(SIGNED_OUT),
             () = self.scheduler.tasks.stopping.cancelled() => Some(STOPPING),
         }
     }
@@ -348,7 +348,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                 // The reader fell behind. Each frame has a job's current state, so the newest list replaces all missed frames.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: RESENT_JOBS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
+                    let filter = JobFilter { limit: RESENT_JOBS, seen_by: reader.caller.viewer_name(), ..JobFilter::default() };
                     let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
                         reader.send_frame(&Frame::Job { job: Box::new(job) }).await?;

@@ -63,7 +63,7 @@ impl<'a> Pages<'a> {
     pub(in crate::api) fn read<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
         let invalid =
-            |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
+            |what: &str| Error::WithCode(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
         let position: Option<CursorPosition<Value>> =
             bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());

@@ -12,8 +12,8 @@ use crate::{
     checkpoints::Checkpoints,
     datasets::notes,
     http::{
-        error::{Code, blocking},
-        extract::{Body, job_id},
+        error::{Code, run_blocking},
+        extract::{Body, parse_job_id},
         gate::AuditSubject,
     },
     store::{CheckpointRow, NewVersion, Store},
@@ -165,7 +165,7 @@ pub(crate) async fn create(
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
     if versions.first().is_some_and(|first| !auth.may_change(&caller, first.owned.owner.as_deref())) {
         let detail = format!("the model {model:?} belongs to somebody else; choose another name");
-        return Err(Error::Of(Code::NameTaken, detail));
+        return Err(Error::WithCode(Code::NameTaken, detail));
     }
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(Error::invalid("/description", detail));
@@ -214,7 +214,7 @@ async fn choose_checkpoint(
             let row = checkpoints::find(store, id).await?;
             (row.job.clone(), Some(row))
         }
-        (None, Some(id)) => (job_id(id)?, None),
+        (None, Some(id)) => (parse_job_id(id)?, None),
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
     let owned = store.owned_job(&job).await?;
@@ -247,7 +247,7 @@ async fn lineage(
     let state = regular_files::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
-    Ok((versions, blocking(move || notes::dataset_note(&job_dir)).await?))
+    Ok((versions, run_blocking(move || notes::dataset_note(&job_dir)).await?))
 }
 
 /// Show a version

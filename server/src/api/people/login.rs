@@ -66,7 +66,7 @@ pub(crate) fn return_path(next: Option<&str>) -> &str {
 /// Whether the caller may make the first person: the caller is an admin, and the server has no people yet.
 fn may_set_up(auth: &Auth, caller: Option<&Caller>) -> bool {
     let is_admin = caller.is_some_and(|caller| caller.may(Scope::Admin));
-    is_admin && auth.access.required && !auth.access.has_people()
+    is_admin && auth.access.must_authenticate && !auth.access.has_people()
 }
 
 /// `GET /login`: signs in with the code of a login link, or shows the form to sign in or to make the first person.
@@ -238,7 +238,7 @@ pub(crate) async fn sign_in_person(
     life: Duration,
 ) -> Result<Response> {
     // The lock prevents changes of the person between this check and the session.
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if auth.access.person(&row.person.name).as_ref() != Some(row) {
         return Err(Error::Unauthorized("this person was changed a moment ago; sign in again".into()));
     }

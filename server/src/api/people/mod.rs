@@ -126,7 +126,7 @@ pub(crate) async fn create(
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
-    if !auth.access.required {
+    if !auth.access.must_authenticate {
         return conflict(
             "this server runs with --no-auth, so it has no people; start it without --no-auth".into(),
         );
@@ -143,7 +143,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Res
         None if identity.is_some() => None,
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if must_be_first && auth.access.has_people() {
         return conflict(
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
@@ -180,7 +180,7 @@ fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores a new person after [`check_can_add`]. The caller must hold the lock `changing`.
+/// Stores a new person after [`check_can_add`]. The caller must hold the lock `change_lock`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,
@@ -240,7 +240,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         Some(subject) => Some(Some(identity(auth, subject)?)),
         None => None,
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     let mut row = auth.access.person(name).ok_or_else(unknown)?;
     let before = row.clone();
     row.hash = hash.or(row.hash);
@@ -280,7 +280,7 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
 
 /// Removes a person.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
     auth.store.remove_person(&row, crate::now()).await?;
     auth.access.remove_person(name);
@@ -331,7 +331,7 @@ pub(super) async fn set_own_password(
         Err(other) => return Err(refusal(other, from)),
     };
     let hash = auth.access.passwords.hash(passwords.new).await?;
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if auth.access.person(name).as_ref() != Some(&before) {
         return Err(Error::Conflict("an admin has changed this person meanwhile; sign in again".into()));
     }

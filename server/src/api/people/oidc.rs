@@ -76,7 +76,7 @@ pub(crate) async fn finish(
     };
     // Counts the attempt before the provider is asked, so that requests that the client aborts are also counted.
     let too_often = |wait| PageError(people::too_often(peer.address, wait));
-    auth.access.attempts.try_sign_in(peer.address).map_err(too_often)?;
+    auth.access.attempts.count_attempt(peer.address).map_err(too_often)?;
     let next = request.next.clone();
     let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
         Ok(response) => {
@@ -129,7 +129,7 @@ async fn find_or_add_person(
         let about = Some(format!("subject {subject:?}"));
         Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     match auth.access.by_identity(&identity) {
         SignsInAs::Person(row) if row.person.disabled_at.is_some() => {
             return refuse(format!("{} may no longer use this server; ask an admin.", row.person.name));

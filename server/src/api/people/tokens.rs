@@ -154,7 +154,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     // A machine's token has no owner, so that it stays valid when a person leaves.
     let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if let Some(owner) = &owner
         && auth.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
     {
@@ -170,7 +170,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
         )));
     }
-    if auth.access.valid_tokens() >= TOKENS {
+    if auth.access.count_valid_tokens() >= TOKENS {
         let detail = format!("there are {TOKENS} valid tokens already; revoke some that nobody needs");
         return Err(Error::Conflict(detail));
     }
@@ -224,7 +224,7 @@ pub(crate) async fn revoke(
 /// # Errors
 /// 404: no token that the caller may see has this id. 403: the token allows more than the caller's token.
 pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
     let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
     let is_weaker = |own: Token| own.id != row.token.id && !own.scope.allows(row.token.scope);

@@ -2,13 +2,13 @@
 
 use crate::api::prelude::*;
 use crate::{
-    api::{jobs, to_the_end},
+    api::{jobs, run_to_completion},
     auth::Auth,
     config::ServeConfig,
     http::{
         attachment::attachment,
         conditional,
-        error::{blocking, disk_error},
+        error::{disk_error, run_blocking},
     },
     ingest::{
         run_files::{Refused, RunFiles, check_size},
@@ -97,7 +97,7 @@ pub(crate) async fn list(
 
 /// Returns all files of a run.
 pub(super) async fn list_files(files: RunFiles) -> Result<Vec<RunFile>> {
-    Ok(blocking(move || files.list()).await??)
+    Ok(run_blocking(move || files.list()).await??)
 }
 
 /// Upload a file of a run
@@ -133,8 +133,9 @@ pub(super) async fn store_file(
     body: Body,
 ) -> Result<RunFile> {
     let (files_of_run, path_of_file) = (files.clone(), path.clone());
-    let prepared =
-        blocking(move || Ok::<_, Refused>((files_of_run.max_size(&path_of_file)?, files_of_run.incoming()?)));
+    let prepared = run_blocking(move || {
+        Ok::<_, Refused>((files_of_run.max_size(&path_of_file)?, files_of_run.incoming()?))
+    });
     let (max_bytes, incoming) = prepared.await?.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk_error(&e))?;
     let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
@@ -153,7 +154,7 @@ pub(super) async fn store_file(
     // `sync_data` drops the error of the last write.
     file.flush().await.map_err(|e| disk_error(&e))?;
     file.sync_data().await.map_err(|e| disk_error(&e))?;
-    blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
+    run_blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
 }
 
 /// Download a file of a run
@@ -212,13 +213,13 @@ pub(crate) async fn delete(
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
     let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
-    to_the_end(remove_path(files, query.path)).await?;
+    run_to_completion(remove_path(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a file or a folder.
 pub(super) async fn remove_path(files: RunFiles, path: String) -> Result<()> {
-    match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
+    match run_blocking(move || files.remove(&path)).await?.map_err(refusal)? {
         true => Ok(()),
         false => Err(Error::NotFound("the run has no such file".into())),
     }

@@ -8,7 +8,7 @@ mod models;
 use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
 use crate::api::prelude::*;
 use crate::{
-    api::{jobs, list::Pages, to_the_end},
+    api::{jobs, list::Pages, run_to_completion},
     auth::Auth,
     http::{error::Detail, gate::is_mlflow},
     ingest::runs::Runs,
@@ -110,7 +110,7 @@ impl Refusal {
 
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
-        let (status, message) = error.in_short();
+        let (status, message) = error.status_and_detail();
         Self::of(status, message)
     }
 }
@@ -266,7 +266,8 @@ pub(crate) async fn call(
     let path = request.uri().path();
     let name = path.strip_prefix(PREFIX).unwrap_or(path).to_owned();
     let parameters = Parameters::read(request).await?;
-    let answer = to_the_end(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
+    let answer =
+        run_to_completion(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
     Ok(Json(answer?))
 }
 
@@ -332,7 +333,7 @@ impl CallState {
 
     /// Returns the projects with a job that the caller may see, and the default project.
     async fn projects(&self) -> Result<Vec<String>> {
-        let rows = self.scheduler.store.projects(self.caller.sees_as().as_deref()).await?;
+        let rows = self.scheduler.store.projects(self.caller.viewer_name().as_deref()).await?;
         let mut names: Vec<String> = rows.into_iter().map(|row| row.name).collect();
         if !names.iter().any(|name| name == DEFAULT_PROJECT) {
             names.push(DEFAULT_PROJECT.into());
@@ -466,7 +467,7 @@ impl CallState {
         let projects: Vec<_> = parameters.texts("experiment_ids").into_iter().map(project).collect();
         let pages = Pages::new("mlflow runs", sort);
         let filter = JobFilter {
-            seen_by: self.caller.sees_as(),
+            seen_by: self.caller.viewer_name(),
             // If the request names several projects, jobs of other projects are filtered out below.
             project: if let [project] = &projects[..] { Some(project.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },

@@ -6,7 +6,7 @@ pub(crate) mod mlflow;
 
 use crate::api::prelude::*;
 use crate::{
-    api::to_the_end,
+    api::run_to_completion,
     auth::Auth,
     http::extract::Body,
     ingest::runs::Runs,
@@ -115,7 +115,7 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewRun>,
 ) -> Result<Response> {
-    let (status, job) = to_the_end(async move { start_run(&runs, &auth, &caller, new).await }).await?;
+    let (status, job) = run_to_completion(async move { start_run(&runs, &auth, &caller, new).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -323,7 +323,8 @@ pub(crate) async fn log(
         }))
     };
     let change = RunChange::default();
-    let logged = to_the_end(async move { Ok(runs.append_records(records, columns_after, change).await?) });
+    let logged =
+        run_to_completion(async move { Ok(runs.append_records(records, columns_after, change).await?) });
     match logged.await? {
         Appended::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
         Appended::Gap { expected } => Err(Error::Gap(
@@ -420,5 +421,5 @@ pub(crate) async fn change(
         ..RunChange::default()
     };
     let id = auth.run_id(&caller, &id);
-    Ok(Json(to_the_end(async move { Ok(runs.apply_change(&id, change).await?) }).await?))
+    Ok(Json(run_to_completion(async move { Ok(runs.apply_change(&id, change).await?) }).await?))
 }

@@ -5,12 +5,12 @@ pub(crate) mod pages;
 use super::{
     jobs::{check::LaunchQuery, check_sweep, idempotency_key},
     list::{List, ListParams, list_of},
-    to_the_end,
+    run_to_completion,
 };
 use crate::api::prelude::*;
 use crate::{
     auth::Auth,
-    http::extract::Document,
+    http::extract::JobFile,
     scheduler::{Scheduler, sweeps::describe},
     store::{Owned, Store, StoreError, SweepRow},
 };
@@ -72,11 +72,11 @@ pub(crate) async fn create(
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
-    Document(document, bytes): Document,
+    JobFile(document, bytes): JobFile,
 ) -> Result<impl IntoResponse> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, sweep) =
-        to_the_end(async move { submit(&scheduler, &caller, document, launched, key).await }).await?;
+        run_to_completion(async move { submit(&scheduler, &caller, document, launched, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 

@@ -103,11 +103,11 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made; [`Attempts::uncount_failure`] uncounts it.
+    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_failure`] must follow.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
-    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+    pub(crate) fn count_attempt(&self, from: IpAddr) -> Result<(), Duration> {
         wait_if_full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
         self.count_failure(from)
     }
@@ -122,7 +122,7 @@ impl Attempts {
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
-    pub(super) fn try_password(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
+    pub(super) fn count_password_attempt(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
@@ -187,7 +187,7 @@ mod tests {
         }
         let wait = attempts.count_failure(here).expect_err("too many failures");
         assert!(wait <= WINDOW && wait > Duration::ZERO, "{wait:?}");
-        assert!(attempts.try_password("ada", here).is_err(), "passwords are counted, too");
+        assert!(attempts.count_password_attempt("ada", here).is_err(), "passwords are counted, too");
         assert_eq!(attempts.count_failure(there), Ok(()), "another address");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().addresses.get_mut(&here).unwrap().1 = earlier;
@@ -202,7 +202,7 @@ mod tests {
             assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
         assert!(attempts.count_failure([255, 0, 0, 1].into()).is_err());
-        assert!(attempts.try_password("ada", [255, 0, 0, 1].into()).is_err());
+        assert!(attempts.count_password_attempt("ada", [255, 0, 0, 1].into()).is_err());
     }
 
     #[test]
@@ -210,13 +210,20 @@ mod tests {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
-            assert_eq!(attempts.try_password("ada", address(n)), Ok(false), "{n}");
+            assert_eq!(attempts.count_password_attempt("ada", address(n)), Ok(false), "{n}");
         }
-        assert!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "above the limit");
-        assert_eq!(attempts.try_password("bob", address(0)), Ok(false), "another name");
+        assert!(
+            attempts.count_password_attempt("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(),
+            "above the limit"
+        );
+        assert_eq!(attempts.count_password_attempt("bob", address(0)), Ok(false), "another name");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().names.get_mut("ada").unwrap().1 = earlier;
-            assert_eq!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "later");
+            assert_eq!(
+                attempts.count_password_attempt("ada", address(MAX_FAILURES_OF_A_NAME)),
+                Ok(false),
+                "later"
+            );
         }
     }
 
@@ -225,23 +232,37 @@ mod tests {
         let attempts = Attempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
-            assert_eq!(attempts.try_password("ada", office), Ok(n > 0), "right passwords are not limited");
+            assert_eq!(
+                attempts.count_password_attempt("ada", office),
+                Ok(n > 0),
+                "right passwords are not limited"
+            );
             attempts.note_success("ada", office);
         }
         for _ in 0..MAX_FAILURES {
-            assert_eq!(attempts.try_password("bob", office), Ok(false));
+            assert_eq!(attempts.count_password_attempt("bob", office), Ok(false));
         }
-        assert!(attempts.try_password("bob", office).is_err());
+        assert!(attempts.count_password_attempt("bob", office).is_err());
         for n in 3..200 {
-            let _ = attempts.try_password("ada", [10, 0, 0, n].into());
+            let _ = attempts.count_password_attempt("ada", [10, 0, 0, n].into());
         }
-        assert!(attempts.try_password("ada", elsewhere).is_err(), "there were too many guesses of her name");
+        assert!(
+            attempts.count_password_attempt("ada", elsewhere).is_err(),
+            "there were too many guesses of her name"
+        );
         for n in 0..MAX_FAILURES {
-            assert_eq!(attempts.try_password("ada", office), Ok(true), "{n}");
+            assert_eq!(attempts.count_password_attempt("ada", office), Ok(true), "{n}");
         }
-        assert!(attempts.try_password("ada", office).is_err(), "ten guesses are allowed there, too");
+        assert!(
+            attempts.count_password_attempt("ada", office).is_err(),
+            "ten guesses are allowed there, too"
+        );
         attempts.uncount_password("ada", office);
-        assert_eq!(attempts.try_password("ada", office), Ok(true), "the uncounted attempt can be made again");
+        assert_eq!(
+            attempts.count_password_attempt("ada", office),
+            Ok(true),
+            "the uncounted attempt can be made again"
+        );
     }
 
     #[test]
@@ -249,7 +270,7 @@ mod tests {
         let attempts = Attempts::default();
         for n in 0..=NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
-            assert_eq!(attempts.try_password(&format!("n{n}"), from), Ok(false));
+            assert_eq!(attempts.count_password_attempt(&format!("n{n}"), from), Ok(false));
             attempts.note_success(&format!("n{n}"), from);
         }
         let counters = attempts.counters();

@@ -68,11 +68,11 @@ fn the_use_of_a_token_is_stored_once_and_its_sessions_are_limited() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     access.put_token(row("t", Scope::Read, &secret));
-    assert!(access.take_used().is_empty());
+    assert!(access.take_new_uses().is_empty());
     access.by_token(&secret.text).expect("valid");
     access.by_token(&secret.text).expect("valid");
-    assert_eq!(access.take_used().len(), 1);
-    assert!(access.take_used().is_empty(), "the use is not stored for every request");
+    assert_eq!(access.take_new_uses().len(), 1);
+    assert!(access.take_new_uses().is_empty(), "the use is not stored for every request");
 
     let start = crate::now();
     let (other, earlier) = (Secret::token().unwrap(), Secret::plain().unwrap());

@@ -55,7 +55,7 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     if !keys::is_allowed(&header.alg) {
         let alg: String = header.alg.chars().take(20).collect();
         return refuse(&format!(
-            "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are accepted"
+            "it is signed with {alg:?}, and only RS*, PS*, ES256, ES384 and EdDSA are accepted"
         ));
     }
     // The provider signs tokens of other kinds with the same keys.
@@ -80,12 +80,13 @@ pub(super) fn check(
     nonce: &str,
 ) -> Result<(Claims, String), OidcError> {
     let now = crate::now().as_second();
-    let [first, second, signature] = parts(token)?;
+    let [header_part, claims_part, signature] = parts(token)?;
     let Ok(signature) = URL_SAFE_NO_PAD.decode(signature) else {
         return refuse("its signature cannot be read");
     };
-    key.verify(&header.alg, &token.as_bytes()[..first.len() + 1 + second.len()], &signature)?;
-    let claims: Claims = json(second)?;
+    let signed_bytes = header_part.len() + 1 + claims_part.len();
+    key.verify(&header.alg, &token.as_bytes()[..signed_bytes], &signature)?;
+    let claims: Claims = json(claims_part)?;
     let text = |name: &str| claims.get(name).and_then(Value::as_str);
     if text("iss") != Some(config.issuer.as_str()) {
         return refuse("it was made by another provider");

@@ -65,10 +65,9 @@ pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
 /// The key that a token names. If the token names no key, the only key that fits the algorithm.
 pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
     let mut fitting = keys.iter().filter(|key| key.fits(alg, kid));
-    match (kid, fitting.next(), fitting.next()) {
-        (Some(_), Some(key), _) | (None, Some(key), None) => Some(key.clone()),
-        _ => None,
-    }
+    let first = fitting.next()?;
+    let is_only = fitting.next().is_none();
+    (kid.is_some() || is_only).then(|| first.clone())
 }
 
 impl Key {

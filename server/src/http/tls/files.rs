@@ -26,7 +26,7 @@ pub(super) struct Loaded {
 /// A sentence that says what to change.
 pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
     let shown = certificate.display();
-    let certified = pair(certificate, key)?;
+    let certified = read_pair(certificate, key)?;
     let facts = first_facts(certificate, &certified.cert)?;
     if facts.names.is_empty() {
         return Err(format!(
@@ -54,7 +54,7 @@ pub(super) fn first_facts(path: &Path, chain: &[CertificateDer<'_>]) -> Result<F
 }
 
 /// Reads a chain, and the key of its first certificate.
-pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
+pub(super) fn read_pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
     let chain = certificates(certificate)?;
     CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) => format!(

@@ -64,9 +64,10 @@ pub(crate) async fn needed(
     Ok(Json(match auth.store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
         Some(row) if auth.store.given_place(&requester.attempt, &requester.agent_id).await?.is_some() => {
-            match row.job.attempt == *attempt && !row.job.state.is_final() {
-                true => WhatIsNeeded::Folder,
-                false => WhatIsNeeded::Nothing,
+            if row.job.attempt == *attempt && !row.job.state.is_final() {
+                WhatIsNeeded::Folder
+            } else {
+                WhatIsNeeded::Nothing
             }
         }
         None if was_deleted(&auth, job).await? => WhatIsNeeded::Nothing,

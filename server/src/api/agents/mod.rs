@@ -190,7 +190,7 @@ pub(super) async fn all_machines(
 ) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
     // Read after the reservations, so that a private job that is submitted in between is hidden.
-    let hidden = jobs::hidden_from(&*scheduler.store, caller).await?;
+    let hidden = jobs::hidden_jobs(&*scheduler.store, caller).await?;
     let online = scheduler.agents.online();
     let agents = scheduler.store.agents().await?.into_iter().map(|row| {
         let connected = online.iter().find(|agent| agent.row.id == row.id);

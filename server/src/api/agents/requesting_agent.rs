@@ -85,9 +85,10 @@ impl RequestingAgent {
     /// # Errors
     /// The agent does not have the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
-        match self.has_attempt(agents) {
-            true => Ok(()),
-            false => Err(Error::Forbidden("this agent does not have this attempt".into())),
+        if self.has_attempt(agents) {
+            Ok(())
+        } else {
+            Err(Error::Forbidden("this agent does not have this attempt".into()))
         }
     }
 
@@ -121,18 +122,20 @@ impl RequestingAgent {
         let has_copy = copies.holders.iter().any(is_this_agent);
         let holders = checkpoints.holders_if_missing(&row, Some(&copies));
         let uploader = holders.into_iter().chain(copies.holders).next();
-        match uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
+        if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
             // Allowed in any state of the agent's attempt, because the checkpoint may be the newest, and no other agent may have it.
-            true => Ok(()),
+            Ok(())
+        } else if has_copy && !checkpoints.folder(&row).exists() {
             // If the uploading agent disconnects, this agent may upload.
-            false if has_copy && !checkpoints.folder(&row).exists() => {
-                Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
-            }
+            Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
+        } else if is_earlier && has_copy && has_rank_0 {
             // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
-            false if is_earlier && has_copy && has_rank_0 => Ok(()),
+            Ok(())
+        } else if is_earlier || has_attempt {
             // The agent's report of this checkpoint may not have arrived yet.
-            false if is_earlier || has_attempt => Err(self.not_found(name)),
-            false => Err(forbidden()),
+            Err(self.not_found(name))
+        } else {
+            Err(forbidden())
         }
     }
 

@@ -66,7 +66,7 @@ pub(crate) async fn fork(
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
-    let (status, job) = match jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
+    let (status, job) = match jobs::find_earlier_job(&*scheduler.store, &caller, key.as_ref()).await? {
         Some(job) => (StatusCode::OK, job),
         None => {
             let (source, from, Checked { spec, warnings, .. }) =
@@ -93,7 +93,7 @@ async fn prepare(
     jobs::check_readable(&source)?;
     refuse_external(&source, "forked").map_err(StoreError::from)?;
     let from = choose(&*scheduler.store, &source, &request.checkpoint).await?;
-    checkpoints::check_here(&scheduler.checkpoints, &from).await?;
+    checkpoints::ensure_on_disk(&scheduler.checkpoints, &from).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     document["name"] = fork_name(&source.name).into();
@@ -126,18 +126,20 @@ async fn prepare(
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
-    mistakes.extend(stops_at_once(&source, &from, spec));
+    mistakes.extend(early_stop_mistake(&source, &from, spec));
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let warnings =
-        [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
+    let warnings = [
+        schedule_warning(&source, &from, spec, steps_per_epoch, total),
+        validation_warning(&source.spec, spec),
+    ];
     checked.warnings.extend(warnings.into_iter().flatten());
     Ok((source, from, checked))
 }
 
 /// Returns the mistake if `[stop]` ended the source at this checkpoint, and would end the fork there, too.
-fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
+fn early_stop_mistake(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
     let parent_spec = &source.spec;
     let Some(ReasonKind::StoppedEarly { step, .. }) = source.cause.as_ref().map(Reason::kind) else {
         return None;
@@ -165,7 +167,7 @@ fn step_counts(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u
 }
 
 /// Returns a warning if the schedule of the learning rate changes.
-fn schedule_change(
+fn schedule_warning(
     source: &Job,
     from: &CheckpointRow,
     spec: &JobSpec,
@@ -180,7 +182,7 @@ fn schedule_change(
 }
 
 /// Returns a warning if the fork's validation pictures include pictures that the source trained on.
-fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
+fn validation_warning(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (ValidationDivision::of(&was.data), ValidationDivision::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
         "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent \
@@ -249,10 +251,10 @@ async fn make(
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
         if error.kind() == io::ErrorKind::InvalidData {
             let which = format_args!("checkpoint {}", from.id);
-            return Err(checkpoints::damaged(which, &error.to_string()));
+            return Err(checkpoints::damaged_error(which, &error.to_string()));
         }
         if error.kind() == io::ErrorKind::NotFound && !scheduler.checkpoints.folder(&from).exists() {
-            return Err(checkpoints::removed());
+            return Err(checkpoints::removed_error());
         }
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
@@ -268,7 +270,7 @@ async fn make(
     .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
-    let created = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
+    let created = jobs::store_job(scheduler, caller, new, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
     if let Err(error) = scheduler.events.hub.send_labels(jobs::find(scheduler, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
@@ -297,16 +299,16 @@ async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut
     }
     // If the parent's dataset is no longer registered, its splits are unknown.
     let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
-    forget_validation(&mut before);
+    remove_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
     submission::choose_validation(&mut chosen, &dataset);
     if chosen.data.validation == source.spec.data.validation {
-        forget_validation(document);
+        remove_validation(document);
     }
     Ok(())
 }
 
-fn forget_validation(document: &mut Value) {
+fn remove_validation(document: &mut Value) {
     if let Some(data) = document.get_mut("data").and_then(Value::as_object_mut) {
         data.remove("validation");
     }

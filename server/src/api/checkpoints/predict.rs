@@ -68,7 +68,7 @@ pub(crate) async fn predict(
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&*checkpoints.store, &id).await?;
-    checkpoints::check_here(&checkpoints, &row).await?;
+    checkpoints::ensure_on_disk(&checkpoints, &row).await?;
     let model = query.weights.path(&checkpoints.folder(&row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READ_TIMEOUT, read_pictures(request)).await.map_err(|_| {

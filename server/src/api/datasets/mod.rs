@@ -161,7 +161,7 @@ async fn inspect_new(
     })
 }
 
-/// Checks the canonical path of a dataset, and the result of its inspection.
+/// Checks the canonical path of a dataset, and the result of its inspection, which is returned.
 ///
 /// # Errors
 /// The files are outside the folders that are allowed for datasets, or cannot be trained on.
@@ -252,7 +252,8 @@ async fn inspect_registered(
 }
 
 /// Inspects a dataset again if it has changed since its last inspection. If the inspection fails or the files are missing, `dataset` stays
-/// as it is, and a warning is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+/// as it is, and a warning is returned. If the inspection takes longer than [`REFRESH_WAIT`], `dataset` stays as it is, and later checks
+/// get the result.
 pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
     match changes::compare(dataset).await {
         Comparison::Unchanged => return None,
@@ -270,9 +271,14 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
         run_to_completion(
             async move { Ok(inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await) },
         );
-    match tokio::time::timeout(REFRESH_WAIT, inspection).await {
-        Ok(Ok(Ok(inspected))) => *dataset = inspected,
-        Ok(Ok(Err(NotInspected::Failed(error))) | Err(error)) => {
+    let Ok(inspection) = tokio::time::timeout(REFRESH_WAIT, inspection).await else { return None };
+    match inspection.map_err(NotInspected::Failed).flatten() {
+        Ok(inspected) => {
+            *dataset = inspected;
+            None
+        }
+        Err(NotInspected::UnderWay(_)) => None,
+        Err(NotInspected::Failed(error)) => {
             let name = &dataset.name;
             let why = match error {
                 // The pointers are for a request to register a dataset.
@@ -281,14 +287,12 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
                 }
                 other => other.detail(),
             };
-            return Some(format!(
+            Some(format!(
                 "the files of the dataset {name:?} have changed, and could not be inspected again: {why}. The job was checked with the \
                  numbers of the last inspection"
-            ));
+            ))
         }
-        Ok(Ok(Err(NotInspected::UnderWay(_)))) | Err(_) => {}
     }
-    None
 }
 
 fn no_such_dataset() -> Error {

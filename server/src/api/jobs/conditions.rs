@@ -58,7 +58,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
     };
     let names: Vec<_> = results().collect();
     let found = names.iter().copied().find(|name| *name == path).map(result);
-    let (key, kind) = match (single_setting(path, &names), found) {
+    let (key, kind) = match (find_single_setting(path, &names), found) {
         (Ok((table, key, kind)), _) => {
             let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
             (SortBy::Setting { table, key, is_number }, Some(kind))
@@ -148,7 +148,7 @@ fn is_single(kind: &Kind) -> bool {
 ///
 /// # Errors
 /// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
-pub(super) fn setting(
+pub(super) fn find_setting(
     path: &str,
     results: &[&str],
 ) -> std::result::Result<(&'static str, &'static str, Kind), String> {
@@ -187,12 +187,12 @@ fn dotted(table: &str, key: &str) -> String {
     if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
 }
 
-/// Same as [`setting`], but refuses settings with several values.
-pub(super) fn single_setting(
+/// Same as [`find_setting`], but refuses settings with several values.
+pub(super) fn find_single_setting(
     path: &str,
     results: &[&str],
 ) -> std::result::Result<(&'static str, &'static str, Kind), String> {
-    let (table, key, kind) = setting(path, results)?;
+    let (table, key, kind) = find_setting(path, results)?;
     match is_single(&kind) {
         true => Ok((table, key, kind)),
         false => Err(format!(

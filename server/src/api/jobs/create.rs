@@ -57,19 +57,19 @@ pub(crate) async fn submit(
     key: Option<(String, String)>,
     launched: bool,
 ) -> Result<(StatusCode, Job)> {
-    if let Some(job) = made_before(&*scheduler.store, caller, key.as_ref()).await? {
+    if let Some(job) = find_earlier_job(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
     let Checked { spec, warnings, .. } =
         check(scheduler, caller, document, Start::FirstStep { launched }).await?;
-    let (status, mut job) = store(scheduler, caller, JobId::generate(), spec, key, None).await?;
+    let (status, mut job) = store_job(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
 }
 
 /// Returns the job that an earlier request with the same `Idempotency-Key` made. Handlers call this function first, so that a later change,
 /// such as a missing file, does not make a repeated request fail.
-pub(in crate::api) async fn made_before(
+pub(in crate::api) async fn find_earlier_job(
     store: &dyn Store,
     caller: &Caller,
     key: Option<&(String, String)>,
@@ -82,7 +82,7 @@ pub(in crate::api) async fn made_before(
 }
 
 /// Stores a checked specification as a job, with its folder.
-pub(in crate::api) async fn store(
+pub(in crate::api) async fn store_job(
     scheduler: &Scheduler,
     caller: &Caller,
     id: JobId,

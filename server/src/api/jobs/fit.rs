@@ -135,7 +135,7 @@ pub(crate) fn mistakes(
 ///
 /// # Errors
 /// The dataset is not registered or does not fit, or the store cannot be read.
-pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
     if job.external.is_some() {
         return Ok(()); // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
     }

@@ -3,7 +3,7 @@
 use crate::api::prelude::*;
 use crate::{
     api::{
-        jobs::{conditions, group_keys, sorting::sort},
+        jobs::{conditions, group_keys, sorting::parse_sort},
         large,
         list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
@@ -103,7 +103,7 @@ impl ListQuery {
             group: group_keys::parse_group(self.by.as_deref(), self.group.as_deref())?,
             created_after: list::parse_time("created_after", self.created_after.as_deref())?,
             created_before: list::parse_time("created_before", self.created_before.as_deref())?,
-            sort: sort(self.sort_text())?,
+            sort: parse_sort(self.sort_text())?,
             limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
             cursor: self.pages().read(self.cursor.as_deref())?,
         })

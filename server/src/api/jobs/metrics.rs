@@ -133,11 +133,11 @@ pub(crate) async fn find(
     check_name(filter.name.as_deref(), [&job])?;
     let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let result = query::find(&metrics, &job, &filter, points).await?;
-    large::json(answer(result)).await
+    large::json(to_response(result)).await
 }
 
 /// Converts the result of a query to the response.
-pub(crate) fn answer(result: query::ChartData) -> Metrics {
+pub(crate) fn to_response(result: query::ChartData) -> Metrics {
     Metrics {
         as_of_seq: result.as_of,
         exact: result.exact,
@@ -290,7 +290,7 @@ impl Csv {
         points: impl Iterator<Item = (u64, f32)>,
     ) {
         let (from, to) = (self.filter.from.unwrap_or(0), self.filter.to.unwrap_or(u64::MAX));
-        let name = quoted(name);
+        let name = csv_field(name);
         for (step, value) in points.filter(|(step, _)| (from..=to).contains(step)) {
             let value = if value.is_finite() { value.to_string() } else { "NaN".to_owned() };
             let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
@@ -299,6 +299,6 @@ impl Csv {
 }
 
 /// A metric's name as a field of CSV (RFC 4180). Names have no line breaks ([`metric::name_mistake`]).
-fn quoted(text: &str) -> Cow<'_, str> {
+fn csv_field(text: &str) -> Cow<'_, str> {
     if text.contains([',', '"']) { format!("\"{}\"", text.replace('"', "\"\"")).into() } else { text.into() }
 }

@@ -94,7 +94,8 @@ pub(crate) async fn find(
     metrics::check_name(Some(&name), &jobs)?;
     let (mut results, mut bucket_count) = (Vec::new(), 0);
     for job in jobs {
-        let metrics: Metrics = metrics::answer(query::find(&stored_metrics, &job, &filter, points).await?);
+        let metrics: Metrics =
+            metrics::to_response(query::find(&stored_metrics, &job, &filter, points).await?);
         bucket_count += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
         if bucket_count > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(

@@ -28,7 +28,7 @@ pub(crate) mod submission;
 
 pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset, training_samples};
 pub(crate) use create::submit;
-pub(super) use create::{idempotency_key, made_before, store};
+pub(super) use create::{find_earlier_job, idempotency_key, store_job};
 pub(crate) use list::ListQuery;
 
 use super::run_to_completion;
@@ -48,7 +48,7 @@ use lockstep_protocol::{Job, JobId};
 use std::{collections::HashSet, time::Duration};
 
 /// Returns the ids of the jobs that a caller may not see.
-pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
+pub(super) async fn hidden_jobs(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
     match caller.viewer_name() {
         None => Ok(HashSet::new()),
         Some(name) => Ok(store.jobs_hidden_from(&name).await?.into_iter().collect()),
@@ -59,7 +59,7 @@ pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<Ha
 ///
 /// # Errors
 /// 404: no job has this id.
-pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
+pub(super) async fn find_row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
     store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
 }
 
@@ -68,7 +68,7 @@ pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// # Errors
 /// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
-    let mut job = row(&*scheduler.store, &parse_job_id(id)?).await?.job;
+    let mut job = find_row(&*scheduler.store, &parse_job_id(id)?).await?.job;
     scheduler.last_plan.fill_in(&mut job);
     Ok(job)
 }
@@ -81,8 +81,8 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
             Ok(id) => scheduler.store.owned_job(&id).await?,
             Err(_) => None,
         };
-        let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
-        job.parent = is_seen.then_some(parent);
+        let is_visible = owned.is_some_and(|owned| caller.sees_owned(&owned));
+        job.parent = is_visible.then_some(parent);
     }
     scheduler.last_plan.fill_in(&mut job);
     Ok(job)
@@ -120,12 +120,12 @@ pub(crate) struct WaitQuery {
     wait: u64,
 }
 
-/// Same as [`row`], but waits until the job has ended, `limit` has passed, or the server stops.
-async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
+/// Same as [`find_row`], but waits until the job has ended, `limit` has passed, or the server stops.
+async fn wait_for_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
     let end = async {
         // Subscribed before the job is read, so that no event in between is missed.
         let mut subscription = scheduler.events.hub.subscribe(id);
-        let mut found = row(&*scheduler.store, id).await?;
+        let mut found = find_row(&*scheduler.store, id).await?;
         let mut seq = found.job.last_seq;
         while !found.job.state.is_final() {
             let _ = subscription.wait(seq).await;
@@ -135,7 +135,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
                 }
                 // The job's state changed, the job was deleted, or the hub no longer has the events.
                 _ => {
-                    found = row(&*scheduler.store, id).await?;
+                    found = find_row(&*scheduler.store, id).await?;
                     seq = found.job.last_seq;
                 }
             }
@@ -147,7 +147,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
         () = tokio::time::sleep(limit) => {}
         () = scheduler.tasks.stopping.cancelled() => {}
     }
-    row(&*scheduler.store, id).await
+    find_row(&*scheduler.store, id).await
 }
 
 /// Show a job
@@ -165,8 +165,8 @@ pub(crate) async fn show(
 ) -> Result<Response> {
     let id = parse_job_id(&id)?;
     let row = match wait {
-        0 => row(&*scheduler.store, &id).await?,
-        1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
+        0 => find_row(&*scheduler.store, &id).await?,
+        1..=MAX_WAIT_SECS => wait_for_end(&scheduler, &id, Duration::from_secs(wait)).await?,
         _ => return Err(Error::BadRequest(format!("wait is {wait}, but must be 0 to {MAX_WAIT_SECS}"))),
     };
     conditional::json_with_etag(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
@@ -210,7 +210,7 @@ pub(crate) async fn resume(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
     let at = crate::now();
     let changed = scheduler
         .events
@@ -231,7 +231,7 @@ pub(crate) async fn retry(
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
     let job = find(&scheduler, &id).await?;
-    fit::check_newest(&scheduler.checkpoints, &caller, &job).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &job).await?;
     let sweep = match &job.trial {
         Some(trial) => scheduler.store.sweep(&trial.sweep).await?,
         None => None,

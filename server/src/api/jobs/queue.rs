@@ -75,11 +75,15 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(query): Query<QueueQuery>,
 ) -> Result<Json<QueuePage>> {
-    Ok(Json(page(&scheduler, &caller, &query).await?))
+    Ok(Json(read_page(&scheduler, &caller, &query).await?))
 }
 
 /// Returns a page of the queue.
-pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
+pub(crate) async fn read_page(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    query: &QueueQuery,
+) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
@@ -89,15 +93,15 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
     let planned = scheduler.last_plan.reservations();
     let reservations = reservations(&scheduler.agents, caller, &planned, &rows);
-    let is_requested = |row: &JobRow, is_seen: bool| {
+    let is_requested = |row: &JobRow, is_visible: bool| {
         let matches =
-            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
+            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_visible && filter == value;
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
     let mut jobs: Vec<Placed> = placed
-        .filter(|(_, row, is_seen)| is_requested(row, *is_seen))
-        .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
+        .filter(|(_, row, is_visible)| is_requested(row, *is_visible))
+        .map(|(place, row, is_visible)| Placed { place, row: is_visible.then_some(row) })
         .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(cursor) = &cursor {
@@ -171,12 +175,12 @@ fn reservations(
         // Skips a job that has just started, and a machine that has just disconnected.
         let row = rows.iter().find(|row| row.job.id == reservation.job)?;
         let agent = online.iter().find(|agent| agent.row.id == reservation.agent_id)?;
-        let is_seen = caller.sees_job(&row.job);
+        let is_visible = caller.sees_job(&row.job);
         Some(Reservation {
             agent: agent.row.name.clone(),
             agent_id: reservation.agent_id.clone(),
-            job: is_seen.then(|| row.job.id.clone()),
-            name: is_seen.then(|| row.job.name.clone()),
+            job: is_visible.then(|| row.job.id.clone()),
+            name: is_visible.then(|| row.job.name.clone()),
             free: reservation.free.clone(),
             ending: reservation.ending.clone(),
             whole_machine: reservation.whole_machine,

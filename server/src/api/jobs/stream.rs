@@ -63,7 +63,7 @@ pub(crate) async fn job_stream(
     let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     // Subscribed before the job is read, so that no event in between is missed.
     let subscription = scheduler.events.hub.subscribe(&id);
-    let row = jobs::row(&*scheduler.store, &id).await?;
+    let row = jobs::find_row(&*scheduler.store, &id).await?;
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = scheduler.tasks.tracker.clone();
         tasks.track_future(async move {

@@ -155,8 +155,8 @@ pub(crate) async fn check_pretrained(
             Some(row) => scheduler.store.owned_job(&row.job).await?,
             None => None,
         };
-        let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
-        match row.filter(|_| is_seen) {
+        let is_visible = job.is_some_and(|owned| caller.sees_owned(&owned));
+        match row.filter(|_| is_visible) {
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
                 fetch_from_store(&scheduler.checkpoints, &row).await?;

@@ -171,14 +171,14 @@ pub(crate) async fn create(
         return Err(Error::invalid("/description", detail));
     }
     let row = choose_checkpoint(&checkpoints, &auth, &caller, &new).await?;
-    checkpoints::check_here(&checkpoints, &row).await?;
+    checkpoints::ensure_on_disk(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
         // The lock prevents the removal of the checkpoint.
         let _lock = checkpoints.removing.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
         if !checkpoints.has_copy(&row, Some(&copies)) {
-            return Err(checkpoints::removed());
+            return Err(checkpoints::removed_error());
         }
         let new = NewVersion {
             model: model.clone(),

@@ -59,11 +59,11 @@ pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Query(query): Query<AuditQuery>,
 ) -> Result<Json<AuditPage>> {
-    Ok(Json(page(&auth, &query).await?))
+    Ok(Json(read_page(&auth, &query).await?))
 }
 
 /// Returns a page of the audit log.
-pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
+pub(crate) async fn read_page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;
     let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
@@ -96,7 +96,7 @@ pub(crate) async fn show(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AuditQuery>,
 ) -> html::Page {
-    let AuditPage { entries, next_cursor: next } = page(&auth, &query).await?;
+    let AuditPage { entries, next_cursor: next } = read_page(&auth, &query).await?;
     let lines = entries.items.into_iter().map(|entry| views::AuditLine {
         at: entry.at,
         who: entry.who,

@@ -222,7 +222,7 @@ pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, 
 fn count_failed_attempt(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
     match auth.access.attempts.count_failure(from) {
         Ok(()) => login_form(auth, ingress, next, "", Some(why)),
-        Err(wait) => Err(PageError(people::too_often(from, wait))),
+        Err(wait) => Err(PageError(people::too_often_error(from, wait))),
     }
 }
 

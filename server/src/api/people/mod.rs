@@ -345,13 +345,13 @@ pub(super) async fn set_own_password(
 pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
     match why {
         NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
-        NotSignedIn::TooOften(wait) => too_often(from, wait),
+        NotSignedIn::TooOften(wait) => too_often_error(from, wait),
         NotSignedIn::NotChecked(error) => error.into(),
     }
 }
 
 /// Returns the error for too many attempts to sign in.
-pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
+pub(super) fn too_often_error(from: IpAddr, wait: Duration) -> Error {
     let secs = wait.as_secs() + 1;
     Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
 }

@@ -69,12 +69,12 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Json<TokenList>> {
     let mut tokens = auth.access.tokens();
-    tokens.retain(|token| is_seen(token, &caller));
+    tokens.retain(|token| may_manage(token, &caller));
     Ok(Json(LIST.page(None, tokens, &params)?.into()))
 }
 
 /// Whether a caller may see and revoke a token.
-fn is_seen(token: &Token, caller: &Caller) -> bool {
+fn may_manage(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
@@ -124,7 +124,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             return mistake("/agent", "must have 1 to 100 plain characters");
         }
         (Scope::Agent, Some(agent)) => {
-            let (name, id) = agent_named(auth, agent).await?;
+            let (name, id) = find_agent(auth, agent).await?;
             (Some(name), id)
         }
         (Scope::Agent, None) => {
@@ -195,7 +195,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
 }
 
 /// Returns the name and id of the agent with a given name or id. The id is absent for an unknown name.
-async fn agent_named(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
+async fn find_agent(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
     let known = auth.store.agents_called(agent, agent).await?;
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
     Ok(match found {
@@ -225,7 +225,7 @@ pub(crate) async fn revoke(
 /// 404: no token that the caller may see has this id. 403: the token allows more than the caller's token.
 pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
     let _one_at_a_time = auth.access.change_lock.lock().await;
-    let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
+    let found = auth.access.token(id).filter(|row| may_manage(&row.token, caller));
     let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
     let is_weaker = |own: Token| own.id != row.token.id && !own.scope.allows(row.token.scope);
     if !caller.may(Scope::Admin) && request_token(auth, caller).is_some_and(is_weaker) {

@@ -59,7 +59,7 @@ pub(crate) struct FilesOfRun {
 /// The job does not exist, or is no run from elsewhere and so has no files.
 async fn run_id(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
-    let job = jobs::row(&*auth.store, &id).await?.job;
+    let job = jobs::find_row(&*auth.store, &id).await?.job;
     match job.external {
         Some(_) => Ok(id),
         None => {

@@ -319,7 +319,8 @@ impl CallState {
             ("GET", "metrics/get-history") => self.history(parameters).await?,
             ("GET", "artifacts/list") => {
                 let path = parameters.text("path")?.unwrap_or_default();
-                artifacts::of_run(&self.scheduler.config, &self.visible_run(parameters).await?, path).await?
+                artifacts::list_of_run(&self.scheduler.config, &self.visible_run(parameters).await?, path)
+                    .await?
             }
             ("POST", "logged-models") => self.create_model(parameters).await?,
             // Clients send this before they list the artifacts in a folder, and find a model in that list.

@@ -80,11 +80,11 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
-/// Returns the sweep that an earlier identical request has made.
+/// Returns the response with the sweep that an earlier identical request has made.
 ///
 /// # Errors
 /// 409: the idempotency key was used with another request, or the caller may not see the sweep.
-async fn made_before(
+async fn respond_with_earlier(
     store: &dyn Store,
     caller: &Caller,
     row: &SweepRow,
@@ -114,7 +114,7 @@ async fn submit(
     let seed = key.map_or_else(|| uuid::Uuid::new_v4().to_string(), |(key, _)| key);
     let id = format!("sweep-{}", &hex::encode(Sha256::digest(seed))[..12]);
     if has_key && let Some(row) = store.sweep(&id).await? {
-        return made_before(store, caller, &row, &document).await;
+        return respond_with_earlier(store, caller, &row, &document).await;
     }
     let full_checks = usize::MAX; // check every trial in full
     let checked = check_sweep(scheduler, caller, (&section, &job), &id, full_checks, launched).await?;
@@ -142,7 +142,7 @@ async fn submit(
     };
     if !store.add_sweep(&row, &specs).await? {
         // A concurrent identical request has stored the sweep.
-        return made_before(store, caller, &find(store, &row.id).await?, &row.spec).await;
+        return respond_with_earlier(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     scheduler.sweeps_changed.notify_one();
     // No trial has started yet.

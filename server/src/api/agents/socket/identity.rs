@@ -14,9 +14,9 @@ use crate::{
 use lockstep_protocol::access::Token;
 use std::sync::Arc;
 
-/// Returns the certificate with which an agent has joined; `None` if it has joined with a token. Also records how the agent has joined, and
-/// logs a warning about the certificate.
-pub(super) fn certificate(
+/// Records how an agent has joined, and logs a warning if its certificate expires soon. Returns the certificate with which the agent has
+/// joined; `None` if it has joined with a token.
+pub(super) fn record_join(
     ingress: &Ingress,
     caller: &Caller,
     peer: &Peer,
@@ -78,8 +78,8 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     }
     // Also stores the earlier revocations of the certificate's name, which may be only in memory.
     if is_certificate(token) {
-        for past in auth.access.earlier_revocations(bound.token.agent.as_deref().unwrap_or_default()) {
-            auth.store.put_token(&past).await.map_err(failed)?;
+        for row in auth.access.earlier_revocations(bound.token.agent.as_deref().unwrap_or_default()) {
+            auth.store.put_token(&row).await.map_err(failed)?;
         }
     }
     bound.token.agent_id = Some(agent.id.clone());

@@ -54,7 +54,7 @@ fn list_folder(files: &[RunFile], folder: &str, prefix: &str) -> Value {
 }
 
 /// Lists the artifacts in a folder of a run, with their paths in the run, for `artifacts/list`.
-pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
+pub(super) async fn list_of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
     let files = files::run_files(config, &job.id);
     check_path(&files, path)?;
     let prefix = if path.is_empty() { String::new() } else { format!("{path}/") };

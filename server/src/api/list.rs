@@ -215,7 +215,7 @@ pub(super) enum Key {
     Number(f64),
     Text(String),
     Missing,
-    /// Several values, compared in this order.
+    /// Several values, which are compared in this order.
     Each(Vec<Key>),
 }
 
@@ -240,7 +240,7 @@ impl From<Timestamp> for Key {
 
 impl Key {
     /// Compares two keys. Missing values come last in both directions.
-    fn order(&self, other: &Self, descending: bool) -> Ordering {
+    fn order(&self, other: &Self, is_descending: bool) -> Ordering {
         let precedence = |key: &Key| match key {
             Key::Number(_) => 0,
             Key::Text(_) => 1,
@@ -251,12 +251,12 @@ impl Key {
             (Key::Number(a), Key::Number(b)) => a.total_cmp(b),
             (Key::Text(a), Key::Text(b)) => a.cmp(b),
             (Key::Each(a), Key::Each(b)) => {
-                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, descending));
+                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, is_descending));
                 return parts.fold(Ordering::Equal, Ordering::then);
             }
             _ => return precedence(self).cmp(&precedence(other)),
         };
-        if descending { order.reverse() } else { order }
+        if is_descending { order.reverse() } else { order }
     }
 }
 
@@ -275,7 +275,7 @@ pub(super) struct List<T: 'static> {
 }
 
 impl<T: ToSchema> List<T> {
-    /// Returns the requested page of a list. `job`: the job whose list it is; `None` if the server has only one such list.
+    /// Returns the requested page of a list. `job`: the job to which the list belongs; `None` if the server has only one such list.
     ///
     /// # Errors
     /// 400: a parameter is invalid.
@@ -328,15 +328,15 @@ pub(super) fn sort_and_cut<T>(
     cursor: Option<&str>,
     limit: usize,
 ) -> Result<Option<String>> {
-    let (_, descending) = sort_key(pages.sort());
-    let order = |a: (&Key, &str), b: (&Key, &str)| {
-        let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
-        a.0.order(b.0, descending).then(ids)
+    let (_, is_descending) = sort_key(pages.sort());
+    let compare = |key: &Key, id: &str, other_key: &Key, other_id: &str| {
+        let ids = if is_descending { other_id.cmp(id) } else { id.cmp(other_id) };
+        key.order(other_key, is_descending).then(ids)
     };
-    items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
+    items.sort_by(|a, b| compare(&key(a), id(a), &key(b), id(b)));
     let previous: Option<(Key, String)> = pages.read(cursor)?;
     if let Some((previous_key, previous_id)) = &previous {
-        items.retain(|item| order((&key(item), id(item)), (previous_key, previous_id)) == Ordering::Greater);
+        items.retain(|item| compare(&key(item), id(item), previous_key, previous_id) == Ordering::Greater);
     }
     let has_more = items.len() > limit;
     items.truncate(limit);

@@ -169,7 +169,7 @@ async fn find(
             let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             let names = datasets.iter().map(|dataset| dataset.name.as_str());
-            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset(name, names)))?)
+            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset_message(name, names)))?)
         }
     };
     // The job's own dataset keeps the job's validation pictures, even if the request names it.

@@ -12,7 +12,7 @@ use lockstep_protocol::{
 
 /// Maximum number of conditions in a request.
 const MAX_CONDITIONS: usize = 10;
-/// Parameters of lists of jobs that users take for settings.
+/// Parameters of lists of jobs that users may mistake for settings.
 const FILTERS: [&str; 3] = ["state", "owner", "tag"];
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
@@ -57,8 +57,9 @@ fn parse_condition(text: &str) -> Result<Condition> {
         )));
     };
     let names: Vec<_> = results().collect();
-    let found = names.iter().copied().find(|name| *name == path).map(result);
-    let (key, kind) = match (find_single_setting(path, &names), found) {
+    let as_result = names.iter().copied().find(|name| *name == path).map(result);
+    // A name of both a setting and a result means the setting.
+    let (key, kind) = match (find_single_setting(path, &names), as_result) {
         (Ok((table, key, kind)), _) => {
             let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
             (SortBy::Setting { table, key, is_number }, Some(kind))
@@ -144,10 +145,11 @@ fn is_single(kind: &Kind) -> bool {
 }
 
 /// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has
-/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: other names that the parameter may have.
+/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: names that the request may give in place of a
+/// setting.
 ///
 /// # Errors
-/// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
+/// The key is unknown or ambiguous. The message continues a sentence that begins with the name of the request's parameter.
 pub(super) fn find_setting(
     path: &str,
     results: &[&str],
@@ -193,13 +195,10 @@ pub(super) fn find_single_setting(
     results: &[&str],
 ) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let (table, key, kind) = find_setting(path, results)?;
-    match is_single(&kind) {
-        true => Ok((table, key, kind)),
-        false => Err(format!(
-            "names {}, which has several values; name a setting that has one value",
-            dotted(table, key)
-        )),
+    if is_single(&kind) {
+        return Ok((table, key, kind));
     }
+    Err(format!("names {}, which has several values; name a setting that has one value", dotted(table, key)))
 }
 
 #[cfg(test)]

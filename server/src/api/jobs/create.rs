@@ -48,8 +48,8 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job. If `launched`, the job's agents are started later. `key` is the result of
-/// [`idempotency_key`].
+/// Checks a document and stores it as a job. If `launched`, the job's agents are started later, so the slots are not checked. `key` is the
+/// result of [`idempotency_key`].
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -102,7 +102,7 @@ pub(in crate::api) async fn store_job(
     })
 }
 
-/// Returns the client's key and a hash that identifies the request: its path and its body.
+/// Returns the client's `Idempotency-Key`, and a hash of the request's path and body, which identifies the request. `None` without a key.
 pub(in crate::api) fn idempotency_key(
     auth: &Auth,
     caller: &Caller,

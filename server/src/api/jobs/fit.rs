@@ -1,5 +1,5 @@
-//! Checks at submission whether a checkpoint fits the job that is to start from the checkpoint. The checkpoint's header lists the classes
-//! of its training, and the database has the dataset's classes. No dataset is opened.
+//! Checks whether a checkpoint fits a job before the job starts from the checkpoint. The header of the checkpoint's weights lists the
+//! classes of its training, and the database has the dataset's classes. No dataset is opened.
 
 use crate::{
     auth::access::Caller,
@@ -136,11 +136,12 @@ pub(crate) fn mistakes(
 /// # Errors
 /// The dataset is not registered or does not fit, or the store cannot be read.
 pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+    // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
     if job.external.is_some() {
-        return Ok(()); // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
+        return Ok(());
     }
     let name = &job.spec.data.dataset;
-    // In the meantime, a private dataset may have been registered under this name.
+    // A private dataset may have been registered under this name since the job was submitted.
     let is_usable = |dataset: &Dataset| {
         !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
     };

@@ -21,7 +21,7 @@ use lockstep_protocol::{
 };
 use std::mem::discriminant;
 
-/// Maximum time between a change of state and the audit log's entry of the request, which is written after the response.
+/// Maximum time between a change of state and the entry of its request in the audit log, which is written after the response.
 const MAX_RESPONSE_TIME: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
 /// Parameters of `GET /jobs/{id}/history`.
@@ -66,7 +66,7 @@ pub(crate) async fn show(
     }
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
-    let (parent, forked_from) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
+    let (parent, forked_from) = find_parent(&*scheduler.store, &caller, &job, rows.parent).await?;
     let mut entries = event_entries(&job, forked_from, &rows.events, &rows.requests);
     entries.extend(attempt_entries(&attempts, &rows.events));
     // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
@@ -80,9 +80,9 @@ pub(crate) async fn show(
         at: Some(fork.created_at),
         who: fork.owner,
     });
-    let waits = job.state.is_waiting();
+    // A job that was queued after the newest round of dispatch is not in the plan.
     let unplanned = Waiting { place: rows.jobs_before + 1, reason: None };
-    let queue = waits.then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
+    let queue = job.state.is_waiting().then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
@@ -93,7 +93,7 @@ pub(crate) async fn show(
 
 /// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. If the
 /// parent is hidden, the id names the fork's own copy of the checkpoint.
-async fn parent(
+async fn find_parent(
     store: &dyn Store,
     caller: &Caller,
     job: &Job,
@@ -123,7 +123,7 @@ async fn parent(
 }
 
 /// Returns the reason if an attempt began with fewer ranks than the job has.
-fn fewer_ranks(events: &[Event], attempt: u32) -> Option<Reason> {
+fn fewer_ranks_reason(events: &[Event], attempt: u32) -> Option<Reason> {
     events.iter().find_map(|event| match &event.body {
         EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: starting, .. }
             if *starting == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
@@ -140,8 +140,12 @@ fn attempt_entries(attempts: &[Attempt], events: &[Event]) -> Vec<Entry> {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
             attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
-        let what =
-            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(events, *number) };
+        let what = What::Started {
+            attempt: *number,
+            checkpoint,
+            agents,
+            reason: fewer_ranks_reason(events, *number),
+        };
         entries.push(Entry { at: *started_at, what, who: None });
         if let Some(at) = *ended_at {
             let what = What::Ended {
@@ -207,14 +211,14 @@ fn event_entries(
             }
             _ => continue,
         };
-        let who = action.and_then(|action| who_asked(requests, action, *at));
+        let who = action.and_then(|action| find_sender(requests, action, *at));
         entries.push(Entry { at: *at, what, who });
     }
     entries
 }
 
 /// Returns the sender of the request with this action whose entry in the audit log is nearest to `at`.
-fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
+fn find_sender(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
     let may_be_request = |entry: &&AuditEntry| {
         let path = entry.object.split('?').next().unwrap_or_default();
         let is_near = entry.at.duration_since(at).abs() <= MAX_RESPONSE_TIME;

@@ -64,10 +64,10 @@ impl LogsQuery {
     ///
     /// # Errors
     /// 400: the sort key is unknown.
-    fn newest_first(&self) -> Result<bool> {
-        let Some((name, newest_first)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
+    fn is_newest_first(&self) -> Result<bool> {
+        let Some((name, is_descending)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
         list::known_name("sort", name, &["seq"])?;
-        Ok(newest_first)
+        Ok(is_descending)
     }
 }
 
@@ -79,15 +79,16 @@ pub(crate) struct Logs {
     next_cursor: Option<String>,
 }
 
-/// Lines from the oldest to the newest, and the event from which to continue.
+/// Lines from the oldest to the newest.
 struct FoundLines {
     lines: Vec<Line>,
+    /// Number of the event after which the next page begins (before which, if the newest line comes first); `None` on the last page.
     next: Option<u64>,
 }
 
 impl FoundLines {
     /// Keeps the oldest or newest lines of complete events: at most `limit` lines, unless a single event has more.
-    fn at_most(mut self, limit: usize, keeps_newest: bool) -> Self {
+    fn limit_to(mut self, limit: usize, keeps_newest: bool) -> Self {
         let count = self.lines.len();
         let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
         if count <= limit {
@@ -106,8 +107,8 @@ impl FoundLines {
         self
     }
 
-    async fn into_page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
-        if newest_first {
+    async fn into_page(mut self, pages: Pages<'_>, is_newest_first: bool) -> Result<Response> {
+        if is_newest_first {
             self.lines.reverse();
         }
         let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
@@ -144,7 +145,7 @@ pub(crate) async fn query(
         let format = shortened(format);
         return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
-    let newest = query.newest_first()?;
+    let newest = query.is_newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
     let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
     let position: Option<u64> = pages.read(query.cursor.as_deref())?;
@@ -172,7 +173,7 @@ pub(crate) async fn query(
         let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
         FoundLines { lines: lines(events, None), next }
     };
-    found.at_most(limit as usize, newest).into_page(pages, newest).await
+    found.limit_to(limit as usize, newest).into_page(pages, newest).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.

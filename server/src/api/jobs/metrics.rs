@@ -182,7 +182,7 @@ pub(crate) async fn csv(
     let name = attachment(&format!("{}-metrics.csv", job.name));
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
-        let part = csv.next().await?;
+        let part = csv.next_part().await?;
         Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
     Ok((
@@ -198,7 +198,8 @@ struct Csv {
     job: Job,
     filter: MetricFilter,
     has_header: bool,
-    /// Series (metric and rank) of which some points are only in chunks. The points in chunks are sent first, then the points in events.
+    /// Series (metric and rank) whose chunks are not sent yet. Some points of these series are only in chunks. The points in chunks are sent
+    /// first, then the points in events.
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
@@ -235,7 +236,8 @@ impl Csv {
         })
     }
 
-    async fn next(&mut self) -> store::Result<Option<String>> {
+    /// Returns the next part of the file; `None` at its end.
+    async fn next_part(&mut self) -> store::Result<Option<String>> {
         if !std::mem::replace(&mut self.has_header, true) {
             return Ok(Some("attempt,rank,name,step,value\n".into()));
         }

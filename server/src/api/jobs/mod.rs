@@ -26,7 +26,7 @@ mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
 
-pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset, training_samples};
+pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset_message, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{find_earlier_job, idempotency_key, store_job};
 pub(crate) use list::ListQuery;
@@ -73,7 +73,7 @@ pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     Ok(job)
 }
 
-/// Returns a job as the caller may see it: the parent is included only if the caller may see the parent.
+/// Returns a job as the caller may see it, with its position in the queue. The parent is included only if the caller may see the parent.
 pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
@@ -101,10 +101,7 @@ async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row
 /// 404: no job that the caller may see has this id.
 pub(super) async fn find_visible(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
-    match caller.sees_job(&job) {
-        true => Ok(job),
-        false => Err(Error::NotFound("no job has this id".into())),
-    }
+    if caller.sees_job(&job) { Ok(job) } else { Err(Error::NotFound("no job has this id".into())) }
 }
 
 /// Maximum of `wait`, in seconds. It is less than the time limit of handlers.

@@ -256,7 +256,7 @@ pub(crate) async fn job(
     html(page.render())
 }
 
-/// `GET /compare`: the script reads the jobs' ids from the URL.
+/// `GET /compare`. The page's script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
     html(compare::ComparePage { user: caller.current_user() }.render())
 }

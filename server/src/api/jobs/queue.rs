@@ -99,9 +99,9 @@ pub(crate) async fn read_page(
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
-    let mut jobs: Vec<Placed> = placed
+    let mut jobs: Vec<QueueEntry> = placed
         .filter(|(_, row, is_visible)| is_requested(row, *is_visible))
-        .map(|(place, row, is_visible)| Placed { place, row: is_visible.then_some(row) })
+        .map(|(place, row, is_visible)| QueueEntry { place, row: is_visible.then_some(row) })
         .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(cursor) = &cursor {
@@ -116,14 +116,14 @@ pub(crate) async fn read_page(
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
-/// A job and its position; `row` is `None` for a private job of another person.
-struct Placed<'a> {
+/// A job and its position in the queue; `row` is `None` for a private job of another person.
+struct QueueEntry<'a> {
     place: u64,
     row: Option<&'a Arc<JobRow>>,
 }
 
-/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
-/// changed.
+/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages. Since then, the place may
+/// have changed.
 fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, Option<JobId>)) -> usize {
     let index = last_id.as_ref().and_then(|last_id| jobs.iter().position(|(_, id)| *id == Some(last_id)));
     match (index, last_id) {
@@ -138,7 +138,7 @@ fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, 
 fn queued_job(
     scheduler: &Scheduler,
     planned: &[scheduler::Reservation],
-    Placed { place, row }: Placed,
+    QueueEntry { place, row }: QueueEntry,
 ) -> QueuedJob {
     let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };

@@ -33,23 +33,21 @@ const COLUMNS: [(&str, SortBy); 12] = [
 /// 400: jobs cannot be sorted by this key.
 pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
     let (name, descending) = list::sort_key(text);
-    let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
-        (Some(path), _) => setting_sort_key(path)?,
-        (_, Some(tag)) => {
-            if tag.trim().is_empty() {
-                return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
-            }
-            if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
-                return Err(Error::BadRequest(format!("sort: tag {mistake}")));
-            }
-            SortBy::Tag(tag.to_owned())
+    let by = if let Some(path) = name.strip_prefix("spec.") {
+        setting_sort_key(path)?
+    } else if let Some(tag) = name.strip_prefix("tag:") {
+        if tag.trim().is_empty() {
+            return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
         }
-        _ => {
-            let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::results()).collect();
-            let name = list::known_name("sort", name, &names)?;
-            let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
-            column.map_or_else(|| conditions::result(name), |(_, by)| by)
+        if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
+            return Err(Error::BadRequest(format!("sort: tag {mistake}")));
         }
+        SortBy::Tag(tag.to_owned())
+    } else {
+        let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::results()).collect();
+        let name = list::known_name("sort", name, &names)?;
+        let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
+        column.map_or_else(|| conditions::result(name), |(_, by)| by)
     };
     Ok(JobSort { by, descending })
 }
@@ -75,7 +73,7 @@ pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
     Ok(by)
 }
 
-/// Parses a key of the specification.
+/// Parses a key of the specification as a sort key.
 ///
 /// # Errors
 /// 400: the key is unknown, or its values are not stored with the specification (project, tags and notes).

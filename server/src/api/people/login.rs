@@ -57,8 +57,8 @@ pub(crate) struct LoginForm {
 /// Returns the path to go to after signing in, which is always on this server (no open redirect).
 pub(crate) fn return_path(next: Option<&str>) -> &str {
     let is_local = |next: &&str| {
-        let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
-        plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
+        let is_plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
+        is_plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
     };
     next.filter(is_local).unwrap_or("/jobs")
 }
@@ -90,9 +90,9 @@ pub(crate) async fn show(
         };
     };
     match auth.access.take_login_code(code) {
-        Some((token_id, until)) => {
-            let remaining =
-                until.map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
+        Some((token_id, session_until)) => {
+            let remaining = session_until
+                .map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
             let life = remaining.map_or(SESSION_LIFE, |remaining| remaining.min(SESSION_LIFE));
             Ok(sign_in(&auth, &peer, &token_id, next, life).await?)
         }
@@ -226,7 +226,7 @@ fn count_failed_attempt(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str
     }
 }
 
-/// Makes a session of duration `life` for a person who has just been authenticated.
+/// Makes a session of the lifetime `life` for a person who has just been authenticated.
 ///
 /// # Errors
 /// The person was changed since the authentication, or the store cannot be written.
@@ -245,7 +245,7 @@ pub(crate) async fn sign_in_person(
     sign_in(auth, peer, &row.principal(), next, life).await
 }
 
-/// Makes a session of duration `life`. `token_id` is a token's id or a person's principal.
+/// Makes a session of the lifetime `life`. `token_id` is a token's id or a person's principal.
 async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Duration) -> Result<Response> {
     let secret = Secret::plain()?;
     let now = crate::now();

@@ -235,7 +235,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         None => None,
     };
     // `Some(None)` removes the account.
-    let identity = match change.subject.as_deref() {
+    let new_identity = match change.subject.as_deref() {
         Some("") => Some(None),
         Some(subject) => Some(Some(identity(auth, subject)?)),
         None => None,
@@ -244,7 +244,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
     let mut row = auth.access.person(name).ok_or_else(unknown)?;
     let before = row.clone();
     row.hash = hash.or(row.hash);
-    if let Some(identity) = identity {
+    if let Some(identity) = new_identity {
         identity.as_ref().map_or(Ok(()), |identity| check_account(auth, name, identity))?;
         row.person.identity = identity;
     }

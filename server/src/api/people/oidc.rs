@@ -21,7 +21,7 @@ use crate::{
 use axum::{http::HeaderMap, response::Redirect};
 use std::time::Duration;
 
-/// Duration of a session. It is shorter than the duration of a session with a password, so that people who are locked out at the provider
+/// Lifetime of a session. It is shorter than the lifetime of a session with a password, so that people who are locked out at the provider
 /// lose access soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
@@ -209,9 +209,10 @@ async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
 /// Quotes a subject for a shell. Subjects consist of visible ASCII characters.
 fn quote_for_shell(subject: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.:@/".contains(c);
-    match subject.chars().all(is_plain) && !subject.starts_with('-') {
-        true => subject.to_owned(),
-        false => format!("'{}'", subject.replace('\'', r"'\''")),
+    if subject.chars().all(is_plain) && !subject.starts_with('-') {
+        subject.to_owned()
+    } else {
+        format!("'{}'", subject.replace('\'', r"'\''"))
     }
 }
 

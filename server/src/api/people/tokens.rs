@@ -78,7 +78,8 @@ fn may_manage(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
-/// Returns the token of a request, or of the session's login link; `None` for a session with a password or an OpenID provider.
+/// Returns the token of a request, or the token with which its session was begun; `None` if the session was begun with a password or an
+/// OpenID provider.
 fn request_token(auth: &Auth, caller: &Caller) -> Option<Token> {
     auth.access.token(&caller.token()?.id).map(|row| row.token)
 }

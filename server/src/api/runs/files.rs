@@ -53,7 +53,7 @@ pub(crate) struct FilesOfRun {
     files: Vec<RunFile>,
 }
 
-/// Returns the id of a run from elsewhere.
+/// Returns the job id of a run from elsewhere. `id` is the job's id, or the id that the program chose.
 ///
 /// # Errors
 /// The job does not exist, or is no run from elsewhere and so has no files.
@@ -138,16 +138,16 @@ pub(super) async fn store_file(
     });
     let (max_bytes, incoming) = prepared.await?.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk_error(&e))?;
-    let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
+    let (mut parts, mut size_bytes, mut unchecked_bytes) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
         let part =
             part.map_err(|e| Error::BadRequest(format!("the file was not received completely: {e}")))?;
         size_bytes += part.len() as u64;
         check_size(size_bytes, max_bytes).map_err(refusal)?;
-        unchecked += part.len();
-        if unchecked >= CHECK_BYTES {
+        unchecked_bytes += part.len();
+        if unchecked_bytes >= CHECK_BYTES {
             check_space(incoming.path(), 0).map_err(|e| disk_error(&e))?;
-            unchecked = 0;
+            unchecked_bytes = 0;
         }
         file.write_all(&part).await.map_err(|e| disk_error(&e))?;
     }
@@ -219,8 +219,9 @@ pub(crate) async fn delete(
 
 /// Removes a file or a folder.
 pub(super) async fn remove_path(files: RunFiles, path: String) -> Result<()> {
-    match run_blocking(move || files.remove(&path)).await?.map_err(refusal)? {
-        true => Ok(()),
-        false => Err(Error::NotFound("the run has no such file".into())),
+    if run_blocking(move || files.remove(&path)).await?.map_err(refusal)? {
+        Ok(())
+    } else {
+        Err(Error::NotFound("the run has no such file".into()))
     }
 }

@@ -42,7 +42,7 @@ const DEFAULT_NAME: &str = "Default";
 const RUN_NAME: &str = "mlflow.runName";
 /// Key of the tag with the user who runs the program.
 const USER: &str = "mlflow.user";
-/// Limits as documented by MLflow.
+// Maximum lengths, and maximum numbers of elements in a batch, as documented by MLflow.
 const KEY_CHARS: usize = 250;
 const PARAM_CHARS: usize = 6000;
 const TAG_CHARS: usize = 8000;
@@ -128,7 +128,8 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// Writes errors in MLflow's format also if a request does not reach a call, for example because it has no token.
+/// Converts the errors of requests for MLflow's calls to MLflow's format, also if a request does not reach its call, for example because it
+/// has no token.
 pub(crate) async fn format_errors(request: Request, next: Next) -> Response {
     let is_call = is_mlflow(request.uri().path());
     let mut response = next.run(request).await;
@@ -417,7 +418,7 @@ impl CallState {
         Ok(self.runs.apply_change(&job.id, change).await?)
     }
 
-    /// Changes a run. The response is empty.
+    /// Changes a run. Returns the empty response.
     async fn change(&self, parameters: &Parameters, change: RunChange) -> Result<Value> {
         self.change_run(parameters, change).await?;
         Ok(json!({}))
@@ -519,7 +520,7 @@ impl CallState {
         self.log(parameters, &metrics, change).await
     }
 
-    /// Appends points to a run, and changes the run.
+    /// Appends points to a run, and changes the run. Returns the empty response.
     async fn log(&self, parameters: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
         let job = self.changeable_run(parameters).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
@@ -554,10 +555,10 @@ impl CallState {
         let key = parameters.required("metric_key")?;
         let from: u64 = parameters.page_start()?;
         let max = parameters.page_size(PAGE_POINTS)? as usize;
-        // Usually each step has a point, so the first range of steps fills a page. Where points are sparse, the range grows.
-        let mut steps = max as u64;
+        // Usually each step has a point, so the first range of steps fills a page. If points are sparse, the range grows.
+        let mut range_steps = max as u64;
         let points = loop {
-            let to = from.saturating_add(steps);
+            let to = from.saturating_add(range_steps);
             let filter = MetricFilter {
                 name: Some(key.to_owned()),
                 from: Some(from),
@@ -570,7 +571,7 @@ impl CallState {
             if points.len() > max || to >= job.step {
                 break points;
             }
-            steps = steps.saturating_mul(16);
+            range_steps = range_steps.saturating_mul(16);
         };
         let (page, rest) = points.split_at(max.min(points.len()));
         let values = page.iter().map(|point| {
@@ -597,13 +598,11 @@ async fn find_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Jo
 }
 
 fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
-    match auth.may_change(caller, job.owner.as_deref()) {
-        true => Ok(()),
-        false => Err(refuse(
-            "PERMISSION_DENIED",
-            "this run belongs to somebody else; only the owner and admins may change it",
-        )),
+    if auth.may_change(caller, job.owner.as_deref()) {
+        return Ok(());
     }
+    let detail = "this run belongs to somebody else; only the owner and admins may change it";
+    Err(refuse("PERMISSION_DENIED", detail))
 }
 
 /// Returns a key and its value, checked against MLflow's limits.

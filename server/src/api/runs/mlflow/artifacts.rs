@@ -64,10 +64,7 @@ pub(super) async fn list_of_run(config: &ServeConfig, job: &Job, path: &str) -> 
 
 /// Refuses a path outside the run's folder, with MLflow's text.
 fn check_path(files: &RunFiles, path: &str) -> Result<()> {
-    match path.is_empty() || files.disk_path(path).is_ok() {
-        true => Ok(()),
-        false => Err(invalid("Invalid path")),
-    }
+    if path.is_empty() || files.disk_path(path).is_ok() { Ok(()) } else { Err(invalid("Invalid path")) }
 }
 
 /// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: lists the files and folders directly in a folder, by name.

@@ -329,9 +329,9 @@ pub(super) fn sort_and_cut<T>(
     limit: usize,
 ) -> Result<Option<String>> {
     let (_, is_descending) = sort_key(pages.sort());
-    let compare = |key: &Key, id: &str, other_key: &Key, other_id: &str| {
-        let ids = if is_descending { other_id.cmp(id) } else { id.cmp(other_id) };
-        key.order(other_key, is_descending).then(ids)
+    let compare = |a_key: &Key, a_id: &str, b_key: &Key, b_id: &str| {
+        let ids = if is_descending { b_id.cmp(a_id) } else { a_id.cmp(b_id) };
+        a_key.order(b_key, is_descending).then(ids)
     };
     items.sort_by(|a, b| compare(&key(a), id(a), &key(b), id(b)));
     let previous: Option<(Key, String)> = pages.read(cursor)?;

@@ -82,9 +82,9 @@ impl AuditSubject {
     /// The fields whose values differ: `priority: 5 (was 0), project: "shoes" (was "default")`. Empty if nothing has changed.
     pub(crate) fn of_changes(before: &Value, after: &Value) -> Self {
         let fields = after.as_object().into_iter().flatten();
-        let changes = fields.filter(|(key, now)| before[key.as_str()] != **now).map(|(key, now)| {
-            let [was, now] = [&before[key.as_str()], now].map(|value| shortened(&value.to_string()));
-            if was == "null" { format!("{key}: {now}") } else { format!("{key}: {now} (was {was})") }
+        let changes = fields.filter(|(key, value)| before[key.as_str()] != **value).map(|(key, value)| {
+            let [old, new] = [&before[key.as_str()], value].map(|value| shortened(&value.to_string()));
+            if old == "null" { format!("{key}: {new}") } else { format!("{key}: {new} (was {old})") }
         });
         Self(changes.collect::<Vec<_>>().join(", "))
     }

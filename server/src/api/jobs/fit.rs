@@ -90,13 +90,16 @@ pub(crate) fn mistakes(
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     };
     if spec.model.arch != source.model.arch {
-        let (is, was) = (spec.model.arch.as_str(), source.model.arch.as_str());
-        mistake("/model/arch", format!("the checkpoint's network is {was}, not {is}"));
+        let (new, old) = (spec.model.arch.as_str(), source.model.arch.as_str());
+        mistake("/model/arch", format!("the checkpoint's network is {old}, not {new}"));
     }
     let Some(trained) = trained else {
         if spec.model.stem != source.model.stem {
-            let (is, was) = (spec.model.stem.as_str(), source.model.stem.as_str());
-            mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
+            let (new, old) = (spec.model.stem.as_str(), source.model.stem.as_str());
+            mistake(
+                "/model/stem",
+                format!("the checkpoint's network has the {old} stem, not the {new} stem"),
+            );
         }
         return mistakes;
     };
@@ -108,25 +111,25 @@ pub(crate) fn mistakes(
         );
     }
     if trained.channels != info.channels {
-        let (was, is) = (trained.channels, info.channels);
-        let was = plural(was.into(), "channel");
-        let detail =
-            format!("the checkpoint was trained on pictures of {was}, but pictures of {name} have {is}");
+        let (channels, new) = (plural(trained.channels.into(), "channel"), info.channels);
+        let detail = format!(
+            "the checkpoint was trained on pictures of {channels}, but pictures of {name} have {new}"
+        );
         mistake("/data/dataset", detail);
     }
     let trained_size = trained.image_size;
     let size = spec.data.effective_validation_size().unwrap_or(info.height);
     let (trained_stem, stem) =
         (source.model.stem_for(trained_size as usize), spec.model.stem_for(size as usize));
-    let (was, is) = (trained_stem.as_str(), stem.as_str());
+    let (old, new) = (trained_stem.as_str(), stem.as_str());
     if trained_stem != stem && spec.model.stem == source.model.stem {
         let detail = format!(
-            "model.stem = \"auto\" means {is:?} at {size} pixels, but {was:?} at {trained_size} pixels, the size at which the checkpoint \
+            "model.stem = \"auto\" means {new:?} at {size} pixels, but {old:?} at {trained_size} pixels, the size at which the checkpoint \
              was trained: set model.stem, too"
         );
         mistake("/data/image_size", detail);
     } else if trained_stem != stem {
-        mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
+        mistake("/model/stem", format!("the checkpoint's network has the {old} stem, not the {new} stem"));
     }
     mistakes
 }
@@ -143,7 +146,7 @@ pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Calle
     let name = &job.spec.data.dataset;
     // A private dataset may have been registered under this name since the job was submitted.
     let is_usable = |dataset: &Dataset| {
-        !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
+        !dataset.private || (job.spec.private && caller.sees(dataset.private, dataset.owner.as_deref()))
     };
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
         // `lifecycle` refuses to continue a job in any other state.

@@ -198,8 +198,8 @@ struct Csv {
     job: Job,
     filter: MetricFilter,
     has_header: bool,
-    /// Series (metric and rank) whose chunks are not sent yet. Some points of these series are only in chunks. The points in chunks are sent
-    /// first, then the points in events.
+    /// Series (metric and rank) whose chunks are not sent yet. Some points of these series are only in chunks. The points in chunks are
+    /// sent first, then the points in events.
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,

@@ -157,7 +157,8 @@ pub(crate) async fn put_project(
 ) -> Result<Json<ProjectPanels>> {
     let project = check_visible_project(&*store, &caller, name).await?;
     // Jobs of a project may be runs from elsewhere, whose metrics have any names.
-    let panels = new.check(true)?;
+    let allows_any_metric = true;
+    let panels = new.check(allows_any_metric)?;
     let stored = Some(&panels[..]).filter(|panels| !panels.is_empty());
     store.put_panels(PanelsOf::Project(&project), stored).await?;
     Ok(Json(ProjectPanels { panels }))

@@ -55,6 +55,15 @@ const MAX_EXCERPT_CHARS: usize = 240;
 /// Number of characters that an excerpt shows before the first word of the query, unless the excerpt starts where its paragraph starts.
 const CONTEXT_CHARS: usize = 60;
 
+/// How well a passage answers a query. A better passage has a greater score.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Score {
+    is_definition: bool,
+    is_below_heading: bool,
+    is_key: bool,
+    word_count: usize,
+}
+
 /// Returns the pages that contain all words of the query, ignoring case, the best page first (`rank`). Each page has an excerpt of its best
 /// passage (`score`): a definition of the query's words, otherwise a passage below a heading with all words, a row of the reference with
 /// the words, or the passage with the most words. A word also matches within a longer word. If no page has all words, searches for their
@@ -74,7 +83,7 @@ fn search(query: &str) -> Vec<DocsResult> {
         let word_count = count_words(&text);
         let is_below_heading = word_count > 0 && count_words(&passage.heading.to_lowercase()) == words.len();
         let is_key = passage.is_key && !is_guide && text.contains(&phrase);
-        (text.starts_with(&definition), is_below_heading, is_key, word_count)
+        Score { is_definition: text.starts_with(&definition), is_below_heading, is_key, word_count }
     };
     let results = entries().into_iter().filter_map(|page| {
         let source = source(&page.path)?;
@@ -88,27 +97,26 @@ fn search(query: &str) -> Vec<DocsResult> {
             .into_iter()
             .map(|passage| (score(&passage, is_guide), passage))
             .min_by_key(|(score, _)| Reverse(*score));
-        let best = best.filter(|((.., word_count), _)| *word_count > 0);
-        let ((is_definition, is_below_heading, is_key, word_count), mut passage) =
-            best.unwrap_or_else(|| {
-                // If no passage has any of the words, the words are in code or headings, which are not passages.
-                let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
-                let text = line.unwrap_or_default().to_owned();
-                (Default::default(), Passage { text, ..Passage::default() })
-            });
+        let best = best.filter(|(score, _)| score.word_count > 0);
+        let (score, mut passage) = best.unwrap_or_else(|| {
+            // If no passage has any of the words, the words are in code or headings, which are not passages.
+            let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
+            let text = line.unwrap_or_default().to_owned();
+            (Score::default(), Passage { text, ..Passage::default() })
+        });
         passage.text = excerpt(&passage.text, &words);
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
         let uses_per_megabyte = uses * 1_000_000 / lower.len();
         let is_in_title = count_words(&page.title.to_lowercase()) > 0;
         let rank = (
             is_in_title,
-            is_definition && is_guide,
-            is_below_heading && is_guide,
-            is_definition,
-            is_below_heading,
-            is_key,
+            score.is_definition && is_guide,
+            score.is_below_heading && is_guide,
+            score.is_definition,
+            score.is_below_heading,
+            score.is_key,
             is_guide,
-            word_count,
+            score.word_count,
             uses_per_megabyte,
         );
         Some((rank, DocsResult { page, passage }))

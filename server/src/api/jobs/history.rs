@@ -171,26 +171,25 @@ fn event_entries(
 ) -> Vec<Entry> {
     let submission = forked_from.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: submission, who: job.owner.clone() }];
-    let mut previous: Option<(JobState, Option<&ReasonKind>)> = None;
+    let (mut old_state, mut old_kind): (Option<JobState>, Option<&ReasonKind>) = (None, None);
     for Event { seq, at, body } in events {
         if let EventBody::Alert { alert, .. } = body {
             entries.push(Entry { at: *at, what: What::Alert(alert.clone()), who: None });
         }
         let EventBody::State { state, cause, .. } = body else { continue };
         let kind = cause.as_ref().map(Reason::kind);
-        let is_same_kind = |old: Option<&ReasonKind>| old.map(discriminant) == kind.map(discriminant);
-        if previous.is_some_and(|(old_state, old_kind)| old_state == *state && is_same_kind(old_kind)) {
+        let is_new_state = old_state != Some(*state);
+        if !is_new_state && old_kind.map(discriminant) == kind.map(discriminant) {
             continue;
         }
         // The entries of attempts report the end of an active or lost attempt. A run from elsewhere has no such entries.
         let was_active = job.external.is_none()
-            && previous.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
+            && old_state.is_some_and(|state| state.is_active() || state == JobState::Lost);
         // The entry of the attempt's end reports a preemption. A user may request a pause in addition.
-        let was_preempted = matches!(previous, Some((_, Some(ReasonKind::Preempting { .. }))));
-        let was_cancelling = matches!(previous, Some((_, Some(ReasonKind::Cancelling))));
-        let is_new_state = previous.is_none_or(|(old_state, _)| old_state != *state);
+        let was_preempted = matches!(old_kind, Some(ReasonKind::Preempting { .. }));
+        let was_cancelling = matches!(old_kind, Some(ReasonKind::Cancelling));
         let is_inactive_change = is_new_state && !was_active;
-        previous = Some((*state, kind));
+        (old_state, old_kind) = (Some(*state), kind);
         let (what, action) = match (state, kind) {
             // The first entry reports the submission, because this event may be missing if the job had many changes of state.
             (JobState::Queued, _) if *seq == 1 => continue,

@@ -267,15 +267,14 @@ impl Csv {
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
         let name = self.filter.name.as_deref();
-        for (seq, (attempt, rank, columns)) in
-            events.iter().filter_map(|row| Some((row.seq, row.metrics(name)?)))
-        {
+        for row in &events {
+            let Some((attempt, rank, columns)) = row.metrics(name) else { continue };
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }
             for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
                 let key = (name, rank);
-                if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
+                if self.watermarks.get(&key).is_none_or(|watermark| row.seq > *watermark) {
                     self.write_lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));
                 }
             }

@@ -156,7 +156,8 @@ pub(crate) async fn submit_job(
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit_views::Form::from_pairs(pairs);
-    match submit(&scheduler, &caller, &form.document(), None, false).await {
+    let (key, launched) = (None, false);
+    match submit(&scheduler, &caller, &form.document(), key, launched).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;

@@ -148,7 +148,8 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    match people::add(auth, new, true).await {
+    let must_be_first = true;
+    match people::add(auth, new, must_be_first).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
         // Somebody else has made the first person.
         Err(error @ Error::Conflict(_)) => Err(error.into()),

@@ -116,7 +116,8 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, false).await?.person;
+    let must_be_first = false;
+    let person = add(&auth, new, must_be_first).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 

@@ -89,7 +89,8 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            return people::add(auth, new, false).await.map(drop).map(no_changes);
+            let must_be_first = false;
+            return people::add(auth, new, must_be_first).await.map(drop).map(no_changes);
         }
         Action::Remove => return people::remove(auth, name).await.map(no_changes),
         Action::Role => PersonChange { role: form.role, ..Default::default() },

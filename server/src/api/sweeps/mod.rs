@@ -96,6 +96,7 @@ async fn respond_with_earlier(
     Ok((StatusCode::OK, with_trials(store, row).await?))
 }
 
+/// Checks a sweep and stores it with its trials.
 async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -227,6 +228,10 @@ pub(crate) async fn delete(
     Err(Error::Conflict("the sweep has not ended; cancel the sweep before you delete it".into()))
 }
 
+/// Changes the state of a sweep from one of the states `from` to the state `to`.
+///
+/// # Errors
+/// 409: the sweep is in another state.
 async fn change(
     scheduler: &Scheduler,
     id: &str,

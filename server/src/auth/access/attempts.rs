@@ -29,7 +29,20 @@ const NAMES: usize = 10_000;
 #[derive(Debug, Default)]
 pub(crate) struct Attempts(Mutex<Counters>);
 
-type Counts<K> = HashMap<K, (u32, Instant)>;
+type Counts<K> = HashMap<K, Counter>;
+
+/// Number of attempts within [`WINDOW`], which begins at `since`.
+#[derive(Debug, Clone, Copy)]
+struct Counter {
+    count: u32,
+    since: Instant,
+}
+
+impl Counter {
+    fn new() -> Self {
+        Self { count: 0, since: Instant::now() }
+    }
+}
 
 #[derive(Debug, Default)]
 struct Counters {
@@ -41,30 +54,30 @@ struct Counters {
 
 /// The time until a counter is reset, if it is full.
 fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
-    let (count, since) = counts.get(key)?;
+    let Counter { count, since } = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
     (*count >= max).then_some(left)
 }
 
-fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> (u32, Instant) {
-    let counter = counts.entry(key).or_insert_with(|| (0, Instant::now()));
-    if counter.1.elapsed() >= WINDOW {
-        *counter = (0, Instant::now());
+fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> Counter {
+    let counter = counts.entry(key).or_insert_with(Counter::new);
+    if counter.since.elapsed() >= WINDOW {
+        *counter = Counter::new();
     }
-    counter.0 = counter.0.saturating_add(1);
+    counter.count = counter.count.saturating_add(1);
     *counter
 }
 
 fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
-    if let Some((count, _)) = counts.get_mut(key) {
-        *count = count.saturating_sub(1);
+    if let Some(counter) = counts.get_mut(key) {
+        counter.count = counter.count.saturating_sub(1);
     }
 }
 
 /// Removes the oldest entry if there are `max` entries.
 fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
     while counts.len() >= max {
-        let oldest = counts.iter().min_by_key(|(_, (_, since))| *since).map(|(key, _)| key.clone());
+        let oldest = counts.iter().min_by_key(|(_, counter)| counter.since).map(|(key, _)| key.clone());
         let Some(oldest) = oldest else { return };
         counts.remove(&oldest);
     }
@@ -77,7 +90,7 @@ impl Counters {
     /// There are too many addresses. The error is the time to wait.
     fn make_room(&mut self, from: IpAddr) -> Result<(), Duration> {
         if self.addresses.len() >= ADDRESSES && !self.addresses.contains_key(&from) {
-            self.addresses.retain(|_, (_, since)| since.elapsed() < WINDOW);
+            self.addresses.retain(|_, counter| counter.since.elapsed() < WINDOW);
             if self.addresses.len() >= ADDRESSES {
                 return Err(WINDOW);
             }
@@ -99,7 +112,7 @@ impl Attempts {
         let mut counters = self.counters();
         let from = client_key(from);
         counters.make_room(from)?;
-        let (count, since) = add(&mut counters.addresses, from);
+        let Counter { count, since } = add(&mut counters.addresses, from);
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
@@ -156,7 +169,7 @@ impl Attempts {
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
             forget_oldest(&mut counters.familiar, NAMES);
-            counters.familiar.insert(pair, (0, Instant::now()));
+            counters.familiar.insert(pair, Counter::new());
         }
     }
 
@@ -190,7 +203,7 @@ mod tests {
         assert!(attempts.count_password_attempt("ada", here).is_err(), "passwords are counted, too");
         assert_eq!(attempts.count_failure(there), Ok(()), "another address");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().addresses.get_mut(&here).unwrap().1 = earlier;
+            attempts.counters().addresses.get_mut(&here).unwrap().since = earlier;
             assert_eq!(attempts.count_failure(here), Ok(()), "a minute later");
         }
     }
@@ -218,7 +231,7 @@ mod tests {
         );
         assert_eq!(attempts.count_password_attempt("bob", address(0)), Ok(false), "another name");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().names.get_mut("ada").unwrap().1 = earlier;
+            attempts.counters().names.get_mut("ada").unwrap().since = earlier;
             assert_eq!(
                 attempts.count_password_attempt("ada", address(MAX_FAILURES_OF_A_NAME)),
                 Ok(false),

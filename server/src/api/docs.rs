@@ -39,7 +39,7 @@ fn entries() -> Vec<DocsEntry> {
     pages
 }
 
-/// `GET /docs`
+/// Parameters of `GET /docs`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct DocsQuery {
     /// Words to search for; empty for the list of all pages.

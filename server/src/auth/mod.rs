@@ -24,8 +24,8 @@ pub(crate) struct Auth {
     pub(crate) audit: Audit,
     /// The OpenID provider, if one is configured.
     pub(crate) oidc: Option<Oidc>,
-    /// The name of the session's cookie. It has the port, because browsers send a host's cookies to all its ports, where another server
-    /// may run.
+    /// The name of the session's cookie. It contains the port, because browsers send a host's cookies to all its ports, where another
+    /// server may run.
     pub(crate) cookie_name: String,
 }
 

@@ -194,7 +194,7 @@ impl Ingress {
         if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
     }
 
-    /// Whether to send `Strict-Transport-Security`: if the request used HTTPS and the public URL has HTTPS.
+    /// Whether the response has `Strict-Transport-Security`: the request used HTTPS, and its host is the host of an HTTPS public URL.
     pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
         let host = host_and_port(authority).map(|(host, _)| host);
         peer.is_https

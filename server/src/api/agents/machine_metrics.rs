@@ -33,8 +33,8 @@ pub(crate) struct MachineMetricsQuery {
 pub(crate) struct MachineMetrics {
     /// Times by the server's clock, in milliseconds since 1970. The time of a mean is the end of its interval.
     at_ms: Vec<i64>,
-    /// `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`, `disk_written_bytes_per_second`,
-    /// `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
+    /// Measurements by name: `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`,
+    /// `disk_written_bytes_per_second`, `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
     machine: BTreeMap<&'static str, Vec<Option<f32>>>,
     /// Measurements of each slot that is a GPU.
     gpus: Vec<GpuMetrics>,
@@ -44,7 +44,7 @@ pub(crate) struct MachineMetrics {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GpuMetrics {
     slot: u32,
-    /// `utilization`, `memory_used_bytes`, `temperature_celsius` and `power_watts`.
+    /// Measurements by name: `utilization`, `memory_used_bytes`, `temperature_celsius` and `power_watts`.
     metrics: BTreeMap<&'static str, Vec<Option<f32>>>,
 }
 

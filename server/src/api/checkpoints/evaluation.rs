@@ -74,7 +74,7 @@ impl Running {
 pub(crate) struct EvaluationQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -89,7 +89,7 @@ pub(crate) struct EvaluationQuery {
 pub(crate) struct NeighboursQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,

@@ -43,7 +43,7 @@ pub(crate) struct Predictions {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PredictQuery {
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,

@@ -52,11 +52,11 @@ const PAGES: Pages = Pages::new("annotations", "id");
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {
-    /// At most 20 000 bytes.
+    /// The job's notes, at most 20 000 bytes.
     notes: Option<String>,
-    /// At most 20 tags, each of at most 40 characters.
+    /// The job's tags: at most 20, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// -1000 to 1000. Has an effect only while the job waits.
+    /// The job's priority, -1000 to 1000. It has an effect only while the job waits.
     priority: Option<i32>,
     /// The project to move the job to.
     project: Option<String>,

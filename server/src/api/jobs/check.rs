@@ -313,7 +313,7 @@ impl CheckedSweep {
 /// checked.
 ///
 /// # Errors
-/// Each distinct mistake, or the database cannot be read.
+/// The sweep or its trials have mistakes (each distinct mistake is returned once), or the database cannot be read.
 pub(in crate::api) async fn check_sweep(
     scheduler: &Scheduler,
     caller: &Caller,

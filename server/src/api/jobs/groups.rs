@@ -29,7 +29,7 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct GroupsQuery {
-    /// 1 to 3 comma-separated keys to group by: `project`, `owner`, `tag`, `state`, `name`, or settings with one value such as
+    /// Keys to group by, 1 to 3, comma-separated: `project`, `owner`, `tag`, `state`, `name`, or settings with one value such as
     /// `model.arch,train.lr`.
     #[serde(default)]
     #[param(required = true)]

@@ -48,11 +48,11 @@ pub(crate) struct LogsQuery {
     /// it consists of one report. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
-    /// `seq` for the oldest line first (default), `-seq` for the newest line first.
+    /// Order of the lines: `seq` for the oldest line first (default), `-seq` for the newest line first.
     sort: Option<String>,
     /// `next_cursor` of the previous page, requested with the same `sort`.
     cursor: Option<String>,
-    /// `text` returns a file of all matching lines regardless of the header `Accept`, for use in links.
+    /// Format of the response: `text` returns a file of all matching lines regardless of the header `Accept`, for use in links.
     format: Option<String>,
     /// Only lines that contain this text of at most 200 characters, ignoring case. Each request searches for at most about a third of a
     /// second; `next_cursor` continues the search.

@@ -42,7 +42,7 @@ pub(crate) struct ProjectPanels {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPanels {
-    /// At most 24 panels.
+    /// The new panels, at most 24.
     panels: Vec<Panel>,
 }
 

@@ -58,13 +58,13 @@ pub(crate) struct ModelDetail {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewModel {
-    /// 1 to 100 letters, digits, `-`, `_` and `.`.
+    /// The model's name: 1 to 100 letters, digits, `-`, `_` and `.`.
     name: String,
     /// Id of a checkpoint, whose job must have ended.
     checkpoint: Option<String>,
     /// In place of `checkpoint`, the id of a job, whose best checkpoint is registered (the newest if no checkpoint was validated).
     job: Option<String>,
-    /// At most 20 000 bytes.
+    /// Text about the version, at most 20 000 bytes.
     #[serde(default)]
     description: String,
 }

@@ -32,14 +32,14 @@ use std::{net::IpAddr, time::Duration};
 /// Maximum length of the path to return to, in bytes.
 const MAX_NEXT_BYTES: usize = 2000;
 
-/// `GET /login`
+/// Parameters of `GET /login`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct LoginQuery {
     code: Option<String>,
     next: Option<String>,
 }
 
-/// `POST /login`
+/// The forms of `POST /login`: a token, a name and a password, or the first person.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LoginForm {
     #[serde(default)]

@@ -27,10 +27,10 @@ use std::{net::IpAddr, time::Duration};
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPerson {
-    /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
+    /// The person's name: 1 to 64 characters, each a to z, a digit, `.`, `-`, `_` or `@`.
     pub(super) name: String,
     pub(super) role: Role,
-    /// 10 to 1024 characters. Optional with `subject`.
+    /// The person's password, 10 to 1024 characters. Optional with `subject`.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
     /// Claim `sub` of the person's account at the OpenID provider (`serve --oidc-issuer`).
@@ -44,7 +44,7 @@ pub(crate) struct PersonChange {
     pub(super) role: Option<Role>,
     /// Whether the person is disabled and can neither sign in nor use tokens.
     pub(super) disabled: Option<bool>,
-    /// 10 to 1024 characters.
+    /// The new password, 10 to 1024 characters.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
     /// Claim `sub` of the person's new account at the OpenID provider; empty for no account.
@@ -76,7 +76,7 @@ const LIST: List<Person> = List {
 pub(crate) struct OwnPassword {
     #[schema(value_type = String)]
     pub(super) current: Password,
-    /// 10 to 1024 characters.
+    /// The new password, 10 to 1024 characters.
     #[schema(value_type = String)]
     pub(super) new: Password,
 }
@@ -181,7 +181,7 @@ fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores a new person after [`check_can_add`]. The caller must hold the lock `change_lock`.
+/// Stores a new person after [`check_can_add`]. The caller must hold `change_lock`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,

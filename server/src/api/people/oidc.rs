@@ -28,7 +28,7 @@ const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 /// Path of the cookie that a browser keeps while it is at the provider.
 const COOKIE_PATH: &str = "/login/oidc";
 
-/// `GET /login/oidc`
+/// Parameters of `GET /login/oidc`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct BeginQuery {
     next: Option<String>,

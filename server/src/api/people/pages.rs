@@ -51,7 +51,7 @@ pub(crate) enum Action {
     Remove,
 }
 
-/// `POST /people`
+/// The form of `POST /people`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct PeopleForm {
     action: Action,
@@ -103,7 +103,7 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject
     Ok(if matches!(form.action, Action::Role) { changes } else { no_changes(()) })
 }
 
-/// `GET /account`
+/// Parameters of `GET /account`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct AccountQuery {
     /// Whether a change was made.
@@ -150,7 +150,7 @@ fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
     html(page.render())
 }
 
-/// `POST /account`
+/// The forms of `POST /account`.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "action", rename_all = "lowercase")]
 pub(crate) enum AccountForm {

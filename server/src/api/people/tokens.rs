@@ -21,7 +21,7 @@ const MAX_TOKENS_OF_A_PERSON: usize = 50;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewToken {
-    /// 1 to 100 characters.
+    /// The token's name, 1 to 100 characters.
     pub(crate) name: String,
     pub(crate) scope: Scope,
     /// For the scope `agent`: the agent's name or id. A token for a new name is bound to the first new agent that joins with this name.

@@ -38,16 +38,16 @@ pub(crate) struct NewRun {
     /// An id that the program chooses: 1 to 64 characters, each a letter, a digit, `-` or `_`. An existing run with this id continues. With
     /// authentication, each owner has separate ids.
     id: Option<String>,
-    /// 1 to 200 characters.
+    /// The run's name, 1 to 200 characters.
     name: String,
     /// Name of a project (default `default`).
     project: Option<String>,
     /// Settings, at most 64 kB of JSON.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// At most 20 tags, each of at most 40 characters.
+    /// The run's tags: at most 20, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// At most 20 000 bytes.
+    /// The run's notes, at most 20 000 bytes.
     notes: Option<String>,
     /// Whether only the owner and admins see the run.
     private: Option<bool>,

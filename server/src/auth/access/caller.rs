@@ -72,7 +72,7 @@ impl Credential {
     }
 }
 
-/// The caller of a request, as determined by the gate. `None` under `--no-auth`.
+/// The caller of a request, as determined by the gate. Without a credential under `--no-auth`.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 
@@ -87,12 +87,12 @@ impl Caller {
         self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
     }
 
-    /// The caller's current scope; `None` under `--no-auth`.
+    /// The caller's current scope; `None` under `--no-auth`, and while the token's owner is disabled.
     pub(crate) fn scope(&self) -> Option<Scope> {
         self.0.as_ref().and_then(|c| c.scope)
     }
 
-    /// The person, signed in or with a personal token.
+    /// The name of the person who is signed in or owns the token; `None` for other callers.
     pub(crate) fn person(&self) -> Option<&str> {
         self.token().and_then(|token| token.owner.as_deref())
     }

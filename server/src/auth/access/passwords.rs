@@ -57,7 +57,7 @@ impl Queue {
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(crate) struct Passwords {
-    /// For addresses from which the person has not signed in before. They may guess passwords.
+    /// For addresses from which the person has not signed in before, such as those of somebody who guesses passwords.
     strangers: Queue,
     /// For addresses from which the person has signed in before.
     familiar: Queue,

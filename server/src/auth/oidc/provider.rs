@@ -262,7 +262,7 @@ impl Provider {
                     ("client_secret", secret.expose()),
                 ]);
             }
-            // The default if the provider names no method.
+            // Basic authentication, also if the provider names no method.
             Some(secret) => {
                 // Id and secret are form-encoded and joined with a colon (RFC 6749, 2.3.1).
                 let encoded =

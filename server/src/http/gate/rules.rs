@@ -6,10 +6,10 @@ use lockstep_protocol::access::Scope;
 /// What a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Requirement {
-    /// None: the request is open to everybody.
+    /// The request is open to everybody.
     Nothing,
     Scope(Scope),
-    /// An admin, or a person for their own objects, which the handler checks.
+    /// The caller must be an admin or a person. The handler restricts a person to the person's own objects.
     AdminOrPerson,
 }
 

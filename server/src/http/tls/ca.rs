@@ -180,8 +180,8 @@ impl Authority {
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
-        // An agent's certificate is valid from the moment it is issued. So a certificate that was issued before its name was revoked
-        // stays without effect.
+        // An agent's certificate is valid from the moment it is issued, because the server refuses certificates whose validity begins
+        // before a revocation of their name.
         let not_before = if kind == Kind::Agent { now } else { now - CLOCK_MARGIN };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {

@@ -72,7 +72,7 @@ pub(super) fn minute(time: Timestamp) -> String {
     format!("{} UTC", text.get(..16).unwrap_or(&text).replace('T', " "))
 }
 
-/// Reads the revocation lists of a file (PEM, or one in DER), at least one.
+/// Reads the revocation lists of a file: one or more in PEM, or one in DER.
 pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
     const SEQUENCE: u8 = 0x30;
     let content = read(path, Readers::Anybody)?;

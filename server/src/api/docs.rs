@@ -19,7 +19,7 @@ use std::cmp::Reverse;
 struct Docs;
 
 /// The Markdown of a page.
-fn source(path: &str) -> Option<String> {
+fn read_markdown(path: &str) -> Option<String> {
     Docs::get(&format!("{path}.md")).and_then(|file| String::from_utf8(file.data.into_owned()).ok())
 }
 
@@ -27,10 +27,10 @@ fn source(path: &str) -> Option<String> {
 const START: &str = "README";
 
 /// All pages but [`START`] by title, with "Getting started" first.
-fn entries() -> Vec<DocsEntry> {
+fn all_pages() -> Vec<DocsEntry> {
     let pages = Docs::iter().filter(|file| file.strip_suffix(".md") != Some(START)).filter_map(|file| {
         let path = file.strip_suffix(".md")?.to_owned();
-        let title = title(&source(&path)?);
+        let title = title(&read_markdown(&path)?);
         Some(DocsEntry { path, title })
     });
     let mut pages: Vec<_> = pages.collect();
@@ -85,8 +85,8 @@ fn search(query: &str) -> Vec<DocsResult> {
         let is_key = passage.is_key && !is_guide && text.contains(&phrase);
         Score { is_definition: text.starts_with(&definition), is_below_heading, is_key, word_count }
     };
-    let results = entries().into_iter().filter_map(|page| {
-        let source = source(&page.path)?;
+    let results = all_pages().into_iter().filter_map(|page| {
+        let source = read_markdown(&page.path)?;
         let lower = source.to_lowercase();
         if count_words(&lower) < words.len() {
             return None;
@@ -164,9 +164,9 @@ pub(crate) async fn index(
     Extension(caller): Extension<Caller>,
     PageQuery(DocsQuery { q }): PageQuery<DocsQuery>,
 ) -> Page {
-    let (pages, user) = (entries(), caller.current_user());
+    let (pages, user) = (all_pages(), caller.current_user());
     let page = match q.trim() {
-        "" => DocsPage::new("", &source(START).unwrap_or_default(), &pages, user),
+        "" => DocsPage::new("", &read_markdown(START).unwrap_or_default(), &pages, user),
         query => DocsPage::search_results(query, &search(query), &pages, user),
     };
     html(page.render())
@@ -175,10 +175,10 @@ pub(crate) async fn index(
 /// `GET /docs/{path}`
 pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<String>) -> Page {
     let path = path.strip_suffix(".md").unwrap_or(&path);
-    let source = source(path).ok_or_else(|| {
+    let source = read_markdown(path).ok_or_else(|| {
         PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
-    html(DocsPage::new(path, &source, &entries(), caller.current_user()).render())
+    html(DocsPage::new(path, &source, &all_pages(), caller.current_user()).render())
 }
 
 #[cfg(test)]
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn the_reference_is_embedded_and_every_page_has_a_title() {
-        let pages = entries();
+        let pages = all_pages();
         for path in ["team", "reference/job-file", "reference/command-line", "reference/rest"] {
             assert!(pages.iter().any(|page| page.path == path), "{path} in {pages:?}");
         }

@@ -20,7 +20,7 @@ pub(crate) use codes::LIFE as CODE_LIFE;
 pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
-pub(crate) use secret::{Secret, is_token, same_secret};
+pub(crate) use secret::{Secret, is_same_secret, is_token};
 
 use crate::store::{SessionRow, Store, TokenRow};
 use attempts::Attempts;
@@ -200,8 +200,8 @@ impl Access {
         });
     }
 
-    /// The caller with this token.
-    pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
+    /// Returns the caller with this token, and notes the use of the token.
+    pub(crate) fn authenticate_token(&self, secret: &str) -> Result<Caller, Denied> {
         let now = crate::now();
         let credential = self.read().tokens.get(&secret::hash(secret)).cloned().ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
@@ -217,8 +217,8 @@ impl Access {
         Ok(Caller(Some(credential)))
     }
 
-    /// The caller with this session cookie.
-    pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
+    /// Returns the caller with this session cookie, and notes the use of the session's token.
+    pub(crate) fn authenticate_session(&self, secret: &str) -> Option<Caller> {
         let now = crate::now();
         let known = self.read();
         let session = known.sessions.get(&secret::hash(secret))?;

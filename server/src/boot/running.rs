@@ -107,7 +107,7 @@ async fn ensure(
         if own_row.is_some_and(is_usable) {
             return Ok(());
         }
-        if own_row.is_some() || auth.access.by_token(&found.text).is_ok() {
+        if own_row.is_some() || auth.access.authenticate_token(&found.text).is_ok() {
             secret = None;
         }
     }

@@ -51,7 +51,7 @@ pub(crate) struct PageQuery<T>(pub T);
 ///
 /// # Errors
 /// The number is 0 or above `max`.
-pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, max: u32) -> Result<u32> {
+pub(crate) fn check_count(key: &str, asked: Option<u32>, default: u32, max: u32) -> Result<u32> {
     match asked {
         Some(asked) if !(1..=max).contains(&asked) => {
             Err(Error::BadRequest(format!("{key} must be 1 to {max}, is {asked}")))

@@ -102,13 +102,13 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
     // Every request has a peer here, because the guard refuses requests without a peer.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::read(&request).to_owned();
-    let by_certificate = match request.extensions().get::<Peer>() {
+    let agent = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
-            agents::by_certificate(&gate, request.headers(), peer)
+            agents::identify_by_certificate(&gate, request.headers(), peer)
         }
         _ => Ok(None),
     };
-    let identified = match by_certificate {
+    let identified = match agent {
         Ok(None) => identify(&gate, request.headers(), &path),
         agent_or_error => agent_or_error,
     };
@@ -198,7 +198,7 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
         Ok(response) => response,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(error) => Error::Internal(format!("a request's work: {error}")).into_response(),
+            Err(error) => Error::Internal(format!("the work of a request failed: {error}")).into_response(),
         },
     }
 }
@@ -225,7 +225,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
-        return gate.auth.access.by_token(&token).map(Some).map_err(|denied| {
+        return gate.auth.access.authenticate_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
@@ -234,7 +234,8 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
             })
         });
     }
-    Ok(cookie(headers, &gate.auth.cookie_name).and_then(|secret| gate.auth.access.by_session(secret)))
+    Ok(cookie(headers, &gate.auth.cookie_name)
+        .and_then(|secret| gate.auth.access.authenticate_session(secret)))
 }
 
 /// The token of an `Authorization` header.

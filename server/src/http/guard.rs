@@ -42,7 +42,7 @@ const HSTS: HeaderValue = HeaderValue::from_static("max-age=31536000");
 pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
     let ingress = &gate.ingress;
     let Some(peer) = request.extensions().get::<Peer>() else {
-        return Error::Internal("a request without its connection".into()).into_response();
+        return Error::Internal("a request has no connection".into()).into_response();
     };
     let is_strict = peer
         .authority(request.headers(), request.uri())

@@ -9,7 +9,7 @@ use lockstep_web::machines::Join;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 /// Returns the parts of the commands to join. `browser_url` is the server's URL in the browser of the page's reader.
-pub(crate) fn commands(
+pub(crate) fn join_parts(
     config: &ServeConfig,
     ingress: &Ingress,
     browser_url: &str,

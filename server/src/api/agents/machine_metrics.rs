@@ -7,7 +7,7 @@ use crate::{
         machines::{GPU_METRICS, KEPT, MACHINE_METRICS, Point, buckets, minute_of, point_of},
     },
     api::list,
-    http::extract::count,
+    http::extract::check_count,
     store::Store,
 };
 use jiff::Timestamp;
@@ -59,7 +59,7 @@ pub(crate) async fn find(
     Path(id): Path<String>,
     Query(query): Query<MachineMetricsQuery>,
 ) -> Result<Json<MachineMetrics>> {
-    count("points", query.points, MAX_POINTS, MAX_POINTS)?;
+    check_count("points", query.points, MAX_POINTS, MAX_POINTS)?;
     let now = crate::now();
     let since = list::parse_time("since", query.since.as_deref())?;
     let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
@@ -68,7 +68,7 @@ pub(crate) async fn find(
     if let Some(interval_count) = query.points {
         points = buckets(&points, since, now.max(since), interval_count);
     }
-    Ok(Json(columns(&points)))
+    Ok(Json(to_columns(&points)))
 }
 
 /// Returns the measurements from `since` on, in order.
@@ -87,7 +87,7 @@ async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timest
     Ok(older.chain(recent).collect())
 }
 
-fn columns(points: &[Point]) -> MachineMetrics {
+fn to_columns(points: &[Point]) -> MachineMetrics {
     let finite = |value: f32| value.is_finite().then_some(value);
     let machine = MACHINE_METRICS
         .iter()

@@ -61,7 +61,7 @@ where
         let fencing_token: FencingToken = serde_json::from_value(token)
             .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
         let caller = parts.extensions.get::<Caller>();
-        let caller = caller.ok_or_else(|| Error::Internal("a request without its caller".into()))?;
+        let caller = caller.ok_or_else(|| Error::Internal("a request has no caller".into()))?;
         if let Some(token) = caller.token() {
             // Reads the token again, because the agent may have joined after the token was made.
             let bound = Arc::<Auth>::from_ref(state).access.token(&token.id);

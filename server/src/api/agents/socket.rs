@@ -23,7 +23,7 @@ use axum::extract::{
     ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
+use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, truncate_text};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -342,7 +342,7 @@ impl Connection<'_> {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 scheduler.agents.note_heartbeat(&self.id, crate::now(), None);
-                if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
+                if scheduler.agents.set_no_work(&self.id, no_work.map(truncate_text)) {
                     scheduler.agents.leases.wake_dispatch();
                 }
                 // The next heartbeat names the remaining attempts again.
@@ -391,7 +391,7 @@ impl Connection<'_> {
                 self.leave_reason = Some(reason);
             }
             FromAgent::Declined { attempt, reason } => {
-                let reason = shortened(reason);
+                let reason = truncate_text(reason);
                 scheduler.agents.set_no_work(&self.id, Some(reason.clone()));
                 dispatch::declined(scheduler, &self.id, &attempt, reason).await;
             }

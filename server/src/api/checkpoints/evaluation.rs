@@ -134,7 +134,7 @@ pub(crate) async fn neighbours(
     Query(query): Query<NeighboursQuery>,
 ) -> Result<Response> {
     let NeighboursQuery { checkpoint, weights, dataset, k } = query;
-    let k = extract::count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
+    let k = extract::check_count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
     let query = EvaluationQuery { checkpoint, weights, dataset };
     find(&scheduler, &caller, &id, query, Some(k)).await
 }

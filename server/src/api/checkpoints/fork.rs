@@ -95,7 +95,7 @@ async fn prepare(
     let from = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &from).await?;
     let mut document = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
     document["name"] = fork_name(&parent_job.name).into();
     // The fork keeps its parent's tags, and so stays in the same groups.
     document["tags"] = parent_job.tags.clone().into();
@@ -294,7 +294,7 @@ fn check_recipe(parent_job: &Job, document: &Value) -> Result<()> {
 /// choice is removed.
 async fn choose_validation_again(store: &dyn Store, parent_job: &Job, document: &mut Value) -> Result<()> {
     let mut before = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }

@@ -302,7 +302,7 @@ impl CheckedSweep {
     /// The report on the first trial, for a job file with this section and job.
     fn report(self, section: Value, job: &Value) -> Result<CheckReport> {
         let first = self.trials.into_iter().next();
-        let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+        let first = first.ok_or_else(|| Error::Internal("a checked sweep has no trials".into()))?;
         let report = first.report();
         let spec = spec::read(job).0.unwrap_or_else(|| report.spec.clone());
         Ok(CheckReport { spec, trials: Some(self.settings.len()), sweep: Some(section), ..report })

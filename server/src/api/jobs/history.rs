@@ -7,7 +7,7 @@ use crate::{
         list::{MAX_LIMIT, Pages},
     },
     auth::Auth,
-    http::extract::{count, parse_job_id},
+    http::extract::{check_count, parse_job_id},
     scheduler::Scheduler,
     store::{AuditEntry, Store},
 };
@@ -55,11 +55,11 @@ pub(crate) async fn show(
     Path(id): Path<String>,
     Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
-    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+    let limit = check_count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let job = jobs::find(&scheduler, &id).await?;
     let pages = Pages::new("history", ORDER).owned_by("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
-    let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
+    let from: usize = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
     if may_see_who {
         auth.audit.flush().await;
@@ -85,7 +85,7 @@ pub(crate) async fn show(
     let queue = job.state.is_waiting().then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
-    let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
+    let next_cursor = (entries.len() > end).then(|| pages.encode(&end)).transpose()?;
     entries.truncate(end);
     entries.drain(..from.min(entries.len()));
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))

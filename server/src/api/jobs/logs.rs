@@ -8,7 +8,7 @@ use crate::{
     },
     http::{
         attachment::attachment,
-        extract::{check_search_text, count},
+        extract::{check_count, check_search_text},
     },
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
@@ -65,8 +65,10 @@ impl LogsQuery {
     /// # Errors
     /// 400: the sort key is unknown.
     fn is_newest_first(&self) -> Result<bool> {
-        let Some((name, is_descending)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
-        list::known_name("sort", name, &["seq"])?;
+        let Some((name, is_descending)) = self.sort.as_deref().map(list::split_sort_key) else {
+            return Ok(false);
+        };
+        list::find_known_name("sort", name, &["seq"])?;
         Ok(is_descending)
     }
 }
@@ -111,8 +113,8 @@ impl FoundLines {
         if is_newest_first {
             self.lines.reverse();
         }
-        let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
-        large::json(Logs { lines: self.lines, next_cursor }).await
+        let next_cursor = self.next.map(|next| pages.encode(&next)).transpose()?;
+        large::json_response(Logs { lines: self.lines, next_cursor }).await
     }
 }
 
@@ -146,9 +148,9 @@ pub(crate) async fn query(
         return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
     let newest = query.is_newest_first()?;
-    let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
+    let limit = check_count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
     let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
-    let position: Option<u64> = pages.read(query.cursor.as_deref())?;
+    let position: Option<u64> = pages.decode(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {

@@ -3,7 +3,7 @@
 use crate::api::prelude::*;
 use crate::{
     api::{jobs, large},
-    http::{attachment::attachment, extract::count},
+    http::{attachment::attachment, extract::check_count},
     metrics::{
         self,
         chunk::{Bucket, SeriesKey},
@@ -131,9 +131,9 @@ pub(crate) async fn find(
     let filter = query.filter()?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
-    let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let points = check_count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let result = query::find(&metrics, &job, &filter, points).await?;
-    large::json(to_response(result)).await
+    large::json_response(to_response(result)).await
 }
 
 /// Converts the result of a query to the response.
@@ -176,7 +176,7 @@ pub(crate) async fn csv(
 ) -> Result<Response> {
     let filter = query.filter()?;
     // As in `find`, an invalid `points` is refused, although it has no effect here.
-    count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
+    check_count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
     let name = attachment(&format!("{}-metrics.csv", job.name));

@@ -4,7 +4,7 @@ use super::metrics::{self, Metrics, MetricsQuery};
 use crate::api::prelude::*;
 use crate::{
     api::{jobs, large, list},
-    http::extract::count,
+    http::extract::check_count,
     metrics::query,
     scheduler::Scheduler,
 };
@@ -71,7 +71,7 @@ pub(crate) async fn find(
         );
         return Err(Error::BadRequest(detail));
     }
-    let points = count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let points = check_count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     if points * ids.len() > MAX_TOTAL_POINTS {
         return Err(Error::BadRequest(format!(
             "{points} points for each of {} jobs are more than {MAX_TOTAL_POINTS} in all; request at most {} points, or fewer jobs",
@@ -105,5 +105,5 @@ pub(crate) async fn find(
         }
         results.push(JobMetrics { job: job.id.to_string(), metrics });
     }
-    large::json(JobsMetrics { jobs: results }).await
+    large::json_response(JobsMetrics { jobs: results }).await
 }

@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::list::{Elements, Fields, MAX_LIMIT, Pages},
-    http::extract::{check_search_text, count},
+    http::extract::{check_count, check_search_text},
     scheduler::{self, Scheduler},
     store::JobRow,
 };
@@ -84,10 +84,10 @@ pub(crate) async fn read_page(
     caller: &Caller,
     query: &QueueQuery,
 ) -> Result<QueuePage> {
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
-    let cursor: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
+    let cursor: Option<(u64, Option<JobId>)> = PAGES.decode(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
     // Uses the order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
@@ -111,7 +111,7 @@ pub(crate) async fn read_page(
     let has_more = jobs.len() > limit;
     jobs.truncate(limit);
     let last = jobs.last().filter(|_| has_more).map(|job| (job.place, job.row.map(|row| &row.job.id)));
-    let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
+    let next_cursor = last.map(|last| PAGES.encode(&last)).transpose()?;
     let items = jobs.into_iter().map(|job| queued_job(scheduler, &planned, job)).collect();
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }

@@ -32,7 +32,7 @@ const COLUMNS: [(&str, SortBy); 12] = [
 /// # Errors
 /// 400: jobs cannot be sorted by this key.
 pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
-    let (name, descending) = list::sort_key(text);
+    let (name, descending) = list::split_sort_key(text);
     let by = if let Some(path) = name.strip_prefix("spec.") {
         setting_sort_key(path)?
     } else if let Some(tag) = name.strip_prefix("tag:") {
@@ -44,10 +44,10 @@ pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
         }
         SortBy::Tag(tag.to_owned())
     } else {
-        let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::results()).collect();
-        let name = list::known_name("sort", name, &names)?;
+        let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::result_names()).collect();
+        let name = list::find_known_name("sort", name, &names)?;
         let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
-        column.map_or_else(|| conditions::result(name), |(_, by)| by)
+        column.map_or_else(|| conditions::result_sort_key(name), |(_, by)| by)
     };
     Ok(JobSort { by, descending })
 }
@@ -78,12 +78,12 @@ pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
 /// # Errors
 /// 400: the key is unknown, or its values are not stored with the specification (project, tags and notes).
 fn setting_sort_key(path: &str) -> Result<SortBy> {
-    let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
-    let (table, key, kind) = conditions::find_setting(path, &[]).map_err(refused)?;
+    let sort_error = |detail: String| Error::BadRequest(format!("sort {detail}"));
+    let (table, key, kind) = conditions::find_setting(path, &[]).map_err(sort_error)?;
     let is_number = match kind {
         Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
         Kind::Project | Kind::Tags | Kind::Notes => {
-            return Err(refused(format!(
+            return Err(sort_error(format!(
                 "names spec.{key}, which is not part of the stored specification; sort by project or tag:NAME"
             )));
         }

@@ -119,7 +119,7 @@ pub(crate) async fn submit(
     }
     let name = input.name.trim();
     if !name.is_empty() {
-        return match auth.access.by_password(name, input.password, peer.address).await {
+        return match auth.access.authenticate_password(name, input.password, peer.address).await {
             Ok(row) => Ok(sign_in_person(&auth, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => {
                 login_form(&auth, &ingress, next, name, Some("The name or the password is wrong."))
@@ -128,7 +128,7 @@ pub(crate) async fn submit(
         };
     }
     let failed = |why| count_failed_attempt(&auth, &ingress, peer.address, next, why);
-    let caller = auth.access.by_token(input.token.trim()).ok();
+    let caller = auth.access.authenticate_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
             Ok(sign_in(&auth, &peer, &token.id, next, SESSION_LIFE).await?)
@@ -248,7 +248,7 @@ pub(crate) async fn sign_in_person(
 
 /// Makes a session of the lifetime `life`. `token_id` is a token's id or a person's principal.
 async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Duration) -> Result<Response> {
-    let secret = Secret::plain()?;
+    let secret = Secret::new_plain()?;
     let now = crate::now();
     let session = SessionRow {
         hash: secret.hash,

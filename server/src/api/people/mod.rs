@@ -91,7 +91,9 @@ impl From<PasswordError> for Error {
             PasswordError::Busy => {
                 Error::Unavailable("too many passwords are being checked; try again".into())
             }
-            PasswordError::Failed(detail) => Error::Internal(format!("a password: {detail}")),
+            PasswordError::Failed(detail) => {
+                Error::Internal(format!("a password cannot be hashed: {detail}"))
+            }
         }
     }
 }
@@ -169,7 +171,7 @@ pub(super) fn check_can_add(auth: &Auth, name: &str, identity: Option<&Identity>
 
 /// Checks that an account is not bound to another person.
 fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
-    match auth.access.by_identity(identity) {
+    match auth.access.find_by_identity(identity) {
         SignsInAs::Person(row) if row.person.name != name => {
             let other = row.person.name;
             let detail = format!(
@@ -324,7 +326,7 @@ pub(super) async fn set_own_password(
         return Err(Error::Conflict(detail.into()));
     }
     check_password("/new", &passwords.new)?;
-    let before = match auth.access.by_password(name, passwords.current, from).await {
+    let before = match auth.access.authenticate_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {
             return Err(Error::invalid("/current", "is not your current password"));

@@ -130,7 +130,7 @@ async fn find_or_add_person(
         Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
     };
     let _one_at_a_time = auth.access.change_lock.lock().await;
-    match auth.access.by_identity(&identity) {
+    match auth.access.find_by_identity(&identity) {
         SignsInAs::Person(row) if row.person.disabled_at.is_some() => {
             return refuse(format!("{} may no longer use this server; ask an admin.", row.person.name));
         }

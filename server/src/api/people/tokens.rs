@@ -175,7 +175,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         let detail = format!("there are {TOKENS} valid tokens already; revoke some that nobody needs");
         return Err(Error::Conflict(detail));
     }
-    let secret = Secret::token()?;
+    let secret = Secret::new_token()?;
     let token = Token {
         id: uuid::Uuid::now_v7().simple().to_string(),
         name: new.name,

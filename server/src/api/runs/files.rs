@@ -195,7 +195,7 @@ pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(conditional::CACHING));
     headers.insert(
         header::CONTENT_DISPOSITION,
-        attachment.map_err(|e| Error::Internal(format!("a file's name: {e}")))?,
+        attachment.map_err(|e| Error::Internal(format!("a file's name cannot be sent: {e}")))?,
     );
     Ok(response)
 }

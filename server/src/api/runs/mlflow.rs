@@ -5,7 +5,7 @@
 pub(crate) mod artifacts;
 mod models;
 
-use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
+use super::{LAST_STEP, NAME_CHARS, NewRun, number, start_run, to_columns};
 use crate::api::prelude::*;
 use crate::{
     api::{jobs, list::Pages, run_to_completion},
@@ -474,7 +474,7 @@ impl CallState {
             project: if let [project] = &projects[..] { Some(project.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
             limit: parameters.page_size(PAGE_RUNS)?,
-            cursor: pages.read(parameters.text("page_token")?)?,
+            cursor: pages.decode(parameters.text("page_token")?)?,
             ..JobFilter::default()
         };
         if projects.is_empty() || parameters.text("run_view_type")? == Some("DELETED_ONLY") {
@@ -484,7 +484,7 @@ impl CallState {
         let is_requested = |job: &&Job| job.external.is_some() && projects.contains(&job.project);
         let mut answer = json!({"runs": page.jobs.iter().filter(is_requested).map(run).collect::<Vec<_>>()});
         if let Some(next) = &page.next {
-            answer["next_page_token"] = pages.cursor(next)?.into();
+            answer["next_page_token"] = pages.encode(next)?.into();
         }
         Ok(answer)
     }
@@ -542,7 +542,7 @@ impl CallState {
             let at = metric.time("timestamp")?.ok_or_else(|| metric.missing("timestamp"))?;
             newest = newest.max(Some(at));
         }
-        let columns: Vec<MetricColumn> = columns(points.into_iter());
+        let columns: Vec<MetricColumn> = to_columns(points.into_iter());
         let now = crate::now();
         let at = newest.map_or(now, |at| at.min(now));
         let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };

@@ -285,7 +285,7 @@ impl NewRecords {
 }
 
 /// Converts points of records to columns, each in the order of the records.
-fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
+fn to_columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
     let mut columns: BTreeMap<&str, (Vec<u64>, Vec<f32>)> = BTreeMap::new();
     for (name, step, value) in points {
         let (steps, values) = columns.entry(name).or_default();
@@ -318,7 +318,7 @@ pub(crate) async fn log(
     let records = RunRecords { job: auth.run_id(&caller, &id), first: Some(first), count, at };
     let columns_after = move |stored_count: u64| {
         let unstored = new.records.iter().skip(usize::try_from(stored_count).unwrap_or(usize::MAX));
-        columns(unstored.flat_map(|record| {
+        to_columns(unstored.flat_map(|record| {
             record.values.iter().map(move |(name, value)| (name.as_str(), record.step, value.0))
         }))
     };

@@ -122,8 +122,7 @@ async fn submit(
     // A set, because trials share most warnings.
     let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
-    let first =
-        specs.first().ok_or_else(|| Error::Internal("the check accepted a sweep without trials".into()))?;
+    let first = specs.first().ok_or_else(|| Error::Internal("a checked sweep has no trials".into()))?;
     let name = job.get("name").and_then(Value::as_str);
     let row = SweepRow {
         id,

@@ -37,11 +37,16 @@ impl Access {
         past.map(|c| c.row()).collect()
     }
 
-    /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.
+    /// Returns the caller with a valid certificate of this name. `not_before` is the beginning of its validity. Adds a row for a name that
+    /// has none or was revoked.
     ///
     /// # Errors
     /// The name was revoked after `not_before`, or the system has no random bits.
-    pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
+    pub(crate) fn authenticate_certificate(
+        &self,
+        name: &str,
+        not_before: Timestamp,
+    ) -> Result<Caller, Denied> {
         let id = certificate_id(name);
         let find = || self.read().token_with_id(&id).cloned();
         let known = find();
@@ -58,14 +63,14 @@ impl Access {
             {
                 earlier.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
                 earlier.token.agent_id = None;
-                earlier.hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
+                earlier.hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
                 self.put_token(earlier);
             }
             let label = format!("certificate {name}").chars().take(TOKEN_NAME_CHARS).collect();
             let agent = Some(name.to_owned());
             let token = Token { agent, ..Token::of(id.clone(), label, Scope::Agent, now) };
             // The secret is dropped here, so no secret matches the row. The row is stored when an agent is bound to the name.
-            let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
+            let hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });
         }
         let credential = find().ok_or(Denied::Unknown)?;
@@ -82,7 +87,7 @@ mod tests {
     fn after_a_revocation_only_certificates_that_begin_later_are_accepted() {
         let access = Access::new(true);
         let at = |second: i64| Timestamp::from_second(second).unwrap();
-        let caller = access.by_certificate("node-a", at(100)).unwrap();
+        let caller = access.authenticate_certificate("node-a", at(100)).unwrap();
         let token = caller.token().unwrap();
         assert_eq!((token.agent.as_deref(), token.scope), (Some("node-a"), Scope::Agent));
         assert!(
@@ -94,14 +99,20 @@ mod tests {
         row.token.revoked_at = Some(at(200));
         access.put_token(row);
         for begins in [100, 200] {
-            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+            assert!(
+                matches!(access.authenticate_certificate("node-a", at(begins)), Err(Denied::Revoked)),
+                "{begins}"
+            );
         }
         // The name can be bound again.
-        let again = access.by_certificate("node-a", at(201)).unwrap();
+        let again = access.authenticate_certificate("node-a", at(201)).unwrap();
         assert_eq!(again.token().unwrap().agent_id, None);
         // Earlier certificates stay refused after a later one was used.
         for begins in [100, 200] {
-            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+            assert!(
+                matches!(access.authenticate_certificate("node-a", at(begins)), Err(Denied::Revoked)),
+                "{begins}"
+            );
         }
         assert_eq!(access.earlier_revocations("node-a").len(), 1);
         assert_eq!(access.earlier_revocations("node").len(), 0);
@@ -110,6 +121,6 @@ mod tests {
         row.token.revoked_at = Some(at(300));
         access.put_token(row);
         access.remove_old_tokens(at(1_000_000));
-        assert!(matches!(access.by_certificate("node-a", at(250)), Err(Denied::Revoked)));
+        assert!(matches!(access.authenticate_certificate("node-a", at(250)), Err(Denied::Revoked)));
     }
 }

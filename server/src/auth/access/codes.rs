@@ -32,7 +32,7 @@ impl Codes {
     /// Makes a code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `session_until` at the
     /// latest, which is the end of the session that requests the code.
     pub(crate) fn make(&self, token_id: &str, session_until: Option<Timestamp>) -> io::Result<String> {
-        let secret = Secret::plain()?;
+        let secret = Secret::new_plain()?;
         let mut codes = lock(&self.0);
         codes.retain(|_, code| code.made_at.elapsed() < LIFE);
         let own = codes.iter().filter(|(_, code)| code.token_id == token_id);

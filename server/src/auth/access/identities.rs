@@ -23,7 +23,7 @@ impl Access {
     }
 
     /// The person as whom an account signs in.
-    pub(crate) fn by_identity(&self, identity: &Identity) -> SignsInAs {
+    pub(crate) fn find_by_identity(&self, identity: &Identity) -> SignsInAs {
         let known = self.read();
         let mut people = known.people.values().map(|known| &known.row);
         match people.find(|row| row.person.identity.as_ref() == Some(identity)) {

@@ -147,8 +147,8 @@ impl Access {
         !self.read().people.is_empty()
     }
 
-    /// The person with this name and password. A failure takes as long whether or not the person exists.
-    pub(crate) async fn by_password(
+    /// Returns the person with this name and password, and counts the attempt. A failure takes as long whether or not the person exists.
+    pub(crate) async fn authenticate_password(
         &self,
         name: &str,
         password: Password,

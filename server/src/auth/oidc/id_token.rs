@@ -4,7 +4,7 @@ use super::{
     Claims, OidcError,
     keys::{self, Key},
 };
-use crate::{auth::access::same_secret, config::oidc::OidcConfig};
+use crate::{auth::access::is_same_secret, config::oidc::OidcConfig};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use lockstep_protocol::people::subject_mistake;
 use serde::Deserialize;
@@ -113,7 +113,7 @@ pub(super) fn check(
     if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
         return refuse("it is from the future, or this server's clock is wrong");
     }
-    if !text("nonce").is_some_and(|found| same_secret(found, nonce)) {
+    if !text("nonce").is_some_and(|found| is_same_secret(found, nonce)) {
         return refuse("it was made for another sign-in");
     }
     match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {

@@ -19,7 +19,7 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
     let token = headers.get(header::AUTHORIZATION).and_then(bearer);
     trust_and_certificate.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
         || token
-            .and_then(|token| gate.auth.access.by_token(token).ok())
+            .and_then(|token| gate.auth.access.authenticate_token(token).ok())
             .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
 }
 
@@ -27,7 +27,11 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
 ///
 /// # Errors
 /// The agent is refused. The refusal is also logged.
-pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
+pub(super) fn identify_by_certificate(
+    gate: &Gate,
+    headers: &HeaderMap,
+    peer: &Peer,
+) -> Result<Option<Caller>, Error> {
     let auth = gate.config.agent_auth();
     let Some(trust) = gate.ingress.agent_trust().filter(|_| gate.auth.access.must_authenticate) else {
         return Ok(None);
@@ -59,7 +63,7 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
             "have a certificate with the agent's name issued",
         );
     };
-    match gate.auth.access.by_certificate(name, certificate.facts.not_before) {
+    match gate.auth.access.authenticate_certificate(name, certificate.facts.not_before) {
         Ok(caller) => Ok(Some(caller)),
         Err(Denied::Revoked) => refuse(
             &who,

@@ -112,7 +112,7 @@ async fn ensure(
         }
     }
     let is_new = secret.is_none();
-    let secret = secret.map_or_else(Secret::token, Ok)?;
+    let secret = secret.map_or_else(Secret::new_token, Ok)?;
     let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
     auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;

@@ -34,7 +34,7 @@ pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Resul
     let path = versioned.map_or(path.as_str(), |(_, file)| file);
     let file = Assets::get(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
     let tag = format!("\"{}\"", hex::encode(&file.metadata.sha256_hash()[..12]));
-    let is_unchanged = conditional::is_known(&headers, &tag);
+    let is_unchanged = conditional::client_has(&headers, &tag);
     let caching = if is_of_this_build { "public, max-age=31536000, immutable" } else { "no-cache" };
     let common = [(header::ETAG, tag), (header::CACHE_CONTROL, caching.to_owned())];
     if is_unchanged {

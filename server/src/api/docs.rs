@@ -19,7 +19,7 @@ use std::cmp::Reverse;
 struct Docs;
 
 /// The Markdown of a page.
-fn source(path: &str) -> Option<String> {
+fn read_markdown(path: &str) -> Option<String> {
     Docs::get(&format!("{path}.md")).and_then(|file| String::from_utf8(file.data.into_owned()).ok())
 }
 
@@ -27,10 +27,10 @@ fn source(path: &str) -> Option<String> {
 const START: &str = "README";
 
 /// All pages but [`START`] by title, with "Getting started" first.
-fn entries() -> Vec<DocsEntry> {
+fn all_pages() -> Vec<DocsEntry> {
     let pages = Docs::iter().filter(|file| file.strip_suffix(".md") != Some(START)).filter_map(|file| {
         let path = file.strip_suffix(".md")?.to_owned();
-        let title = title(&source(&path)?);
+        let title = title(&read_markdown(&path)?);
         Some(DocsEntry { path, title })
     });
     let mut pages: Vec<_> = pages.collect();
@@ -39,7 +39,7 @@ fn entries() -> Vec<DocsEntry> {
     pages
 }
 
-/// `GET /docs`
+/// Parameters of `GET /docs`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct DocsQuery {
     /// Words to search for; empty for the list of all pages.
@@ -54,6 +54,15 @@ const COMMON_WORDS: [&str; 14] =
 const MAX_EXCERPT_CHARS: usize = 240;
 /// Number of characters that an excerpt shows before the first word of the query, unless the excerpt starts where its paragraph starts.
 const CONTEXT_CHARS: usize = 60;
+
+/// How well a passage answers a query. A better passage has a greater score.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Score {
+    is_definition: bool,
+    is_below_heading: bool,
+    is_key: bool,
+    word_count: usize,
+}
 
 /// Returns the pages that contain all words of the query, ignoring case, the best page first (`rank`). Each page has an excerpt of its best
 /// passage (`score`): a definition of the query's words, otherwise a passage below a heading with all words, a row of the reference with
@@ -74,10 +83,10 @@ fn search(query: &str) -> Vec<DocsResult> {
         let word_count = count_words(&text);
         let is_below_heading = word_count > 0 && count_words(&passage.heading.to_lowercase()) == words.len();
         let is_key = passage.is_key && !is_guide && text.contains(&phrase);
-        (text.starts_with(&definition), is_below_heading, is_key, word_count)
+        Score { is_definition: text.starts_with(&definition), is_below_heading, is_key, word_count }
     };
-    let results = entries().into_iter().filter_map(|page| {
-        let source = source(&page.path)?;
+    let results = all_pages().into_iter().filter_map(|page| {
+        let source = read_markdown(&page.path)?;
         let lower = source.to_lowercase();
         if count_words(&lower) < words.len() {
             return None;
@@ -88,27 +97,26 @@ fn search(query: &str) -> Vec<DocsResult> {
             .into_iter()
             .map(|passage| (score(&passage, is_guide), passage))
             .min_by_key(|(score, _)| Reverse(*score));
-        let best = best.filter(|((.., word_count), _)| *word_count > 0);
-        let ((is_definition, is_below_heading, is_key, word_count), mut passage) =
-            best.unwrap_or_else(|| {
-                // If no passage has any of the words, the words are in code or headings, which are not passages.
-                let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
-                let text = line.unwrap_or_default().to_owned();
-                (Default::default(), Passage { text, ..Passage::default() })
-            });
+        let best = best.filter(|(score, _)| score.word_count > 0);
+        let (score, mut passage) = best.unwrap_or_else(|| {
+            // If no passage has any of the words, the words are in code or headings, which are not passages.
+            let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
+            let text = line.unwrap_or_default().to_owned();
+            (Score::default(), Passage { text, ..Passage::default() })
+        });
         passage.text = excerpt(&passage.text, &words);
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
         let uses_per_megabyte = uses * 1_000_000 / lower.len();
         let is_in_title = count_words(&page.title.to_lowercase()) > 0;
         let rank = (
             is_in_title,
-            is_definition && is_guide,
-            is_below_heading && is_guide,
-            is_definition,
-            is_below_heading,
-            is_key,
+            score.is_definition && is_guide,
+            score.is_below_heading && is_guide,
+            score.is_definition,
+            score.is_below_heading,
+            score.is_key,
             is_guide,
-            word_count,
+            score.word_count,
             uses_per_megabyte,
         );
         Some((rank, DocsResult { page, passage }))
@@ -156,9 +164,9 @@ pub(crate) async fn index(
     Extension(caller): Extension<Caller>,
     PageQuery(DocsQuery { q }): PageQuery<DocsQuery>,
 ) -> Page {
-    let (pages, user) = (entries(), caller.current_user());
+    let (pages, user) = (all_pages(), caller.current_user());
     let page = match q.trim() {
-        "" => DocsPage::new("", &source(START).unwrap_or_default(), &pages, user),
+        "" => DocsPage::new("", &read_markdown(START).unwrap_or_default(), &pages, user),
         query => DocsPage::search_results(query, &search(query), &pages, user),
     };
     html(page.render())
@@ -167,10 +175,10 @@ pub(crate) async fn index(
 /// `GET /docs/{path}`
 pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<String>) -> Page {
     let path = path.strip_suffix(".md").unwrap_or(&path);
-    let source = source(path).ok_or_else(|| {
+    let source = read_markdown(path).ok_or_else(|| {
         PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
-    html(DocsPage::new(path, &source, &entries(), caller.current_user()).render())
+    html(DocsPage::new(path, &source, &all_pages(), caller.current_user()).render())
 }
 
 #[cfg(test)]
@@ -215,7 +223,7 @@ mod tests {
 
     #[test]
     fn the_reference_is_embedded_and_every_page_has_a_title() {
-        let pages = entries();
+        let pages = all_pages();
         for path in ["team", "reference/job-file", "reference/command-line", "reference/rest"] {
             assert!(pages.iter().any(|page| page.path == path), "{path} in {pages:?}");
         }

@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     config::ServeConfig,
     events::Events,
-    http::{error::blocking, ingress::Ingress, request_times::RequestTimes},
+    http::{error::run_blocking, ingress::Ingress, request_times::RequestTimes},
     store::{Location, Store},
 };
 use lockstep_protocol::job::JobState;
@@ -41,34 +41,36 @@ pub(crate) async fn readyz(
     caller: Option<Extension<Caller>>,
 ) -> Result<String> {
     if caller.is_some() {
-        return ready(&*store, &config, &ingress).await;
+        return check_readiness(&*store, &config, &ingress).await;
     }
     // Clients without a token get no details, and cause at most one check per second.
-    let mut last = ingress.last_ready.lock().await;
+    let mut last = ingress.last_ready_check.lock().await;
     if last.is_none_or(|(at, _)| at.elapsed() >= CHECK_INTERVAL) {
-        let is_ready = ready(&*store, &config, &ingress).await.is_ok();
+        let is_ready = check_readiness(&*store, &config, &ingress).await.is_ok();
         *last = Some((Instant::now(), is_ready));
     }
-    match last.is_some_and(|(_, is_ready)| is_ready) {
-        true => Ok(READY.into()),
-        false => Err(Error::Unavailable("nothing can be stored now; send a token to see the reason".into())),
+    if last.is_some_and(|(_, is_ready)| is_ready) {
+        Ok(READY.into())
+    } else {
+        Err(Error::Unavailable("nothing can be stored now; send a token to see the reason".into()))
     }
 }
 
-async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Result<String> {
-    // Any error here means that the database cannot be written.
+/// Checks that jobs can be stored. Returns `ready` and all warnings.
+async fn check_readiness(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Result<String> {
+    // Any error here means that the database cannot be written now.
     store.check_writable().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![config.data_dir.join("jobs")];
     // The database's file may be on another disk.
     folders.extend(Location::of(config).ok().and_then(|location| location.other_folder(&config.data_dir)));
     for folder in folders {
-        blocking(move || probe(&folder)).await??;
+        run_blocking(move || probe(&folder)).await??;
     }
     let warnings = ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
     Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))
 }
 
-/// Checks that files can be written in a folder, by writing and removing one.
+/// Checks that files can be written in a folder, by writing and removing a file.
 fn probe(folder: &Path) -> Result<()> {
     let path = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
     let written = fs::File::create_new(&path).and_then(|mut file| {

@@ -2,7 +2,7 @@
 //! requests are not delayed.
 
 use crate::api::prelude::*;
-use crate::http::error::blocking;
+use crate::http::error::run_blocking;
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -17,7 +17,7 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(30);
 ///
 /// # Errors
 /// 503: other requests hold the permits for too long.
-pub(super) async fn permit(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
+pub(super) async fn acquire_permit(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
     if limit <= SMALL_PAGE {
         return Ok(None);
     }
@@ -31,8 +31,9 @@ pub(super) async fn permit(limit: u32) -> Result<Option<SemaphorePermit<'static>
 }
 
 /// Returns a response with this value as JSON.
-pub(super) async fn json(value: impl Serialize + Send + 'static) -> Result<Response> {
-    let written = blocking(move || serde_json::to_vec(&value)).await?;
-    let bytes = written.map_err(|error| Error::Internal(format!("a response: {error}")))?;
+pub(super) async fn json_response(value: impl Serialize + Send + 'static) -> Result<Response> {
+    let written = run_blocking(move || serde_json::to_vec(&value)).await?;
+    let bytes =
+        written.map_err(|error| Error::Internal(format!("a response cannot be serialized: {error}")))?;
     Ok(([(header::CONTENT_TYPE, "application/json")], bytes).into_response())
 }

@@ -7,7 +7,7 @@ pub(super) use cursor::Pages;
 
 use crate::http::{
     error::{Error, Result},
-    extract::count,
+    extract::check_count,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -118,7 +118,7 @@ impl Fields {
         let known = field_names(&T::schema(), &components);
         let known: Vec<&str> = known.iter().map(String::as_str).collect();
         let requested =
-            text.split(',').map(|name| known_name("field", name.trim(), &known).map(str::to_owned));
+            text.split(',').map(|name| find_known_name("field", name.trim(), &known).map(str::to_owned));
         Ok(Some(Self(requested.collect::<Result<_>>()?)))
     }
 
@@ -167,7 +167,7 @@ fn field_names(
 ///
 /// # Errors
 /// 400: the name is unknown. The message suggests the most similar known name.
-pub(super) fn known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> Result<&'a str> {
+pub(super) fn find_known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> Result<&'a str> {
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
     }
@@ -190,7 +190,7 @@ pub(super) fn split_unique(text: Option<&str>) -> Vec<&str> {
 }
 
 /// Splits a sort key of a request into the name and whether the order is descending.
-pub(super) fn sort_key(sort: &str) -> (&str, bool) {
+pub(super) fn split_sort_key(sort: &str) -> (&str, bool) {
     sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
 }
 
@@ -215,7 +215,7 @@ pub(super) enum Key {
     Number(f64),
     Text(String),
     Missing,
-    /// Several values, compared in this order.
+    /// Several values, which are compared in this order.
     Each(Vec<Key>),
 }
 
@@ -240,7 +240,7 @@ impl From<Timestamp> for Key {
 
 impl Key {
     /// Compares two keys. Missing values come last in both directions.
-    fn order(&self, other: &Self, descending: bool) -> Ordering {
+    fn order(&self, other: &Self, is_descending: bool) -> Ordering {
         let precedence = |key: &Key| match key {
             Key::Number(_) => 0,
             Key::Text(_) => 1,
@@ -251,12 +251,12 @@ impl Key {
             (Key::Number(a), Key::Number(b)) => a.total_cmp(b),
             (Key::Text(a), Key::Text(b)) => a.cmp(b),
             (Key::Each(a), Key::Each(b)) => {
-                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, descending));
+                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, is_descending));
                 return parts.fold(Ordering::Equal, Ordering::then);
             }
             _ => return precedence(self).cmp(&precedence(other)),
         };
-        if descending { order.reverse() } else { order }
+        if is_descending { order.reverse() } else { order }
     }
 }
 
@@ -275,7 +275,7 @@ pub(super) struct List<T: 'static> {
 }
 
 impl<T: ToSchema> List<T> {
-    /// Returns the requested page of a list. `job`: the job whose list it is; `None` if the server has only one such list.
+    /// Returns the requested page of a list. `job`: the job to which the list belongs; `None` if the server has only one such list.
     ///
     /// # Errors
     /// 400: a parameter is invalid.
@@ -287,10 +287,10 @@ impl<T: ToSchema> List<T> {
     ) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
         let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
-        let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-        let (sort, _) = sort_key(pages.sort());
+        let limit = check_count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+        let (sort, _) = split_sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
-        known_name("sort", sort, &names)?;
+        find_known_name("sort", sort, &names)?;
         let key = self.sorts.iter().find(|(name, _)| *name == sort).map(|(_, key)| key);
         let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
         let fields = Fields::parse::<T>(params.fields.as_deref())?;
@@ -328,19 +328,19 @@ pub(super) fn sort_and_cut<T>(
     cursor: Option<&str>,
     limit: usize,
 ) -> Result<Option<String>> {
-    let (_, descending) = sort_key(pages.sort());
-    let order = |a: (&Key, &str), b: (&Key, &str)| {
-        let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
-        a.0.order(b.0, descending).then(ids)
+    let (_, is_descending) = split_sort_key(pages.sort());
+    let compare = |a_key: &Key, a_id: &str, b_key: &Key, b_id: &str| {
+        let ids = if is_descending { b_id.cmp(a_id) } else { a_id.cmp(b_id) };
+        a_key.order(b_key, is_descending).then(ids)
     };
-    items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
-    let previous: Option<(Key, String)> = pages.read(cursor)?;
+    items.sort_by(|a, b| compare(&key(a), id(a), &key(b), id(b)));
+    let previous: Option<(Key, String)> = pages.decode(cursor)?;
     if let Some((previous_key, previous_id)) = &previous {
-        items.retain(|item| order((&key(item), id(item)), (previous_key, previous_id)) == Ordering::Greater);
+        items.retain(|item| compare(&key(item), id(item), previous_key, previous_id) == Ordering::Greater);
     }
     let has_more = items.len() > limit;
     items.truncate(limit);
-    items.last().filter(|_| has_more).map(|last| pages.cursor(&(key(last), id(last)))).transpose()
+    items.last().filter(|_| has_more).map(|last| pages.encode(&(key(last), id(last)))).transpose()
 }
 
 #[cfg(test)]

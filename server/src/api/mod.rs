@@ -46,8 +46,10 @@ async fn read_piece(body: Body, max_bytes: usize) -> Result<Bytes> {
 }
 
 /// Runs work to completion even if the client disconnects. Without this, the handler of a disconnected client is dropped at any `await`.
-async fn to_the_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
-    tokio::spawn(work).await.map_err(|e| Error::Internal(format!("a request's work: {e}")))?
+async fn run_to_completion<T: Send + 'static>(
+    work: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
+    tokio::spawn(work).await.map_err(|e| Error::Internal(format!("the work of a request failed: {e}")))?
 }
 
 /// Returns the close code for an error in a websocket's frames: `SIZE` if a frame is too large, otherwise `PROTOCOL`.

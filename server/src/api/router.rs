@@ -212,14 +212,14 @@ pub(crate) fn build_router(app: App) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES))
         .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
-        .layer(middleware::from_fn(in_time))
+        .layer(middleware::from_fn(limit_time))
         // Files are not compressed: weights would hardly shrink, and byte ranges of a request count uncompressed bytes.
         // Charts wait for responses, so the level is the fastest. The slowest level would save only a tenth more.
         .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
-        .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
+        .layer(CatchPanicLayer::custom(panic_response))
+        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::authorize))
         .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
         .layer(middleware::from_fn(runs::mlflow::format_errors))
         .layer(PropagateRequestIdLayer::x_request_id())
@@ -240,7 +240,7 @@ pub(crate) fn build_router(app: App) -> Router {
 
 /// Responds with 504 if a handler has not begun its response in time. An upload may take longer, as long as data arrives
 /// (`slow_body.rs`).
-async fn in_time(request: Request, next: Next) -> Response {
+async fn limit_time(request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
     if gate::is_upload(request.method(), route) {
         return next.run(request).await;
@@ -268,7 +268,7 @@ async fn wrong_method() -> Error {
     Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
 }
 
-fn panicked(panic: Box<dyn Any + Send + 'static>) -> Response {
+fn panic_response(panic: Box<dyn Any + Send + 'static>) -> Response {
     let message =
         panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     Error::Internal(format!("a handler panicked: {}", message.unwrap_or("?"))).into_response()

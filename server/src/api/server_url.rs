@@ -23,7 +23,7 @@ where
         }
         let peer = parts.extensions.get::<Peer>();
         let authority = peer.and_then(|peer| peer.authority(&parts.headers, &parts.uri));
-        let scheme = if peer.is_some_and(|peer| peer.https) { "https" } else { "http" };
+        let scheme = if peer.is_some_and(|peer| peer.is_https) { "https" } else { "http" };
         Ok(Self(format!("{scheme}://{}", authority.unwrap_or("127.0.0.1:7070"))))
     }
 }

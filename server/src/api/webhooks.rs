@@ -101,18 +101,17 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
-/// Returns the URL of a webhook whose messages have this form.
+/// Parses the URL of a webhook whose messages have this form.
 ///
 /// # Errors
 /// Messages of this form need another kind of URL, or the server cannot send to this URL.
-fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
+fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && webhooks.smtp.is_none() {
         return Err(Error::invalid("/form", mail::NO_SMTP));
     }
-    let is_usable = |url: &Url| match is_email {
-        true => mail::recipients(url).is_some(),
-        false => ["https", "http"].contains(&url.scheme()),
+    let is_usable = |url: &Url| {
+        if is_email { mail::recipients(url).is_some() } else { ["https", "http"].contains(&url.scheme()) }
     };
     let url =
         Url::parse(text.trim()).ok().filter(|url| is_usable(url) && url.as_str().len() <= MAX_URL_BYTES);
@@ -133,7 +132,7 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     // The form of messages decides which URLs are valid.
     if change.url.is_some() || form != webhook.form {
         webhook.form = form;
-        webhook.url = check_url(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
+        webhook.url = parse_url(webhooks, form, change.url.as_deref().unwrap_or(&webhook.url))?.into();
     }
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
@@ -192,7 +191,7 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
     let mut row = find(webhooks, id).await?;
     apply(webhooks, &mut row.webhook, change)?;
     webhooks.store.put_webhook(&row).await?;
-    // Sends the queued messages of a webhook that was enabled again.
+    // If the webhook was enabled again, its queued messages are sent now.
     webhooks.wake();
     Ok(row.webhook)
 }
@@ -296,7 +295,7 @@ struct Notice {
     /// The fields of a form with an error, which keep their values.
     fields: Vec<(String, String)>,
     /// Name of the field with the error. Empty if the error is about no field.
-    wrong: String,
+    wrong_field: String,
     error: String,
     /// Secret of a new webhook.
     secret: String,
@@ -318,11 +317,10 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             url: webhook.url,
         });
     }
-    let Notice { fields, wrong, error, secret } = notice;
+    let Notice { fields, wrong_field, error, secret } = notice;
     let has = |name: &str, value: &str| fields.iter().any(|(key, chosen)| key == name && chosen == value);
-    let is_chosen = |event: WebhookEvent| match fields.is_empty() {
-        true => WebhookEvent::DEFAULTS.contains(&event),
-        false => has("event", event.as_str()),
+    let is_chosen = |event: WebhookEvent| {
+        if fields.is_empty() { WebhookEvent::DEFAULTS.contains(&event) } else { has("event", event.as_str()) }
     };
     let page = views::WebhooksPage {
         webhooks: lines,
@@ -330,7 +328,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
         events: WebhookEvent::ALL.map(|event| (event.as_str(), is_chosen(event))).into(),
         url: field(&fields, "url"),
         project: field(&fields, "project"),
-        wrong,
+        wrong: wrong_field,
         error,
         secret,
         user: caller.current_user(),
@@ -403,7 +401,7 @@ pub(crate) async fn submit(
                 notice.fields = fields;
             }
             if let Some(mistake) = mistake {
-                notice.wrong = mistake.pointer.trim_start_matches('/').to_owned();
+                notice.wrong_field = mistake.pointer.trim_start_matches('/').to_owned();
                 notice.error = mistake.detail;
             }
             Ok((status, subject, page(&webhooks, &caller, notice).await?).into_response())

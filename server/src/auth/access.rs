@@ -20,7 +20,7 @@ pub(crate) use codes::LIFE as CODE_LIFE;
 pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
-pub(crate) use secret::{Secret, is_token, same_secret};
+pub(crate) use secret::{Secret, is_same_secret, is_token};
 
 use crate::store::{SessionRow, Store, TokenRow};
 use attempts::Attempts;
@@ -67,7 +67,7 @@ pub(crate) enum Denied {
 #[derive(Debug)]
 pub(crate) struct Access {
     /// Whether callers must authenticate. False with `serve --no-auth`, where everybody may do everything.
-    pub(crate) required: bool,
+    pub(crate) must_authenticate: bool,
     known: RwLock<Known>,
     /// Codes that sign a browser in.
     pub(crate) codes: Codes,
@@ -75,7 +75,7 @@ pub(crate) struct Access {
     pub(crate) attempts: Attempts,
     pub(crate) passwords: Passwords,
     /// Held while a token or a person is read, changed and stored, so that concurrent changes do not overwrite each other.
-    pub(crate) changing: tokio::sync::Mutex<()>,
+    pub(crate) change_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -85,18 +85,18 @@ struct Known {
     sessions: HashMap<String, Arc<Credential>>,
     people: BTreeMap<String, KnownPerson>,
     /// Accounts at OpenID providers whose person was removed.
-    refused: HashSet<Identity>,
+    refused_identities: HashSet<Identity>,
 }
 
 impl Access {
-    pub(crate) fn new(required: bool) -> Self {
+    pub(crate) fn new(must_authenticate: bool) -> Self {
         Self {
-            required,
+            must_authenticate,
             known: RwLock::default(),
             codes: Codes::default(),
             attempts: Attempts::default(),
             passwords: Passwords::default(),
-            changing: tokio::sync::Mutex::default(),
+            change_lock: tokio::sync::Mutex::default(),
         }
     }
 
@@ -137,8 +137,8 @@ impl Access {
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Adds a session. Returns the hash of the session that was ended to make room for it, or the hash of the new session if its token or
-    /// person does not exist.
+    /// Adds a session. Returns the hash of a session that the caller must remove from the store: of a session that was ended to make room,
+    /// or of the new session itself, if its token or person does not exist.
     pub(crate) fn put_session(&self, row: SessionRow) -> Option<String> {
         let mut known = self.write();
         let Some(holder) = known.session_credential(&row.token_id) else { return Some(row.hash) };
@@ -179,29 +179,29 @@ impl Access {
 
     /// Closes the connections of expired tokens and sessions, and removes expired sessions.
     pub(crate) fn expire(&self, now: Timestamp) {
-        let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
+        let has_expired = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
         let mut known = self.write();
-        for token in known.tokens.values().filter(|c| is_over(c)) {
+        for token in known.tokens.values().filter(|c| has_expired(c)) {
             token.ended.cancel();
         }
         known.sessions.retain(|_, session| {
-            if is_over(session) {
+            if has_expired(session) {
                 session.ended.cancel();
             }
             !session.ended.is_cancelled()
         });
     }
 
-    /// Removes tokens that have been invalid since `before`. Rows of certificates stay, because the certificates still exist.
-    pub(crate) fn forget(&self, before: Timestamp) {
+    /// Removes tokens that became invalid at `before` or earlier. Rows of certificates stay, because the certificates still exist.
+    pub(crate) fn remove_old_tokens(&self, before: Timestamp) {
         self.write().tokens.retain(|_, c| {
             let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
             ended.is_none_or(|at| at > before) || is_certificate(&c.token)
         });
     }
 
-    /// The caller with this token.
-    pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
+    /// Returns the caller with this token, and notes the use of the token.
+    pub(crate) fn authenticate_token(&self, secret: &str) -> Result<Caller, Denied> {
         let now = crate::now();
         let credential = self.read().tokens.get(&secret::hash(secret)).cloned().ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
@@ -217,8 +217,8 @@ impl Access {
         Ok(Caller(Some(credential)))
     }
 
-    /// The caller with this session cookie.
-    pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
+    /// Returns the caller with this session cookie, and notes the use of the session's token.
+    pub(crate) fn authenticate_session(&self, secret: &str) -> Option<Caller> {
         let now = crate::now();
         let known = self.read();
         let session = known.sessions.get(&secret::hash(secret))?;
@@ -242,7 +242,7 @@ impl Access {
     }
 
     /// Number of valid tokens, without certificates.
-    pub(crate) fn valid_tokens(&self) -> usize {
+    pub(crate) fn count_valid_tokens(&self) -> usize {
         let now = crate::now();
         self.read().tokens.values().filter(|c| c.token.is_valid(now) && !is_certificate(&c.token)).count()
     }
@@ -253,8 +253,8 @@ impl Access {
     }
 
     /// The tokens that were used since the last call, with the times.
-    pub(crate) fn take_used(&self) -> Vec<(String, Timestamp)> {
-        self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
+    pub(crate) fn take_new_uses(&self) -> Vec<(String, Timestamp)> {
+        self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_new_use()?))).collect()
     }
 
     /// The name of the token or person with this id.
@@ -270,32 +270,32 @@ impl Access {
         (is_valid && holder.token.scope != Scope::Agent).then_some((id, until))
     }
 
-    /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Runs until dropped.
-    pub(crate) async fn upkeep(&self, store: &dyn Store) {
+    /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Never returns.
+    pub(crate) async fn run_upkeep(&self, store: &dyn Store) {
         let mut tick = interval(EXPIRE_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut stored, mut purged) = (Instant::now(), None);
+        let (mut stored_at, mut purged_at) = (Instant::now(), None);
         loop {
             tick.tick().await;
             let now = crate::now();
             self.expire(now);
-            if stored.elapsed() >= STORE_USE_INTERVAL {
+            if stored_at.elapsed() >= STORE_USE_INTERVAL {
                 self.store_use(store).await;
-                stored = Instant::now();
+                stored_at = Instant::now();
             }
-            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
-                self.forget(now - INVALID_TOKEN_LIFE);
+            if purged_at.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
+                self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
                 if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
                     tracing::warn!(%error, "old tokens and sessions could not be removed");
                 }
-                purged = Some(Instant::now());
+                purged_at = Some(Instant::now());
             }
         }
     }
 
     /// Stores when tokens were last used, in one transaction.
     pub(crate) async fn store_use(&self, store: &dyn Store) {
-        let used = self.take_used();
+        let used = self.take_new_uses();
         if !used.is_empty()
             && let Err(error) = store.note_token_use(&used).await
         {

@@ -30,36 +30,40 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_s
 
 /// An item of the queue.
 #[derive(Debug)]
-enum Entry {
-    Done(AuditEntry),
+enum Item {
+    Entry(AuditEntry),
     /// A flush: its sender is notified when everything before it is written.
     Flush(oneshot::Sender<()>),
 }
 
-/// The sending half, which requests use.
+/// The sending half of the queue, which requests use.
 #[derive(Debug, Clone)]
-pub(crate) struct Audit(mpsc::Sender<Entry>);
+pub(crate) struct Audit(mpsc::Sender<Item>);
 
 impl Audit {
-    /// `limit`: maximum number of entries in the database.
-    pub(crate) fn new(store: Arc<dyn Store>, limit: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
-        let (to, queue) = mpsc::channel(MAX_WAITING);
-        (Self(to), AuditWriter { queue, store, limit, stopping })
+    /// `max_entries`: maximum number of entries in the database.
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        max_entries: u32,
+        stopping: CancellationToken,
+    ) -> (Self, AuditWriter) {
+        let (sender, queue) = mpsc::channel(MAX_WAITING);
+        (Self(sender), AuditWriter { queue, store, max_entries, stopping })
     }
 
     /// Queues an entry.
     pub(crate) fn put(&self, entry: AuditEntry) {
         let AuditEntry { who, action, object, status, .. } = &entry;
-        tracing::info!(who, action, object, status, "done");
-        if let Err(error) = self.0.try_send(Entry::Done(entry)) {
+        tracing::info!(who, action, object, status, "a request was answered");
+        if let Err(error) = self.0.try_send(Item::Entry(entry)) {
             tracing::error!(%error, "this entry is missing in the audit log");
         }
     }
 
-    /// Flush: returns when all earlier entries are written, or have failed.
+    /// Returns when all earlier entries are written, or their write has failed.
     pub(crate) async fn flush(&self) {
-        let (to, done) = oneshot::channel();
-        if self.0.send(Entry::Flush(to)).await.is_ok() {
+        let (sender, done) = oneshot::channel();
+        if self.0.send(Item::Flush(sender)).await.is_ok() {
             let _ = done.await;
         }
     }
@@ -67,16 +71,16 @@ impl Audit {
 
 /// Writes the entries.
 pub(crate) struct AuditWriter {
-    queue: mpsc::Receiver<Entry>,
+    queue: mpsc::Receiver<Item>,
     store: Arc<dyn Store>,
-    limit: u32,
+    max_entries: u32,
     stopping: CancellationToken,
 }
 
 impl AuditWriter {
     /// Writes entries until the server stops, and then the entries that still wait.
     pub(crate) async fn run(mut self) {
-        let mut purged = None;
+        let mut purged_at = None;
         let mut new_entries = 0;
         loop {
             let first = tokio::select! {
@@ -89,7 +93,7 @@ impl AuditWriter {
                     Some(last)
                 }
             };
-            let mut batch: Vec<Entry> = first.into_iter().collect();
+            let mut batch: Vec<Item> = first.into_iter().collect();
             while batch.len() < MAX_BATCH
                 && let Ok(more) = self.queue.try_recv()
             {
@@ -97,23 +101,23 @@ impl AuditWriter {
             }
             new_entries += batch.len();
             self.write(batch).await;
-            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
-            if (is_due || new_entries >= PURGE_AFTER.min(self.limit as usize / 2 + 1))
+            let is_due = purged_at.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL);
+            if (is_due || new_entries >= PURGE_AFTER.min(self.max_entries as usize / 2 + 1))
                 && !self.stopping.is_cancelled()
             {
                 self.purge().await;
-                (purged, new_entries) = (Some(Instant::now()), 0);
+                (purged_at, new_entries) = (Some(Instant::now()), 0);
             }
         }
     }
 
-    async fn write(&self, batch: Vec<Entry>) {
+    async fn write(&self, batch: Vec<Item>) {
         let mut entries: Vec<AuditEntry> = Vec::with_capacity(batch.len());
         let mut flushes = Vec::new();
-        for entry in batch {
-            match entry {
-                Entry::Done(entry) => entries.push(entry),
-                Entry::Flush(done) => flushes.push(done),
+        for item in batch {
+            match item {
+                Item::Entry(entry) => entries.push(entry),
+                Item::Flush(done) => flushes.push(done),
             }
         }
         let (mut backoff, mut failure_log) = (RETRY, FailureLog::default());
@@ -148,7 +152,7 @@ impl AuditWriter {
     async fn purge(&self) {
         let before = crate::now() - ENTRY_LIFE;
         loop {
-            match self.store.purge_audit_entries(before, self.limit).await {
+            match self.store.purge_audit_entries(before, self.max_entries).await {
                 Ok(true) => sleep(PURGE_PAUSE).await,
                 Ok(false) => return,
                 Err(error) => {

@@ -24,8 +24,8 @@ pub(crate) struct Auth {
     pub(crate) audit: Audit,
     /// The OpenID provider, if one is configured.
     pub(crate) oidc: Option<Oidc>,
-    /// The name of the session's cookie. It has the port, because browsers send a host's cookies to all its ports, where another server
-    /// may run.
+    /// The name of the session's cookie. It contains the port, because browsers send a host's cookies to all its ports, where another
+    /// server may run.
     pub(crate) cookie_name: String,
 }
 
@@ -49,7 +49,7 @@ impl Auth {
         for row in sessions {
             self.access.put_session(row);
         }
-        self.access.load_refused(self.store.refused_identities().await?);
+        self.access.load_refused_identities(self.store.refused_identities().await?);
         Ok(())
     }
 

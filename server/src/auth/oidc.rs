@@ -120,13 +120,13 @@ impl Oidc {
             Some(issuer) if issuer != self.config.issuer.as_str() => {
                 return refused("The response does not come from the provider that was asked.".into());
             }
-            None if metadata.names_itself => {
+            None if metadata.sends_issuer => {
                 return refused("The response does not name its provider.".into());
             }
             _ => {}
         }
         if let Some(error) = &answer.error {
-            let text = in_words(error, answer.description.as_deref());
+            let text = error_in_words(error, answer.description.as_deref());
             return Err(OidcError::Declined(format!("{} did not sign you in: {text}", self.name())));
         }
         let Some(code) = &answer.code else {
@@ -140,11 +140,14 @@ impl Oidc {
         let key = self.provider.key(&metadata, alg, kid).await?;
         let (mut claims, subject) = match check(&key) {
             Ok(checked) => checked,
-            Err(error) => check(&self.provider.replaced_key(&metadata, alg, kid, &key).await.ok_or(error)?)?,
+            Err(error) => {
+                let replaced = self.provider.replaced_key(&metadata, alg, kid, &key).await;
+                check(&replaced.ok_or(error)?)?
+            }
         };
-        let verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
-        let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
-        let needed = [Some(self.config.name_claim.as_str()), verified, groups];
+        let verified_claim = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
+        let groups_claim = self.config.groups.as_ref().map(|groups| groups.claim.as_str());
+        let needed = [Some(self.config.name_claim.as_str()), verified_claim, groups_claim];
         if needed.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }
@@ -177,16 +180,18 @@ impl Oidc {
             (Some(group), Some(Value::String(name))) => name == group,
             _ => false,
         };
-        match () {
-            () if is_in(&groups.admin) => Some(Role::Admin),
-            () if is_in(&groups.member) => Some(Role::Member),
-            () => self.config.role,
+        if is_in(&groups.admin) {
+            Some(Role::Admin)
+        } else if is_in(&groups.member) {
+            Some(Role::Member)
+        } else {
+            self.config.role
         }
     }
 }
 
 /// An OAuth error (RFC 6749, 4.1.2.1 and 5.2) with the provider's description.
-fn in_words(error: &str, description: Option<&str>) -> String {
+fn error_in_words(error: &str, description: Option<&str>) -> String {
     let known = match error {
         "access_denied" => "the sign-in was cancelled there, or you may not use this server",
         "invalid_grant" => "the code was used already, or is too old; sign in again",

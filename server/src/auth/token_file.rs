@@ -74,7 +74,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         assert_eq!(read(&path).unwrap(), None);
-        let token = Secret::token().unwrap().text;
+        let token = Secret::new_token().unwrap().text;
         fs::write(path.with_added_extension("new"), "half a tok").unwrap();
         write(&path, &token).unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);

@@ -52,7 +52,7 @@ impl Running {
     /// The system has no random bits.
     pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
-        if !self.auth.access.required {
+        if !self.auth.access.must_authenticate {
             return Ok(format!("{url}{page}"));
         }
         Ok(format!("{url}/login?code={}&next={page}", self.auth.access.codes.make(ADMIN_TOKEN.0, None)?))
@@ -69,7 +69,7 @@ impl Running {
     /// # Errors
     /// The file or the database cannot be read or written.
     pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
-        if !self.auth.access.required {
+        if !self.auth.access.must_authenticate {
             return Ok(false);
         }
         let agent = Some(("local".to_owned(), agent_id.to_owned()));
@@ -80,7 +80,7 @@ impl Running {
 
 /// Makes sure that the data directory has a token for programs of this machine.
 pub(super) async fn ensure_own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
-    if !auth.access.required {
+    if !auth.access.must_authenticate {
         return Ok(());
     }
     ensure_token(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
@@ -104,12 +104,12 @@ async fn ensure_token(
         if own_row.is_some_and(is_usable) {
             return Ok(());
         }
-        if own_row.is_some() || auth.access.by_token(&found.text).is_ok() {
+        if own_row.is_some() || auth.access.authenticate_token(&found.text).is_ok() {
             secret = None;
         }
     }
     let is_new = secret.is_none();
-    let secret = secret.map_or_else(Secret::token, Ok)?;
+    let secret = secret.map_or_else(Secret::new_token, Ok)?;
     let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
     auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;

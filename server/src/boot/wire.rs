@@ -140,7 +140,7 @@ fn run_tasks(app: &App) {
     let tasks = &app.tasks;
     let (auth, deleted_jobs, hub) = (app.auth.clone(), app.deleted_jobs.clone(), app.events.hub.clone());
     let (agents, store, runs) = (app.agents.clone(), app.store.clone(), app.runs.clone());
-    tasks.spawn(async move { auth.access.upkeep(&*auth.store).await });
+    tasks.spawn(async move { auth.access.run_upkeep(&*auth.store).await });
     tasks.spawn(dispatch::run(app.scheduler.clone()));
     tasks.spawn(compaction::run(app.metrics.clone()));
     tasks.spawn(retire::run(app.metrics.clone()));

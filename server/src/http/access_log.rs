@@ -1,6 +1,6 @@
 //! The access log (`serve --access-log`): one line for each request. A separate thread writes it, so a slow disk delays no response. Lines
-//! that do not fit into the queue are counted, and the log reports their number. `tracing-appender` starts new files by time and not by
-//! size, and `file-rotate` depends on `chrono`.
+//! that do not fit into the queue are counted, and the log reports their number. No crate writes the file: `tracing-appender` starts new
+//! files by time and not by size, and `file-rotate` depends on `chrono`.
 //!
 //! `2026-11-23T04:17:37.123Z 10.0.0.7 GET /api/v1/jobs?limit 200 1834 3.2 -`: time, client, method, path with the names (not the
 //! values) of its query, status, bytes of the response, milliseconds, request id.
@@ -46,7 +46,7 @@ pub(crate) struct Line {
 }
 
 impl AccessLog {
-    /// Opens the log. A file that reaches `max_bytes` is followed by a new file.
+    /// Opens the log, and starts the thread that writes it. A file that reaches `max_bytes` is renamed, and a new file begins.
     pub(crate) fn open(to: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
         let mut out = LogSink::open(to, max_bytes)?;
         let (lines, waiting) = sync_channel(MAX_WAITING);
@@ -97,6 +97,7 @@ fn logged_path(uri: &Uri) -> String {
     shown
 }
 
+/// Where lines are written.
 enum LogSink {
     Stdout,
     File { path: PathBuf, file: BufWriter<File>, bytes: u64, max_bytes: u64 },
@@ -120,8 +121,8 @@ impl LogSink {
                 if *bytes > 0 && *bytes + line.len() as u64 > *max_bytes {
                     file.flush()?;
                     fs::rename(&*path, path.with_added_extension("1"))?;
-                    let (fresh, length) = open_private(path)?;
-                    (*file, *bytes) = (BufWriter::new(fresh), length);
+                    let (new_file, length) = open_private(path)?;
+                    (*file, *bytes) = (BufWriter::new(new_file), length);
                 }
                 file.write_all(line.as_bytes())?;
                 *bytes += line.len() as u64;
@@ -151,13 +152,13 @@ fn open_private(path: &Path) -> io::Result<(File, u64)> {
 
 /// Writes lines until all senders are dropped.
 fn write_lines(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
-    let mut failing = false;
+    let mut is_failing = false;
     while let Ok(first) = lines.recv() {
         let written = write_batch(out, &first, lines, lost);
         // Logged once when writing begins to fail, not for each line.
         match written {
-            Ok(()) => failing = false,
-            Err(error) if !std::mem::replace(&mut failing, true) => {
+            Ok(()) => is_failing = false,
+            Err(error) if !std::mem::replace(&mut is_failing, true) => {
                 tracing::error!(%error, "the access log cannot be written");
             }
             Err(_) => {}
@@ -173,7 +174,7 @@ fn write_batch(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &
     }
     let lost = lost.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        out.write_line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
+        out.write_line(&format!("{} {lost} lines were lost, because too many waited\n", crate::now()))?;
     }
     out.flush()
 }

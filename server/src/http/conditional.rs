@@ -13,25 +13,25 @@ pub(crate) const CACHING: &str = "private, no-cache";
 
 /// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak,
 /// because responses may be compressed.
-pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
-    let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
+pub(crate) fn json_with_etag(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
+    let body = serde_json::to_vec(value)
+        .map_err(|e| Error::Internal(format!("a response cannot be serialized: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
     let caching = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
-    if is_known(headers, &tag) {
+    if client_has(headers, &tag) {
         return Ok((StatusCode::NOT_MODIFIED, caching).into_response());
     }
     Ok((caching, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-/// Whether `If-None-Match` contains `tag`. The response is then 304.
-pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
+/// Whether the client has the content with this tag, because `If-None-Match` contains `tag`. The response is then 304.
+pub(crate) fn client_has(headers: &HeaderMap, tag: &str) -> bool {
     let mut lists = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|v| v.to_str().ok());
     lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
 }
 
 /// Whether `Range` applies. `Range` is ignored if `If-Range` is present and is not `tag`, because the client then has a part of other
-/// content.
-/// Dates in `If-Range` never match, because all content here has a tag.
+/// content. Dates in `If-Range` never match, because all content here has a tag.
 pub(crate) fn range_applies(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
 }
@@ -99,9 +99,9 @@ mod tests {
             ("\"", false),
             ("", false),
         ] {
-            assert_eq!(is_known(&headers_with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
+            assert_eq!(client_has(&headers_with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
         }
-        assert!(!is_known(&HeaderMap::new(), "\"a\""));
+        assert!(!client_has(&HeaderMap::new(), "\"a\""));
         for (value, applies) in
             [("\"a\"", true), ("W/\"a\"", false), ("\"b\"", false), ("Sat, 01 Jan 2028 00:00:00 GMT", false)]
         {

@@ -43,9 +43,9 @@ pub(crate) enum Error {
     Forbidden(String),
     /// The rate limit is exceeded. The second field is the number of seconds until the next request is allowed.
     TooMany(String, u64),
-    /// A refusal with a code of its own, for programs.
-    Of(Code, String),
-    /// A refusal with this status, such as a body that is too large.
+    /// A refusal with one of the codes that have no variant here.
+    WithCode(Code, String),
+    /// A refusal with this status, whose code follows from the status, such as a body that is too large.
     Refused(StatusCode, String),
     /// Something that the server needs is temporarily unavailable.
     Unavailable(String),
@@ -104,7 +104,7 @@ impl Error {
             Error::Forbidden(detail) => (Code::Forbidden, detail),
             Error::TooMany(detail, _) => (Code::TooManyRequests, detail),
             Error::Conflict(detail) => (Code::Conflict, detail),
-            Error::Of(code, detail) => (code, detail),
+            Error::WithCode(code, detail) => (code, detail),
             Error::WrongState(detail, job_state) => {
                 state = Some(job_state);
                 (Code::WrongState, detail)
@@ -149,7 +149,7 @@ impl Error {
     }
 
     /// The status and the detail, for interfaces with another form of errors.
-    pub(crate) fn in_short(self) -> (StatusCode, String) {
+    pub(crate) fn status_and_detail(self) -> (StatusCode, String) {
         let (status, problem) = self.problem();
         (status, problem.detail)
     }
@@ -234,14 +234,14 @@ impl From<StoreError> for Error {
             StoreError::NotFound(what) => Error::NotFound(format!("there is no such {what}")),
             StoreError::Refused(refused) => Error::WrongState(refused.detail, refused.state),
             StoreError::NameTaken(name) => {
-                Error::Of(Code::NameTaken, format!("the name {name:?} is taken; choose another"))
+                Error::WithCode(Code::NameTaken, format!("the name {name:?} is taken; choose another"))
             }
             StoreError::NoDataset(_) => {
                 Error::invalid("/data/dataset", format!("{error}; add it again under this name"))
             }
-            StoreError::DatasetInUse(_) => Error::Of(Code::DatasetInUse, error.to_string()),
-            StoreError::KeyReused => Error::Of(Code::IdempotencyKeyReused, error.to_string()),
-            StoreError::Cursor => Error::Of(Code::WrongCursor, error.to_string()),
+            StoreError::DatasetInUse(_) => Error::WithCode(Code::DatasetInUse, error.to_string()),
+            StoreError::KeyReused => Error::WithCode(Code::IdempotencyKeyReused, error.to_string()),
+            StoreError::Cursor => Error::WithCode(Code::WrongCursor, error.to_string()),
             StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
             StoreError::Rejected(_) | StoreError::Corrupt(_) => Error::Internal(error.to_string()),
         }
@@ -317,7 +317,7 @@ pub(crate) fn disk_error(error: &io::Error) -> Error {
 ///
 /// # Errors
 /// The work panicked.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+pub(crate) async fn run_blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|e| Error::Internal(format!("work on files: {e}")))
+    done.map_err(|e| Error::Internal(format!("work on files failed: {e}")))
 }

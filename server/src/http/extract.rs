@@ -51,7 +51,7 @@ pub(crate) struct PageQuery<T>(pub T);
 ///
 /// # Errors
 /// The number is 0 or above `max`.
-pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, max: u32) -> Result<u32> {
+pub(crate) fn check_count(key: &str, asked: Option<u32>, default: u32, max: u32) -> Result<u32> {
     match asked {
         Some(asked) if !(1..=max).contains(&asked) => {
             Err(Error::BadRequest(format!("{key} must be 1 to {max}, is {asked}")))
@@ -116,9 +116,9 @@ async fn body_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes
 
 /// A job file as JSON or TOML (`application/toml`), deserialised and as bytes.
 #[derive(Debug)]
-pub(crate) struct Document(pub Value, pub Bytes);
+pub(crate) struct JobFile(pub Value, pub Bytes);
 
-impl<S: Send + Sync> FromRequest<S> for Document {
+impl<S: Send + Sync> FromRequest<S> for JobFile {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
@@ -136,7 +136,7 @@ impl<S: Send + Sync> FromRequest<S> for Document {
 }
 
 /// Checks the length of a text to search for. A pattern that is too long for a database would be reported as an internal error.
-pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
+pub(crate) fn check_search_text(key: &str, text: Option<&str>) -> Result<()> {
     match text.map(|text| text.chars().count()) {
         Some(chars) if chars > SEARCH_CHARS => Err(Error::unprocessable(format!(
             "{key} has {chars} characters; search for at most {SEARCH_CHARS}"
@@ -146,6 +146,6 @@ pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
 }
 
 /// Parses a job id. A valid id is safe as a file name.
-pub(crate) fn job_id(text: &str) -> Result<JobId> {
+pub(crate) fn parse_job_id(text: &str) -> Result<JobId> {
     text.parse().map_err(|_| Error::NotFound("no job has this id".into()))
 }

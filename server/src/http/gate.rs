@@ -82,15 +82,16 @@ impl AuditSubject {
     /// The fields whose values differ: `priority: 5 (was 0), project: "shoes" (was "default")`. Empty if nothing has changed.
     pub(crate) fn of_changes(before: &Value, after: &Value) -> Self {
         let fields = after.as_object().into_iter().flatten();
-        let changes = fields.filter(|(key, now)| before[key.as_str()] != **now).map(|(key, now)| {
-            let [was, now] = [&before[key.as_str()], now].map(|value| shortened(&value.to_string()));
-            if was == "null" { format!("{key}: {now}") } else { format!("{key}: {now} (was {was})") }
+        let changes = fields.filter(|(key, value)| before[key.as_str()] != **value).map(|(key, value)| {
+            let [old, new] = [&before[key.as_str()], value].map(|value| shortened(&value.to_string()));
+            if old == "null" { format!("{key}: {new}") } else { format!("{key}: {new} (was {old})") }
         });
         Self(changes.collect::<Vec<_>>().join(", "))
     }
 }
 
-pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
+/// Passes a request to its handler if the caller may make it, and records it in the audit log if it may change something.
+pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
     let tasks = gate.tasks.tracker.clone();
     let method = request.method().clone();
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
@@ -101,17 +102,17 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     // Every request has a peer here, because the guard refuses requests without a peer.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::read(&request).to_owned();
-    let by_certificate = match request.extensions().get::<Peer>() {
+    let agent = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
-            agents::by_certificate(&gate, request.headers(), peer)
+            agents::identify_by_certificate(&gate, request.headers(), peer)
         }
         _ => Ok(None),
     };
-    let caller = match by_certificate {
+    let identified = match agent {
         Ok(None) => identify(&gate, request.headers(), &path),
-        known => known,
+        agent_or_error => agent_or_error,
     };
-    let caller = match caller {
+    let caller = match identified {
         Ok(caller) => caller,
         Err(_) if needed == Requirement::Nothing => None,
         Err(error) => return error.into_response(),
@@ -123,12 +124,12 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     }
     match (&caller, needed) {
         (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
-            return forbidden(caller, scope, &path);
+            return forbidden_response(caller, scope, &path);
         }
         (Some(caller), Requirement::AdminOrPerson)
             if !caller.may(Scope::Admin) && caller.person().is_none() =>
         {
-            return forbidden(caller, Scope::Admin, &path);
+            return forbidden_response(caller, Scope::Admin, &path);
         }
         (None, Requirement::Scope(_) | Requirement::AdminOrPerson) => {
             return sign_in_response(&method, &path, &object);
@@ -144,7 +145,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }
-    let is_change = rules::is_recorded(&method, route.as_deref());
+    let is_recorded = rules::is_recorded(&method, route.as_deref());
     let is_detached = rules::is_detached(&method, route.as_deref());
     let work = async move {
         let response = render_for(user, next.run(request).await);
@@ -154,20 +155,21 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         // entries.
         let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
-        let is_change = is_change && status != StatusCode::METHOD_NOT_ALLOWED;
-        if signed_in.is_some() || is_failed_sign_in || (is_change && caller.is_some()) {
+        let is_recorded = is_recorded && status != StatusCode::METHOD_NOT_ALLOWED;
+        if signed_in.is_some() || is_failed_sign_in || (is_recorded && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
-            let action = match route.as_deref() {
-                _ if is_sign_in => "sign in".to_owned(),
-                route => format!("{method} {}", route.unwrap_or("(no such address)")),
+            let action = if is_sign_in {
+                "sign in".to_owned()
+            } else {
+                format!("{method} {}", route.as_deref().unwrap_or("(no such address)"))
             };
             // The URL of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if is_sign_in { path } else { object };
-            let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
-            let subject = subject.filter(|what| !what.is_empty());
-            if let Some(what) = subject.or_else(|| created_object(&response).filter(|_| !is_sign_in)) {
+            let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(text)| text.as_str());
+            let subject = subject.filter(|text| !text.is_empty());
+            if let Some(text) = subject.or_else(|| created_object(&response).filter(|_| !is_sign_in)) {
                 object.push_str(": ");
-                object.extend(what.chars().take(OBJECT_CHARS));
+                object.extend(text.chars().take(OBJECT_CHARS));
             }
             let (who, token_id) = match (signed_in, token) {
                 (Some(SignedIn { who, token_id }), _) => (who, token_id),
@@ -196,7 +198,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         Ok(response) => response,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(error) => Error::Internal(format!("a request's work: {error}")).into_response(),
+            Err(error) => Error::Internal(format!("the work of a request failed: {error}")).into_response(),
         },
     }
 }
@@ -215,7 +217,7 @@ fn created_object(response: &Response) -> Option<&str> {
 
 /// The caller that these headers authenticate; `None` without credentials. A token in `Authorization` is preferred to a cookie.
 fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Caller>, Error> {
-    if !gate.auth.access.required {
+    if !gate.auth.access.must_authenticate {
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
@@ -223,7 +225,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
-        return gate.auth.access.by_token(&token).map(Some).map_err(|denied| {
+        return gate.auth.access.authenticate_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
@@ -232,7 +234,8 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
             })
         });
     }
-    Ok(cookie(headers, &gate.auth.cookie_name).and_then(|secret| gate.auth.access.by_session(secret)))
+    Ok(cookie(headers, &gate.auth.cookie_name)
+        .and_then(|secret| gate.auth.access.authenticate_session(secret)))
 }
 
 /// The token of an `Authorization` header.
@@ -287,7 +290,7 @@ pub(crate) fn login_address(back: &str) -> String {
     }
 }
 
-fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
+fn forbidden_response(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
     // A session that a token's sign-in link began has the rights of that token.
@@ -319,9 +322,10 @@ fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
 
 /// The response of a refusal: problem details, or a page.
 fn error_response(caller: &Caller, error: Error, path: &str) -> Response {
-    match is_for_programs(path) {
-        true => error.into_response(),
-        false => render_for(caller.current_user(), PageError(error).into_response()),
+    if is_for_programs(path) {
+        error.into_response()
+    } else {
+        render_for(caller.current_user(), PageError(error).into_response())
     }
 }
 
@@ -338,8 +342,8 @@ fn check_token_rate(gate: &Gate, caller: &Caller) -> Result<(), Error> {
     })
 }
 
-/// Sets a cookie for the URLs below `path`, or removes it (`seconds` is 0). The cookie must be `SameSite=Lax`, because browsers return from
-/// an OpenID provider through a link from the provider's site.
+/// Sets a cookie for the URLs below `path`, or removes the cookie if `seconds` is 0. The cookie must be `SameSite=Lax`, because browsers
+/// return from an OpenID provider through a link from the provider's site.
 pub(crate) fn set_cookie(
     response: &mut Response,
     peer: &Peer,
@@ -347,7 +351,7 @@ pub(crate) fn set_cookie(
     value: &str,
     seconds: u64,
 ) {
-    let secure = if peer.https { "; Secure" } else { "" };
+    let secure = if peer.is_https { "; Secure" } else { "" };
     let text = format!("{name}={value}; Path={path}; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
     if let Ok(value) = HeaderValue::from_str(&text) {
         response.headers_mut().append(header::SET_COOKIE, value);

@@ -36,15 +36,15 @@ const HEADERS: [(HeaderName, &str); 7] = [
     (header::CACHE_CONTROL, "no-store"),
 ];
 
-/// Tells browsers to use only HTTPS for this host for a year.
-const STRICT: HeaderValue = HeaderValue::from_static("max-age=31536000");
+/// `Strict-Transport-Security`: browsers use only HTTPS for this host for a year.
+const HSTS: HeaderValue = HeaderValue::from_static("max-age=31536000");
 
 pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
     let ingress = &gate.ingress;
     let Some(peer) = request.extensions().get::<Peer>() else {
-        return Error::Internal("a request without its connection".into()).into_response();
+        return Error::Internal("a request has no connection".into()).into_response();
     };
-    let strict = peer
+    let is_strict = peer
         .authority(request.headers(), request.uri())
         .is_some_and(|authority| ingress.is_strict(authority, peer));
     let mut response = match ingress.check_rate(peer) {
@@ -58,8 +58,8 @@ pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next:
     for (name, value) in HEADERS {
         response.headers_mut().entry(name).or_insert(HeaderValue::from_static(value));
     }
-    if strict {
-        response.headers_mut().insert(header::STRICT_TRANSPORT_SECURITY, STRICT);
+    if is_strict {
+        response.headers_mut().insert(header::STRICT_TRANSPORT_SECURITY, HSTS);
     }
     response
 }
@@ -78,25 +78,25 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the URL has a NUL character (%00); leave it out".into()));
     }
-    let public = || ingress.public_url.as_ref().map(ToString::to_string);
-    if ingress.bypassed_proxy(peer) {
-        let url = public().unwrap_or_else(|| "the proxy's address".into());
+    let public_url = || ingress.public_url.as_ref().map(ToString::to_string);
+    if ingress.has_bypassed_proxy(peer) {
+        let url = public_url().unwrap_or_else(|| "the proxy's address".into());
         let detail =
             format!("this server must be reached through its proxy, which terminates TLS; use {url}");
         return Err(Error::Forbidden(detail));
     }
-    let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    // Behind a proxy, both headers are checked, because the proxy may pass on an X-Forwarded-Host from the client.
-    let is_ours = |host: &&str| ingress.is_ours(host, peer);
-    let is_host_ours = text(header::HOST).is_none_or(|host| is_ours(&host));
+    let header_text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
     // With two `Host` headers, a proxy may have used the other header (RFC 9112, section 3.2).
     if headers.get_all(header::HOST).iter().nth(1).is_some() {
         return Err(Error::BadRequest("the request has more than one Host header".into()));
     }
-    let is_uri_ours = uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
-    let is_client_host_ours = |host: &&str| is_host_ours && is_uri_ours && is_ours(host);
-    let Some(host) = peer.authority(headers, uri).filter(is_client_host_ours) else {
-        let detail = match public() {
+    // Behind a proxy, Host is checked in addition to X-Forwarded-Host, because the proxy may pass on an X-Forwarded-Host from the client.
+    let is_ours = |host: &str| ingress.is_ours(host, peer);
+    let are_host_and_uri_ours = header_text(header::HOST).is_none_or(is_ours)
+        && uri.authority().is_none_or(|authority| is_ours(authority.as_str()));
+    let Some(host) = peer.authority(headers, uri).filter(|host| are_host_and_uri_ours && is_ours(host))
+    else {
+        let detail = match public_url() {
             Some(url) => format!("this server answers only to {}; open {url}", ingress.names_in_words(peer)),
             None => format!(
                 "this server answers only to {}; use one of these in the address, or give the server the name that you use with \
@@ -106,20 +106,21 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         };
         return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
     };
-    let is_websocket = text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
+    let is_websocket = header_text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
     let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !is_websocket;
     if is_safe {
         return Ok(());
     }
-    let is_own = match text(header::ORIGIN) {
+    let is_own_page = match header_text(header::ORIGIN) {
         Some(origin) => ingress.is_own_origin(origin, host, peer),
         // Programs send no Origin. Browsers that leave it out send Sec-Fetch-Site.
-        None => text(HeaderName::from_static("sec-fetch-site"))
+        None => header_text(HeaderName::from_static("sec-fetch-site"))
             .is_none_or(|s| matches!(s, "same-origin" | "none")),
     };
-    if is_own {
+    if is_own_page {
         return Ok(());
     }
-    let url = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
+    let url =
+        public_url().unwrap_or_else(|| format!("{}://{host}", if peer.is_https { "https" } else { "http" }));
     Err(Error::Forbidden(format!("requests from other web pages are refused; open {url} itself")))
 }

@@ -22,18 +22,18 @@ const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 
-/// The two ends of a connection, and whether it is encrypted.
+/// The addresses of the two ends of a connection, and whether the connection is encrypted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transport {
     pub(crate) from: IpAddr,
     pub(crate) to: IpAddr,
-    pub(crate) tls: bool,
+    pub(crate) is_tls: bool,
 }
 
 impl Transport {
-    pub(crate) fn new(from: SocketAddr, to: Option<SocketAddr>, tls: bool) -> Self {
+    pub(crate) fn new(from: SocketAddr, to: Option<SocketAddr>, is_tls: bool) -> Self {
         let to = to.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |to| to.ip());
-        Self { from: from.ip().to_canonical(), to: to.to_canonical(), tls }
+        Self { from: from.ip().to_canonical(), to: to.to_canonical(), is_tls }
     }
 }
 
@@ -43,9 +43,9 @@ pub(crate) struct Peer {
     /// The client: the other end of the connection, or the client that a trusted proxy names.
     pub(crate) address: IpAddr,
     /// Whether the client uses HTTPS, with this server or with a trusted proxy. Cookies are then `Secure`.
-    pub(crate) https: bool,
+    pub(crate) is_https: bool,
     /// Whether the connection comes from a trusted proxy.
-    pub(crate) by_proxy: bool,
+    pub(crate) is_by_proxy: bool,
     /// The host in the client's address, if a trusted proxy names it.
     host: Option<Box<str>>,
     transport: Transport,
@@ -59,10 +59,10 @@ pub(crate) struct Ingress {
     proxies: Vec<Network>,
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     /// Whether requests without TLS are accepted only from trusted proxies and this machine.
-    proxy_only: bool,
+    requires_proxy: bool,
     limit: RateLimiter<IpAddr>,
-    /// When a client without a token last asked whether jobs can be stored, and the result.
-    pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
+    /// Time and result of the last check whether jobs can be stored that a client without a token caused.
+    pub(crate) last_ready_check: tokio::sync::Mutex<Option<(Instant, bool)>>,
 }
 
 impl Ingress {
@@ -71,27 +71,36 @@ impl Ingress {
             public_url: config.public_url.clone(),
             proxies: config.trusted_proxies.clone(),
             certificate,
-            proxy_only: !config.listen.ip().is_loopback() && config.tls.is_none() && !config.insecure_http,
+            requires_proxy: !config.listen.ip().is_loopback()
+                && config.tls.is_none()
+                && !config.insecure_http,
             limit: RateLimiter::new(config.requests_per_second),
-            last_ready: tokio::sync::Mutex::default(),
+            last_ready_check: tokio::sync::Mutex::default(),
         }
     }
 
-    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
-    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
+    /// The CA certificates that agents' certificates must come from. `None` if agents identify themselves by tokens only.
+    pub(crate) fn agent_trust(&self) -> Option<&Arc<AgentTrust>> {
         self.certificate.as_ref()?.agents.as_ref()
     }
 
-    pub(crate) fn trusts(&self, address: IpAddr) -> bool {
+    /// Whether an address is a trusted proxy.
+    pub(crate) fn is_proxy(&self, address: IpAddr) -> bool {
         self.proxies.iter().any(|network| network.contains(address))
     }
 
     /// The sender of a request. `X-Forwarded-*` headers are used only if the request comes from a trusted proxy.
     pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
-        let Transport { from, tls, .. } = transport;
-        let direct =
-            Peer { address: from, https: tls, by_proxy: false, host: None, transport, certificate: None };
-        if !self.trusts(from) {
+        let Transport { from, is_tls, .. } = transport;
+        let direct = Peer {
+            address: from,
+            is_https: is_tls,
+            is_by_proxy: false,
+            host: None,
+            transport,
+            certificate: None,
+        };
+        if !self.is_proxy(from) {
             return direct;
         }
         // The proxy has added the last of several values.
@@ -99,14 +108,14 @@ impl Ingress {
             let text = headers.get_all(name).iter().next_back()?.to_str().ok()?;
             text.rsplit(',').next().map(str::trim).filter(|text| !text.is_empty())
         };
-        let https = last(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
+        let is_https = last(FORWARDED_PROTO).map_or(is_tls, |proto| proto.eq_ignore_ascii_case("https"));
         let host = last(FORWARDED_HOST).map(Into::into);
-        Peer { address: self.client(from, headers), https, by_proxy: true, host, ..direct }
+        Peer { address: self.client_address(from, headers), is_https, is_by_proxy: true, host, ..direct }
     }
 
     /// The client's address in `X-Forwarded-For`. Every proxy appends the address from which it got the request, so the client is the
     /// right-most address that is not a trusted proxy. Addresses to the left of it were sent by the client.
-    fn client(&self, from: IpAddr, headers: &HeaderMap) -> IpAddr {
+    fn client_address(&self, from: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = from;
         for line in headers.get_all(FORWARDED_FOR).iter().rev() {
             for part in line.to_str().unwrap_or_default().rsplit(',') {
@@ -115,7 +124,7 @@ impl Ingress {
                     return client;
                 };
                 client = address;
-                if !self.trusts(address) {
+                if !self.is_proxy(address) {
                     return client;
                 }
             }
@@ -130,7 +139,8 @@ impl Ingress {
         is_loopback(host)
             || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical() == peer.transport.to)
             || self.public_url.as_ref().is_some_and(|url| url.host().eq_ignore_ascii_case(host))
-            || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
+            || (peer.is_https
+                && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
 
     /// The names of this server, for a client that used another name. The names in the certificate are public, because each handshake has
@@ -142,9 +152,9 @@ impl Ingress {
         };
         let url = self.public_url.as_ref().map(|url| url.host().to_owned());
         let certificate =
-            self.certificate.as_ref().filter(|_| peer.https).map(|certificate| certificate.names());
+            self.certificate.as_ref().filter(|_| peer.is_https).map(|certificate| certificate.names());
         // The connection's address is left out behind a proxy, because only the proxy connects to it, and if the system did not report it.
-        let reached = Some(peer.transport.to).filter(|to| !peer.by_proxy && !to.is_unspecified());
+        let reached = Some(peer.transport.to).filter(|to| !peer.is_by_proxy && !to.is_unspecified());
         let reached = reached.map(|to| to.to_string());
         let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);
         let mut names: Vec<String> = Vec::new();
@@ -158,21 +168,21 @@ impl Ingress {
         format!("{} and {last}", names.join(", "))
     }
 
-    /// Whether a client that verifies certificates accepts this server as `host`.
-    pub(crate) fn is_named(&self, host: &str) -> bool {
+    /// Whether a client that verifies certificates accepts this server as `host`. True if the server has no certificate.
+    pub(crate) fn is_certified_as(&self, host: &str) -> bool {
         self.certificate.as_ref().is_none_or(|certificate| certificate.matches(host))
     }
 
     /// Whether a page of this `origin` is this server's own, when the request is for `authority`.
     pub(crate) fn is_own_origin(&self, origin: &str, authority: &str, peer: &Peer) -> bool {
-        let scheme = if peer.https { "https://" } else { "http://" };
+        let scheme = if peer.is_https { "https://" } else { "http://" };
         origin.strip_prefix(scheme).is_some_and(|rest| rest.eq_ignore_ascii_case(authority))
             || self.public_url.as_ref().is_some_and(|url| url.to_string().eq_ignore_ascii_case(origin))
     }
 
-    /// Whether a request without TLS has bypassed the proxy.
-    pub(crate) fn bypassed_proxy(&self, peer: &Peer) -> bool {
-        self.proxy_only && !peer.by_proxy && !peer.transport.from.is_loopback()
+    /// Whether a request without TLS has bypassed the proxy through which all requests must come.
+    pub(crate) fn has_bypassed_proxy(&self, peer: &Peer) -> bool {
+        self.requires_proxy && !peer.is_by_proxy && !peer.transport.from.is_loopback()
     }
 
     /// Counts a request against the rate limit of its address. Programs of this machine are not limited.
@@ -180,14 +190,14 @@ impl Ingress {
     /// # Errors
     /// The rate is exceeded. The error is the number of seconds to wait.
     pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
-        let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
+        let is_local = !peer.is_by_proxy && peer.transport.from.is_loopback();
         if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
     }
 
-    /// Whether to send `Strict-Transport-Security`: if the request used HTTPS and the public URL has HTTPS.
+    /// Whether the response has `Strict-Transport-Security`: the request used HTTPS, and its host is the host of an HTTPS public URL.
     pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
         let host = host_and_port(authority).map(|(host, _)| host);
-        peer.https
+        peer.is_https
             && self.public_url.as_ref().is_some_and(|url| {
                 url.is_https() && host.is_some_and(|host| url.host().eq_ignore_ascii_case(host))
             })
@@ -197,7 +207,7 @@ impl Ingress {
 impl Peer {
     /// Whether the connection itself has no TLS. If the server uses TLS, only programs of this machine connect like that.
     pub(crate) fn is_unencrypted(&self) -> bool {
-        !self.transport.tls
+        !self.transport.is_tls
     }
 
     /// The `host[:port]` in the client's address.
@@ -231,7 +241,7 @@ mod tests {
 
     fn peer(ingress: &Ingress, from: &str, headers: &[(&'static str, &str)]) -> Peer {
         let transport =
-            Transport { from: from.parse().unwrap(), to: "192.0.2.1".parse().unwrap(), tls: false };
+            Transport { from: from.parse().unwrap(), to: "192.0.2.1".parse().unwrap(), is_tls: false };
         let mut all = HeaderMap::new();
         for (name, value) in headers {
             all.append(*name, value.parse().unwrap());
@@ -302,6 +312,6 @@ mod tests {
             "203.0.113.9",
             &[("x-forwarded-proto", "https"), ("x-forwarded-host", "localhost"), ("host", "evil.example")],
         );
-        assert!(!stranger.https && stranger.host.is_none() && !stranger.by_proxy);
+        assert!(!stranger.is_https && stranger.host.is_none() && !stranger.is_by_proxy);
     }
 }

@@ -59,18 +59,18 @@ const UNACKNOWLEDGED_TIMEOUT: Duration = Duration::from_secs(120);
 /// Pause after the system has failed to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. First raises the
-/// process's limit of descriptors to the hard limit.
+/// Returns the maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. Before that,
+/// raises the process's limit of descriptors to the hard limit.
 pub(crate) fn connection_limit() -> usize {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
         // If that is not allowed, the current limit stays.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
-    limit_of(getrlimit(Resource::Nofile).current)
+    max_connections(getrlimit(Resource::Nofile).current)
 }
 
-fn limit_of(descriptors: Option<u64>) -> usize {
+fn max_connections(descriptors: Option<u64>) -> usize {
     let free = descriptors.unwrap_or(u64::MAX).saturating_sub(RESERVED_DESCRIPTORS);
     (free / 2).clamp(MIN_CONNECTIONS, MAX_CONNECTIONS) as usize
 }
@@ -89,11 +89,11 @@ struct Shared {
     /// Number of connections of each address, including websockets.
     per_address: Mutex<HashMap<IpAddr, usize>>,
     max_per_address: usize,
-    /// A permit for each further connection.
+    /// A permit for each connection that can still be opened.
     permits: Arc<Semaphore>,
     /// The id of the next connection.
     next_id: AtomicU64,
-    /// The HTTP connections, by id.
+    /// The HTTP connections, by id. Websockets are not among them.
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
@@ -134,7 +134,7 @@ pub(crate) async fn serve(
     listeners: Vec<Listener>,
     gate: Arc<Gate>,
     router: Router,
-    limit: usize,
+    max_connections: usize,
     access_log: Option<AccessLog>,
 ) {
     let shared = Arc::new(Shared {
@@ -142,8 +142,8 @@ pub(crate) async fn serve(
         router,
         access_log,
         per_address: Mutex::default(),
-        max_per_address: (limit / 4).max(MIN_CONNECTIONS as usize),
-        permits: Arc::new(Semaphore::new(limit)),
+        max_per_address: (max_connections / 4).max(MIN_CONNECTIONS as usize),
+        permits: Arc::new(Semaphore::new(max_connections)),
         next_id: AtomicU64::new(0),
         open: Mutex::default(),
     });
@@ -179,7 +179,7 @@ impl Shared {
                     continue;
                 }
             };
-            let Some(counted) = self.count_connection(from.ip()) else { continue };
+            let Ok(counted) = self.count_connection(from.ip()) else { continue };
             let permit = loop {
                 if let Ok(permit) = self.permits.clone().try_acquire_owned() {
                     break permit;
@@ -201,20 +201,23 @@ impl Shared {
         }
     }
 
-    /// Counts a connection of an address; `None` if the address has reached its limit and all its connections are in use. This machine and
-    /// proxies are not counted, because many clients share them.
-    fn count_connection(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
-        if address.to_canonical().is_loopback() || self.gate.ingress.trusts(address) {
-            return Some(None);
+    /// Counts a connection of an address. Returns `None` for this machine and proxies, which are not counted, because many clients share
+    /// them.
+    ///
+    /// # Errors
+    /// The address has reached its limit, and all its connections are in use.
+    fn count_connection(self: &Arc<Self>, address: IpAddr) -> Result<Option<AddressCount>, AddressFull> {
+        if address.to_canonical().is_loopback() || self.gate.ingress.is_proxy(address) {
+            return Ok(None);
         }
         let address = client_key(address);
         if lock(&self.per_address).get(&address).is_some_and(|count| *count >= self.max_per_address)
             && !self.close_idle(Some(address))
         {
-            return None;
+            return Err(AddressFull);
         }
         *lock(&self.per_address).entry(address).or_default() += 1;
-        Some(Some(AddressCount { shared: self.clone(), address }))
+        Ok(Some(AddressCount { shared: self.clone(), address }))
     }
 
     /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of
@@ -244,7 +247,7 @@ impl Shared {
     ) {
         let stop = self.gate.tasks.stopping.clone();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        // If the socket is already closed, reading from it fails.
+        // These calls fail only if the socket is already closed. Reading from it then fails, too.
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
@@ -252,8 +255,8 @@ impl Shared {
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, close: CancellationToken::new() });
         lock(&self.open).insert(id, connection.clone());
-        // Removes the connection from the list, also after an error.
-        let _listed = Listed { shared: &self, id };
+        // Removes the connection from the list at the end of this function, also after an error.
+        let _list_entry = ListEntry { shared: &self, id };
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
@@ -317,7 +320,7 @@ impl Shared {
     ) -> impl Future<Output = Result<Response, std::convert::Infallible>> + use<> {
         let mut peer = self.gate.ingress.peer(transport, request.headers());
         // A proxy's certificate does not identify its clients.
-        peer.certificate = certificate.filter(|_| !peer.by_proxy);
+        peer.certificate = certificate.filter(|_| !peer.is_by_proxy);
         let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
         let mut line = self.access_log.as_ref().map(begin);
         request.extensions_mut().insert(peer);
@@ -342,12 +345,12 @@ impl Shared {
 }
 
 /// Removes a connection from the list of HTTP connections when dropped.
-struct Listed<'a> {
+struct ListEntry<'a> {
     shared: &'a Shared,
     id: u64,
 }
 
-impl Drop for Listed<'_> {
+impl Drop for ListEntry<'_> {
     fn drop(&mut self) {
         lock(&self.shared.open).remove(&self.id);
     }
@@ -359,6 +362,10 @@ struct ConnectionPermit {
     _permit: OwnedSemaphorePermit,
 }
 
+/// An address has the maximum number of connections.
+struct AddressFull;
+
+/// A connection among the connections of its address, until this is dropped.
 struct AddressCount {
     shared: Arc<Shared>,
     address: IpAddr,
@@ -385,7 +392,7 @@ mod tests {
         for (descriptors, connections) in
             [(Some(0), 8), (Some(64), 10), (Some(1024), 490), (Some(1 << 20), 8192), (None, 8192)]
         {
-            assert_eq!(limit_of(descriptors), connections, "{descriptors:?}");
+            assert_eq!(max_connections(descriptors), connections, "{descriptors:?}");
         }
     }
 }

@@ -20,14 +20,14 @@ type Bucket<C> = governor::RateLimiter<NotKeyed, InMemoryState, C, NoOpMiddlewar
 
 /// One limit for each key, which is an address or the id of a token.
 pub(crate) struct RateLimiter<K, C: Clock = DefaultClock> {
-    /// Absent if requests are not limited.
+    /// `None` if requests are not limited.
     quota: Option<Quota>,
     clock: C,
     buckets: Mutex<LruCache<K, Bucket<C>>>,
 }
 
 impl<K: Hash + Eq> RateLimiter<K> {
-    /// `per_second` requests of a key; 0 is no limit.
+    /// A limit of `per_second` requests for each key; 0 means no limit.
     pub(crate) fn new(per_second: u32) -> Self {
         Self::with_clock(per_second, DefaultClock::default())
     }

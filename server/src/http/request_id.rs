@@ -30,7 +30,7 @@ pub(crate) fn read(request: &Request) -> &str {
     id.and_then(|id| id.header_value().to_str().ok()).unwrap_or_default()
 }
 
-/// The span of a request, which its log lines begin with.
+/// The span of a request, with which the log lines of the request begin.
 pub(crate) fn span(request: &Request) -> Span {
     tracing::info_span!("request", id = read(request))
 }

@@ -44,10 +44,10 @@ pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
     own: Option<OwnAuthority>,
-    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
+    /// The CA certificates that agents' certificates must come from. `None` if agents identify themselves by tokens only.
     pub(crate) agents: Option<Arc<AgentTrust>>,
     suites: Option<TlsSuites>,
-    lowest: TlsVersion,
+    lowest_version: TlsVersion,
     current: RwLock<Arc<Loaded>>,
 }
 
@@ -61,8 +61,9 @@ struct Watched {
     key: PathBuf,
     stamp: Stamp,
     /// Why the current files are not used.
-    refused: Option<String>,
-    reminded: Option<Instant>,
+    refusal: Option<String>,
+    /// When warnings were last logged.
+    last_reminder: Option<Instant>,
 }
 
 /// Inode, length and modification time, which differ after a file was changed or replaced.
@@ -94,18 +95,19 @@ impl ServerCertificate {
         }
         let stamp = [certificate.as_path(), key.as_path()].map(stamp_of);
         let loaded = load(&certificate, &key)?;
-        let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
+        let files = Mutex::new(Watched { certificate, key, stamp, refusal: None, last_reminder: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
-        let (suites, lowest) = (config.tls_suites.clone(), config.tls_min_version);
+        let (suites, lowest_version) = (config.tls_suites.clone(), config.tls_min_version);
         // If no version or suite can be offered, no client could connect. The server then does not start.
-        tls_suites::offered_tls(suites.as_ref(), lowest, &loaded.key)?;
+        tls_suites::offered_tls(suites.as_ref(), lowest_version, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
-        Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
+        Ok(Arc::new(Self { files, own, agents, suites, lowest_version, current }))
     }
 
     /// An acceptor for TLS connections that uses the current certificate.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let offered = tls_suites::offered_tls(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let offered =
+            tls_suites::offered_tls(self.suites.as_ref(), self.lowest_version, &self.current().key)?;
         let config = ServerConfig::builder_with_provider(offered.provider)
             .with_protocol_versions(&offered.versions)
             .map_err(|error| error.to_string())?;
@@ -139,8 +141,8 @@ impl ServerCertificate {
         warnings.extend(self.own.as_ref().and_then(|own| {
             expires_soon("the certificate authority of this server", &own.authority.facts, now)
         }));
-        if let Some(refused) = &lock(&self.files).refused {
-            warnings.push(format!("the new TLS certificate is not served: {refused}"));
+        if let Some(refusal) = &lock(&self.files).refusal {
+            warnings.push(format!("the new TLS certificate is not served: {refusal}"));
         }
         warnings.extend(self.agents.iter().flat_map(|agents| agents.warnings()));
         warnings
@@ -168,28 +170,28 @@ impl ServerCertificate {
             agents.reload_if_changed();
         }
         let mut files = lock(&self.files);
-        let now = [files.certificate.as_path(), files.key.as_path()].map(stamp_of);
-        if now != files.stamp {
-            files.stamp = now;
+        let stamp = [files.certificate.as_path(), files.key.as_path()].map(stamp_of);
+        if stamp != files.stamp {
+            files.stamp = stamp;
             match load(&files.certificate, &files.key) {
                 Ok(loaded) => {
                     let until = minute(loaded.facts.not_after);
                     tracing::info!(until, names = loaded.facts.names_in_words(), "serving a new certificate");
                     *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(loaded);
-                    (files.refused, files.reminded) = (None, None);
+                    (files.refusal, files.last_reminder) = (None, None);
                 }
                 Err(error) => {
                     tracing::warn!(
                         error,
-                        "the certificate's files have changed and are not used: the old certificate stays"
+                        "the certificate's files have changed but cannot be used; the old certificate stays in use"
                     );
-                    files.refused = Some(error);
+                    files.refusal = Some(error);
                 }
             }
         }
-        let due = files.reminded.is_none_or(|last| last.elapsed() >= REMINDER_INTERVAL);
-        if due {
-            files.reminded = Some(Instant::now());
+        let is_due = files.last_reminder.is_none_or(|last| last.elapsed() >= REMINDER_INTERVAL);
+        if is_due {
+            files.last_reminder = Some(Instant::now());
             drop(files);
             for warning in self.warnings() {
                 tracing::warn!("{warning}");
@@ -203,18 +205,18 @@ impl OwnAuthority {
         let authority = if ca::exists(&config.data_dir) {
             Authority::open(&config.data_dir)?
         } else {
-            let made = Authority::init(&config.data_dir)?;
+            let new = Authority::init(&config.data_dir)?;
             tracing::info!(
-                sha256 = made.fingerprint,
+                sha256 = new.fingerprint,
                 "created a certificate authority; `lockstep ca show` prints the certificate that clients must trust"
             );
-            made
+            new
         };
         let mut names = names::of_this_machine();
         let host = config.public_url.as_ref().map(|url| url.host().to_owned());
-        let listened = config.listen.ip();
-        let listened = (!listened.is_unspecified()).then(|| listened.to_string());
-        for name in host.into_iter().chain(listened) {
+        let listen_ip = config.listen.ip();
+        let listen_ip = (!listen_ip.is_unspecified()).then(|| listen_ip.to_string());
+        for name in host.into_iter().chain(listen_ip) {
             if !names.contains(&name) {
                 names.insert(0, name);
             }

@@ -8,7 +8,7 @@ use crate::{
         copies::CopyNotice,
         files::{FileList, MAX_FILES, Parts, Tree},
     },
-    http::error::{Error, Problem, Result, blocking},
+    http::error::{Error, Problem, Result, run_blocking},
 };
 use axum::{
     body::{Body, Bytes},
@@ -37,9 +37,9 @@ pub(crate) async fn list(
     requester: RequestingAgent,
 ) -> Result<Response> {
     requester.check_attempt(&datasets.agents)?;
-    let (dataset, tree) = tree(&datasets, &requester).await?;
-    let list = blocking(move || FileList::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
-    let body = chunks(list.ok_or_else(|| no_files(&dataset))?, FileList::chunk);
+    let (dataset, tree) = open_tree(&datasets, &requester).await?;
+    let list = run_blocking(move || FileList::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
+    let body = read_while_sent(list.ok_or_else(|| no_files(&dataset))?, FileList::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
 
@@ -62,9 +62,9 @@ pub(crate) async fn parts(
     let request: DatasetParts = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a request for parts of a dataset must be JSON: {e}")))?;
     check_parts(&request)?;
-    let (dataset, tree) = tree(&datasets, &requester).await?;
-    report(&datasets, &requester, &dataset, &request).await;
-    let body = chunks(Parts::of(tree, request.parts), Parts::chunk);
+    let (dataset, tree) = open_tree(&datasets, &requester).await?;
+    log_progress(&datasets, &requester, &dataset, &request).await;
+    let body = read_while_sent(Parts::of(tree, request.parts), Parts::chunk);
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
 }
 
@@ -103,22 +103,27 @@ fn no_files(dataset: &Dataset) -> Error {
     Error::NotFound(format!("the server's machine has no files at {}", dataset.path))
 }
 
-/// Returns the dataset of an attempt and the tree of its files.
-async fn tree(datasets: &Datasets, requester: &RequestingAgent) -> Result<(Dataset, Tree)> {
-    let no_longer = |what: &str| Error::NotFound(format!("{what} is no longer registered"));
-    let row = datasets.store.job(&requester.attempt.job).await?.ok_or_else(|| no_longer("the job"))?;
+/// Opens the tree of files of an attempt's dataset. Returns the dataset and the tree.
+async fn open_tree(datasets: &Datasets, requester: &RequestingAgent) -> Result<(Dataset, Tree)> {
+    let not_registered = |what: &str| Error::NotFound(format!("{what} is no longer registered"));
+    let row = datasets.store.job(&requester.attempt.job).await?.ok_or_else(|| not_registered("the job"))?;
     let name = row.job.spec.data.dataset;
-    let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| no_longer("the dataset"))?;
+    let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| not_registered("the dataset"))?;
     let path = dataset.path.clone();
-    let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
+    let found = run_blocking(move || Tree::open(std::path::Path::new(&path))).await?;
     let tree = found.map_err(Error::unprocessable)?.ok_or_else(|| no_files(&dataset))?;
     // The server's roots may have changed since the dataset was registered. The tree refuses links that lead out of the dataset's folder.
     datasets.roots.check_found(&dataset.path).map_err(Error::unprocessable)?;
     Ok((dataset, tree))
 }
 
-/// Reports the progress of the copy in the job's log.
-async fn report(datasets: &Datasets, requester: &RequestingAgent, dataset: &Dataset, request: &DatasetParts) {
+/// Writes the progress of the copy into the job's log, at each tenth of the dataset and when the copy starts again.
+async fn log_progress(
+    datasets: &Datasets,
+    requester: &RequestingAgent,
+    dataset: &Dataset,
+    request: &DatasetParts,
+) {
     let (job, attempt) = (&requester.attempt.job, requester.attempt.attempt);
     let (copied, total) = (request.copied_bytes, request.total_bytes);
     let who = (job, attempt, requester.agent_id.as_str());
@@ -149,7 +154,7 @@ async fn report(datasets: &Datasets, requester: &RequestingAgent, dataset: &Data
 }
 
 /// Returns a body that is read while it is sent, on threads for blocking work.
-fn chunks<T: Send + 'static>(source: T, next: fn(&mut T) -> io::Result<Option<Vec<u8>>>) -> Body {
+fn read_while_sent<T: Send + 'static>(source: T, next: fn(&mut T) -> io::Result<Option<Vec<u8>>>) -> Body {
     Body::from_stream(stream::try_unfold(source, move |mut source| async move {
         let read =
             tokio::task::spawn_blocking(move || next(&mut source).map(|chunk| chunk.map(|c| (c, source))));

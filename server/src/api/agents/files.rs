@@ -22,7 +22,7 @@ use crate::{
     },
     datasets::notes,
     events::Events,
-    http::error::{Code, blocking, disk_error},
+    http::error::{Code, disk_error, run_blocking},
     store::CheckpointRow,
 };
 use axum::{body::Body, extract::rejection::BytesRejection, http::Request};
@@ -64,9 +64,10 @@ pub(crate) async fn needed(
     Ok(Json(match auth.store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
         Some(row) if auth.store.agent_place(&requester.attempt, &requester.agent_id).await?.is_some() => {
-            match row.job.attempt == *attempt && !row.job.state.is_final() {
-                true => WhatIsNeeded::Folder,
-                false => WhatIsNeeded::Nothing,
+            if row.job.attempt == *attempt && !row.job.state.is_final() {
+                WhatIsNeeded::Folder
+            } else {
+                WhatIsNeeded::Nothing
             }
         }
         None if was_deleted(&auth, job).await? => WhatIsNeeded::Nothing,
@@ -121,7 +122,7 @@ pub(crate) async fn file(
     }
     let path = Path((id.clone(), file.clone()));
     match checkpoint_files::file(State(Arc::clone(&checkpoints)), path, request).await {
-        Err(error @ (Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)))
+        Err(error @ (Error::WithCode(Code::CheckpointDamaged, _) | Error::NotFound(_)))
             if row.job == requester.attempt.job =>
         {
             Err(fall_back(&checkpoints, &row, error).await?)
@@ -138,7 +139,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let mut others = rows.iter().filter(|other| other.id != row.id);
     if !others.any(|other| checkpoints.has_copy(other, copies.get(&other.id))) {
         return Ok(match error {
-            Error::Of(..) => Error::Conflict(format!(
+            Error::WithCode(..) => Error::Conflict(format!(
                 "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
                 row.id
             )),
@@ -161,7 +162,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let flaw = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
     let detail =
         format!("checkpoint {} {flaw}; the next attempt continues from the previous checkpoint", row.id);
-    Ok(Error::Of(Code::CheckpointDamaged, detail))
+    Ok(Error::WithCode(Code::CheckpointDamaged, detail))
 }
 
 /// Report the dataset's fingerprint at a job's first start
@@ -185,7 +186,7 @@ pub(crate) async fn dataset(
         .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint must be JSON: {e}")))?;
     let job_dir = checkpoints.config.job_dir(&requester.attempt.job);
     let own = DatasetNote { fingerprint, machine: Some(requester.agent_name(&checkpoints.agents)) };
-    let other = blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
+    let other = run_blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
     match other.map_err(|e| disk_error(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
         Some(other) => Err(Error::Conflict(other)),
@@ -201,7 +202,7 @@ pub(crate) async fn upload_state(
 ) -> Result<Json<UploadState>> {
     requester.check_upload(&checkpoints).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
-    let state = blocking(move || upload.state()).await?;
+    let state = run_blocking(move || upload.state()).await?;
     Ok(Json(state.map_err(refusal)?))
 }
 
@@ -226,7 +227,7 @@ pub(crate) async fn upload_piece(
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let is_live = requester.has_attempt(&checkpoints.agents);
     let file = requester.path.file.clone();
-    let stored = blocking(move || match file.as_str() {
+    let stored = run_blocking(move || match file.as_str() {
         MANIFEST => upload.begin(&body, is_live),
         file => upload.append(file, piece.offset, &body).map(|_| ()),
     });
@@ -250,7 +251,7 @@ pub(crate) async fn upload_done(
     requester.check_upload(&checkpoints).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&requester.attempt.job), &requester.path.name);
     let is_live = requester.has_attempt(&checkpoints.agents);
-    if let Err(why) = blocking(move || upload.commit(is_live)).await? {
+    if let Err(why) = run_blocking(move || upload.commit(is_live)).await? {
         return Err(report_refusal(&checkpoints.events, &requester, why).await);
     }
     if let Some(store) = &checkpoints.artifact_store {
@@ -296,7 +297,7 @@ fn refusal(why: UploadError) -> Error {
             Error::Conflict(format!("the server has {stored} bytes of this file: continue at offset={stored}"))
         }
         UploadError::Damaged(how) => {
-            Error::Of(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
+            Error::WithCode(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
         }
         UploadError::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
         UploadError::Stored => Error::Forbidden(

@@ -9,7 +9,7 @@ use lockstep_web::machines::Join;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 /// Returns the parts of the commands to join. `browser_url` is the server's URL in the browser of the page's reader.
-pub(crate) fn commands(
+pub(crate) fn join_parts(
     config: &ServeConfig,
     ingress: &Ingress,
     browser_url: &str,
@@ -65,7 +65,7 @@ fn reachable_url(
     }
     let reachable_ip = if listen_ip.is_unspecified() {
         // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
-        let is_named = |ip: &IpAddr| ingress.is_named(&ip.to_string());
+        let is_named = |ip: &IpAddr| ingress.is_certified_as(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {
         listen_ip

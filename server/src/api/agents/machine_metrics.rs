@@ -7,7 +7,7 @@ use crate::{
         machines::{GPU_METRICS, MACHINE_METRICS, Point, RETENTION, bucket_means, minute_of, point_of},
     },
     api::list,
-    http::extract::count,
+    http::extract::check_count,
     store::Store,
 };
 use jiff::Timestamp;
@@ -33,8 +33,8 @@ pub(crate) struct MachineMetricsQuery {
 pub(crate) struct MachineMetrics {
     /// Times by the server's clock, in milliseconds since 1970. The time of a mean is the end of its interval.
     at_ms: Vec<i64>,
-    /// `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`, `disk_written_bytes_per_second`,
-    /// `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
+    /// Measurements by name: `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`,
+    /// `disk_written_bytes_per_second`, `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
     machine: BTreeMap<&'static str, Vec<Option<f32>>>,
     /// Measurements of each slot that is a GPU.
     gpus: Vec<GpuMetrics>,
@@ -44,7 +44,7 @@ pub(crate) struct MachineMetrics {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GpuMetrics {
     slot: u32,
-    /// `utilization`, `memory_used_bytes`, `temperature_celsius` and `power_watts`.
+    /// Measurements by name: `utilization`, `memory_used_bytes`, `temperature_celsius` and `power_watts`.
     metrics: BTreeMap<&'static str, Vec<Option<f32>>>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) async fn find(
     Path(id): Path<String>,
     Query(query): Query<MachineMetricsQuery>,
 ) -> Result<Json<MachineMetrics>> {
-    count("points", query.points, MAX_POINTS, MAX_POINTS)?;
+    check_count("points", query.points, MAX_POINTS, MAX_POINTS)?;
     let now = crate::now();
     let since = list::parse_time("since", query.since.as_deref())?;
     let since = since.map_or(now - RETENTION, |since| since.max(now - RETENTION));
@@ -68,7 +68,7 @@ pub(crate) async fn find(
     if let Some(interval_count) = query.points {
         points = bucket_means(&points, since, now.max(since), interval_count);
     }
-    Ok(Json(columns(&points)))
+    Ok(Json(to_columns(&points)))
 }
 
 /// Returns the measurements from `since` on, in order.
@@ -87,7 +87,7 @@ async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timest
     Ok(older.chain(recent).collect())
 }
 
-fn columns(points: &[Point]) -> MachineMetrics {
+fn to_columns(points: &[Point]) -> MachineMetrics {
     let finite = |value: f32| value.is_finite().then_some(value);
     let machine = MACHINE_METRICS
         .iter()

@@ -190,7 +190,7 @@ pub(super) async fn all_machines(
 ) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
     // Read after the reservations, so that a private job that is submitted in between is hidden.
-    let hidden = jobs::hidden_from(&*scheduler.store, caller).await?;
+    let hidden = jobs::hidden_jobs(&*scheduler.store, caller).await?;
     let online = scheduler.agents.online();
     let agents = scheduler.store.agents().await?.into_iter().map(|row| {
         let connected = online.iter().find(|agent| agent.row.id == row.id);
@@ -239,7 +239,7 @@ pub(super) async fn all_machines(
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }
-        if let Some(warning) = ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
+        if let Some(warning) = ingress.agent_trust().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });
         }

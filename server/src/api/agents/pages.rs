@@ -67,6 +67,6 @@ pub(crate) async fn machines(
         });
     }
     let user = caller.current_user();
-    let join = join::commands(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
+    let join = join::join_parts(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
     html(machines::MachinesPage { agents: cards, join, user }.render())
 }

@@ -6,7 +6,7 @@ use crate::{
     checkpoints::Checkpoints,
     http::{
         error::{Error, Result},
-        extract::{Path, job_id},
+        extract::{Path, parse_job_id},
     },
     store::Holder,
 };
@@ -61,7 +61,7 @@ where
         let fencing_token: FencingToken = serde_json::from_value(token)
             .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
         let caller = parts.extensions.get::<Caller>();
-        let caller = caller.ok_or_else(|| Error::Internal("a request without its caller".into()))?;
+        let caller = caller.ok_or_else(|| Error::Internal("a request has no caller".into()))?;
         if let Some(token) = caller.token() {
             // Reads the token again, because the agent may have joined after the token was made.
             let bound = Arc::<Auth>::from_ref(state).access.token(&token.id);
@@ -69,7 +69,7 @@ where
                 return Err(Error::Forbidden("this token belongs to another agent".into()));
             }
         }
-        let attempt = AttemptRef { job: job_id(&path.job)?, attempt: path.attempt, fencing_token };
+        let attempt = AttemptRef { job: parse_job_id(&path.job)?, attempt: path.attempt, fencing_token };
         Ok(Self { agent_id, attempt, path })
     }
 }
@@ -85,9 +85,10 @@ impl RequestingAgent {
     /// # Errors
     /// The agent does not have the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
-        match self.has_attempt(agents) {
-            true => Ok(()),
-            false => Err(Error::Forbidden("this agent does not have this attempt".into())),
+        if self.has_attempt(agents) {
+            Ok(())
+        } else {
+            Err(Error::Forbidden("this agent does not have this attempt".into()))
         }
     }
 
@@ -121,18 +122,20 @@ impl RequestingAgent {
         let has_copy = copies.holders.iter().any(is_this_agent);
         let holders = checkpoints.holders_if_missing(&row, Some(&copies));
         let uploader = holders.into_iter().chain(copies.holders).next();
-        match uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
+        if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
             // Allowed in any state of the agent's attempt, because the checkpoint may be the newest, and no other agent may have it.
-            true => Ok(()),
+            Ok(())
+        } else if has_copy && !checkpoints.folder(&row).exists() {
             // If the uploading agent disconnects, this agent may upload.
-            false if has_copy && !checkpoints.folder(&row).exists() => {
-                Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
-            }
+            Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
+        } else if is_earlier && has_copy && has_rank_0 {
             // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
-            false if is_earlier && has_copy && has_rank_0 => Ok(()),
+            Ok(())
+        } else if is_earlier || has_attempt {
             // The agent's report of this checkpoint may not have arrived yet.
-            false if is_earlier || has_attempt => Err(self.not_found(name)),
-            false => Err(forbidden()),
+            Err(self.not_found(name))
+        } else {
+            Err(forbidden())
         }
     }
 

@@ -26,7 +26,7 @@ use axum::extract::{
     ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, shortened};
+use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, truncate_text};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -43,8 +43,8 @@ use tokio::sync::mpsc;
 
 /// Maximum number of attempts that the server orders an agent to stop after a heartbeat.
 const MAX_STOPS: usize = 64;
-/// Time limit for `Hello`, and for sending a message.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for the arrival of `Hello`, and for sending a message.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connect an agent
 ///
@@ -73,7 +73,7 @@ async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), Strin
 }
 
 async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
-    match tokio::time::timeout(HELLO_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
+    match tokio::time::timeout(MESSAGE_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("the agent does not read messages".into()),
     }
@@ -122,7 +122,7 @@ async fn serve(
 ) {
     let (mut to, mut from) = socket.split();
     let mut partial = PartialMessages::with_limit(HELLO_BYTES);
-    let hello_deadline = tokio::time::Instant::now() + HELLO_TIMEOUT;
+    let hello_deadline = tokio::time::Instant::now() + MESSAGE_TIMEOUT;
     let hello = loop {
         let message = match tokio::time::timeout_at(hello_deadline, from.next()).await {
             Ok(Some(message)) => message,
@@ -158,7 +158,7 @@ async fn serve(
         }
     };
     let (id, name) = (row.id.clone(), row.name.clone());
-    let certificate = identity::certificate(&ingress, &caller, &peer, &row);
+    let certificate = identity::record_join(&ingress, &caller, &peer, &row);
     let (reports, mut records_missing) = ReportConnection::new();
     let mut connection = Connection {
         scheduler: &scheduler,
@@ -168,7 +168,7 @@ async fn serve(
         slots: row.slots.clone(),
         reports,
         only_job,
-        leaving: None,
+        leave_reason: None,
         waited: Duration::ZERO,
     };
     let welcomed = connection.welcome(&mut to, row, &attempts).await;
@@ -224,7 +224,7 @@ async fn serve(
                             break why.into();
                         }
                     }
-                    () = caller.ended() => {
+                    () = caller.wait_until_ended() => {
                         break End { why: "the agent's token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
                     }
                     why = &mut certificate_refused => {
@@ -242,13 +242,13 @@ async fn serve(
         }
     };
     tracing::info!(agent = name, why, "an agent's connection ends");
-    let (leaving, only_job) = (connection.leaving.clone(), connection.only_job.clone());
+    let (leave_reason, only_job) = (connection.leave_reason.clone(), connection.only_job.clone());
     if let Some(online) = scheduler.agents.disconnect(&id, number) {
         // Stores the time at which the agent was last seen, for a restarted server.
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
-        if let Some(reason) = leaving {
+        if let Some(reason) = leave_reason {
             dispatch::requeue_after_leave(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
@@ -279,13 +279,14 @@ struct Connection<'a> {
     reports: ReportConnection,
     /// The only job that the agent serves, if any.
     only_job: Option<JobId>,
-    /// Why the agent leaves; `None` until the agent announces that it leaves.
-    leaving: Option<String>,
-    /// How long reports have waited for inbox space since the last heartbeat.
+    /// Why the agent leaves; `None` until the agent announces this.
+    leave_reason: Option<String>,
+    /// Total time for which reports have waited for space in the inbox since the last heartbeat.
     waited: Duration,
 }
 
 impl Connection<'_> {
+    /// Stores the agent, renews its leases, and sends `Welcome` and the orders that the agent has missed.
     async fn welcome(
         &self,
         to: &mut Sink,
@@ -336,6 +337,7 @@ impl Connection<'_> {
         Ok(())
     }
 
+    /// Handles a message of `bytes` bytes. Returns the reason if the connection must end.
     async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let scheduler = self.scheduler;
         scheduler.agents.note_message(&self.id);
@@ -346,7 +348,7 @@ impl Connection<'_> {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 scheduler.agents.note_heartbeat(&self.id, crate::now(), None);
-                if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
+                if scheduler.agents.set_no_work(&self.id, no_work.map(truncate_text)) {
                     scheduler.agents.leases.wake_dispatch();
                 }
                 // The next heartbeat names the remaining attempts again.
@@ -366,7 +368,7 @@ impl Connection<'_> {
                         "these records belong to another machine's rank",
                     ));
                 }
-                let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
+                let leaving = self.leave_reason.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();
                 let reservation =
                     scheduler.agents.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
@@ -392,10 +394,10 @@ impl Connection<'_> {
                 let reason: String = reason.chars().take(200).collect();
                 scheduler.agents.note_heartbeat(&self.id, crate::now(), Some(&reason));
                 dispatch::stop_other_agents(scheduler, &self.id, &self.name);
-                self.leaving = Some(reason);
+                self.leave_reason = Some(reason);
             }
             FromAgent::Declined { attempt, reason } => {
-                let reason = shortened(reason);
+                let reason = truncate_text(reason);
                 scheduler.agents.set_no_work(&self.id, Some(reason.clone()));
                 dispatch::requeue_declined(scheduler, &self.id, &attempt, reason).await;
             }

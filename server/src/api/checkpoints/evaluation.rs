@@ -15,7 +15,7 @@ use crate::{
     },
     checkpoints::evaluations::{Failure, RunningEvaluation},
     datasets::Datasets,
-    http::extract::{self, job_id},
+    http::extract::{self, parse_job_id},
     lifecycle::external::refuse_external,
     scheduler::Scheduler,
     store::{CheckpointRow, StoreError},
@@ -48,7 +48,7 @@ pub(crate) struct UnderWay {
 }
 
 impl RunningEvaluation {
-    fn under_way(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
+    fn progress(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
         let position = self.request.get().and_then(|request| agents.queue_position(*request));
         let detail = match &position {
@@ -74,7 +74,7 @@ impl RunningEvaluation {
 pub(crate) struct EvaluationQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -89,7 +89,7 @@ pub(crate) struct EvaluationQuery {
 pub(crate) struct NeighboursQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -134,12 +134,12 @@ pub(crate) async fn neighbours(
     Query(query): Query<NeighboursQuery>,
 ) -> Result<Response> {
     let NeighboursQuery { checkpoint, weights, dataset, k } = query;
-    let k = extract::count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
+    let k = extract::check_count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
     let query = EvaluationQuery { checkpoint, weights, dataset };
     find(&scheduler, &caller, &id, query, Some(k)).await
 }
 
-/// Returns the stored evaluation, or computes an evaluation: by the network's scores, or by this number of `neighbours`.
+/// Returns the stored evaluation, or computes an evaluation: by the network's scores, or with `neighbours` by that number of neighbours.
 async fn find(
     scheduler: &Arc<Scheduler>,
     caller: &Caller,
@@ -149,7 +149,7 @@ async fn find(
 ) -> Result<Response> {
     let job = jobs::find(scheduler, id).await?;
     refuse_external(&job, "evaluated").map_err(StoreError::from)?;
-    let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
+    let rows = scheduler.store.checkpoints(&parse_job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
@@ -169,7 +169,7 @@ async fn find(
             let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             let names = datasets.iter().map(|dataset| dataset.name.as_str());
-            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset(name, names)))?)
+            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset_message(name, names)))?)
         }
     };
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
@@ -188,18 +188,19 @@ async fn find(
     {
         return Ok(response(stored));
     }
-    checkpoints::check_here(&scheduler.checkpoints, &row).await?;
+    checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
-        Err(_) => {
-            let progress = running.under_way(&scheduler.agents, &row);
-            Ok((StatusCode::ACCEPTED, Json(progress)).into_response())
-        }
-        Ok(Err(_)) => Err(Error::Unavailable("the server is stopping; ask again".into())),
-        Ok(Ok(Some(Err(Failure::Agent(error))))) => Err(error.without_pointer()),
-        Ok(Ok(Some(Err(Failure::Lost(detail))))) => Err(Error::Unavailable(detail)),
-        Ok(Ok(_)) => Ok(response(regular_files::read(&file).await?)),
+    let Ok(outcome) = tokio::time::timeout(scheduler.config.evaluation_wait, done).await else {
+        let progress = running.progress(&scheduler.agents, &row);
+        return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
+    };
+    match outcome.ok().flatten() {
+        Some(Ok(())) => Ok(response(regular_files::read(&file).await?)),
+        Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
+        Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
+        // The evaluation has no outcome if the server stops.
+        None => Err(Error::Unavailable("the server is stopping; ask again".into())),
     }
 }
 
@@ -233,7 +234,7 @@ async fn is_of_current_pictures(
     }
 }
 
-/// Returns the job's dataset or `other`, and the job's specification with the validation split for that dataset.
+/// Returns the dataset of an evaluation (`other`, or the job's) and the job's specification with the validation split for that dataset.
 async fn resolve_dataset(
     datasets: &Datasets,
     job: &Job,
@@ -289,24 +290,24 @@ async fn start(
     });
     let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
-    let running_evaluation = RunningEvaluation { request: request.clone(), outcome };
+    let new_evaluation = RunningEvaluation { request: request.clone(), outcome };
     {
         let mut running = lock(&scheduler.checkpoints.evaluations.0);
         if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
-        running.insert(file.clone(), running_evaluation.clone());
+        running.insert(file.clone(), new_evaluation.clone());
     }
     let scheduler = Arc::clone(scheduler);
     tokio::spawn(async move {
         let work = async {
-            let answer = async {
+            let reply = async {
                 let waiting = requests::send(&scheduler.agents, agent_request).await?;
                 // Cannot fail, because only this task sets the id.
                 let _ = request.set(waiting.id);
                 scheduler.agents.wait_for_reply(waiting, EVALUATION_TIMEOUT).await
             };
-            match answer.await {
+            match reply.await {
                 Ok(AgentReply::Evaluation(result)) if neighbours.is_none() => save(&file, &result).await,
                 Ok(AgentReply::Neighbours(result)) if neighbours.is_some() => save(&file, &result).await,
                 Ok(_) => {
@@ -324,7 +325,7 @@ async fn start(
             () = scheduler.tasks.stopping.cancelled() => {}
         }
     });
-    Ok(running_evaluation)
+    Ok(new_evaluation)
 }
 
 /// Checks that a dataset other than the job's has a split for validation.

@@ -3,7 +3,8 @@
 use crate::api::prelude::*;
 use crate::{
     api::checkpoints::{
-        await_fetch, check_regular, damaged, find, is_checkpoint_file, manifest, no_average, removed,
+        await_fetch, check_regular, damaged_error, find, is_checkpoint_file, no_average_error, read_manifest,
+        removed_error,
     },
     checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
@@ -51,7 +52,7 @@ pub(crate) async fn file(
     let checksum = check_file(&checkpoints, &row, name).await?.map(|entry| entry.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
-        if conditional::is_known(request.headers(), tag) {
+        if conditional::client_has(request.headers(), tag) {
             let headers = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
             return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
         }
@@ -74,7 +75,7 @@ pub(crate) async fn file(
             )));
         }
         if kind == AVERAGE {
-            return Err(no_average());
+            return Err(no_average_error());
         }
         if name != kind {
             let detail =
@@ -86,7 +87,7 @@ pub(crate) async fn file(
     let path = checkpoints.folder(&row).join(name);
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
-        return Err(removed());
+        return Err(removed_error());
     }
     let headers = response.headers_mut();
     if let (Some(checksum), Some(tag)) = (checksum, tag) {
@@ -121,7 +122,7 @@ async fn check_file(
     let path = checkpoints.folder(row).join(name);
     let mut checks = 0;
     loop {
-        let current = manifest(checkpoints, row).await?;
+        let current = read_manifest(checkpoints, row).await?;
         check_regular(&path)?;
         let entry = current.pointer(&format!("/files/{name}")).cloned();
         let Some(entry) = entry.and_then(|entry| serde_json::from_value::<ManifestFile>(entry).ok()) else {
@@ -134,7 +135,7 @@ async fn check_file(
         };
         checks += 1;
         // The file is not damaged if the manifest was replaced during the check.
-        if checks < MAX_CHECKS && manifest(checkpoints, row).await? != current {
+        if checks < MAX_CHECKS && read_manifest(checkpoints, row).await? != current {
             continue;
         }
         let copies = checkpoints.copies_of(row).await?;
@@ -142,7 +143,7 @@ async fn check_file(
             Some((fetch, _)) if checks < MAX_CHECKS => await_fetch(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");
-                return Err(damaged(format_args!("checkpoint {}", row.id), &how));
+                return Err(damaged_error(format_args!("checkpoint {}", row.id), &how));
             }
         }
     }

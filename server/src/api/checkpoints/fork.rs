@@ -11,7 +11,7 @@ use crate::{
             fit::{self, Trained},
             submission,
         },
-        to_the_end,
+        run_to_completion,
     },
     auth::Auth,
     checkpoints::{artifact_fetches, manifest::verify_checkpoint},
@@ -66,13 +66,13 @@ pub(crate) async fn fork(
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
-    let (status, job) = match jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
+    let (status, job) = match jobs::find_earlier_job(&*scheduler.store, &caller, key.as_ref()).await? {
         Some(job) => (StatusCode::OK, job),
         None => {
-            let (source, from, Checked { spec, warnings, .. }) =
+            let (parent_job, from, Checked { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
-            let make = async move { make(&scheduler, &caller, &source, from, spec, key).await };
-            let (status, job) = to_the_end(make).await?;
+            let make = async move { make(&scheduler, &caller, &parent_job, from, spec, key).await };
+            let (status, job) = run_to_completion(make).await?;
             (status, Job { warnings, ..job })
         }
     };
@@ -89,100 +89,102 @@ async fn prepare(
     id: &str,
     request: ForkRequest,
 ) -> Result<(Job, CheckpointRow, Checked)> {
-    let source = jobs::find(scheduler, id).await?;
-    jobs::check_readable(&source)?;
-    refuse_external(&source, "forked").map_err(StoreError::from)?;
-    let from = choose(&*scheduler.store, &source, &request.checkpoint).await?;
-    checkpoints::check_here(&scheduler.checkpoints, &from).await?;
-    let mut document =
-        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
-    document["name"] = fork_name(&source.name).into();
+    let parent_job = jobs::find(scheduler, id).await?;
+    jobs::check_readable(&parent_job)?;
+    refuse_external(&parent_job, "forked").map_err(StoreError::from)?;
+    let from = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
+    checkpoints::ensure_on_disk(&scheduler.checkpoints, &from).await?;
+    let mut document = serde_json::to_value(&parent_job.spec)
+        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
+    document["name"] = fork_name(&parent_job.name).into();
     // The fork keeps its parent's tags, and so stays in the same groups.
-    document["tags"] = source.tags.clone().into();
+    document["tags"] = parent_job.tags.clone().into();
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
     for (path, value) in request.set {
         merge(&mut document, &path, value)?;
     }
-    check_recipe(&source, &document)?;
+    check_recipe(&parent_job, &document)?;
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
-    if pretrained != source.spec.model.pretrained.as_deref() {
+    if pretrained != parent_job.spec.model.pretrained.as_deref() {
         let detail = "must not be changed, because a fork begins with its checkpoint's weights; leave the key out, or submit a new job";
         return Err(Error::invalid("/model/pretrained", detail));
     }
     if !gives_validation {
-        choose_validation_again(&*scheduler.store, &source, &mut document).await?;
+        choose_validation_again(&*scheduler.store, &parent_job, &mut document).await?;
     }
     let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
     let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
-    let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
-    let (steps_per_epoch, total) = step_counts(&source, &checked);
-    if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
+    let mut mistakes = fit::mistakes(trained.as_ref(), &parent_job.spec, spec, dataset);
+    let (steps_per_epoch, total_steps) = step_counts(&parent_job, &checked);
+    if spec.global_batch_size() == parent_job.spec.global_batch_size() && from.info.step >= total_steps {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
         let detail = format!(
-            "the checkpoint is of step {} and the training ends at step {total}: no steps are left; set more",
+            "the checkpoint is of step {} and the training ends at step {total_steps}: no steps are left; set more",
             from.info.step
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
-    mistakes.extend(stops_at_once(&source, &from, spec));
+    mistakes.extend(early_stop_mistake(&parent_job, &from, spec));
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let warnings =
-        [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
+    let warnings = [
+        schedule_warning(&parent_job, &from, spec, steps_per_epoch, total_steps),
+        validation_warning(&parent_job.spec, spec),
+    ];
     checked.warnings.extend(warnings.into_iter().flatten());
-    Ok((source, from, checked))
+    Ok((parent_job, from, checked))
 }
 
-/// Returns the mistake if `[stop]` ended the source at this checkpoint, and would end the fork there, too.
-fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
-    let parent_spec = &source.spec;
-    let Some(ReasonKind::StoppedEarly { step, .. }) = source.cause.as_ref().map(Reason::kind) else {
+/// Returns the mistake if the section `stop` ended the parent at this checkpoint, and would end the fork there, too.
+fn early_stop_mistake(parent_job: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
+    let parent_spec = &parent_job.spec;
+    let Some(ReasonKind::StoppedEarly { step, .. }) = parent_job.cause.as_ref().map(Reason::kind) else {
         return None;
     };
     let has_same_metric = spec.stop.metric == parent_spec.stop.metric
         && ValidationDivision::of(&spec.data) == ValidationDivision::of(&parent_spec.data);
-    let stops =
+    let would_stop =
         has_same_metric && *step == from.info.step && spec.stop.patience? <= parent_spec.stop.patience?;
     let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set more, or remove the key";
-    stops.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
+    would_stop.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
 }
 
 /// Returns the number of steps in an epoch, and in the whole run. With the same pictures and global batch size, an epoch has the number of
-/// steps that the source's ranks have counted.
-fn step_counts(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
-    let (was, is) = (&source.spec, spec);
-    let is_counted = source.steps_per_epoch > 0
-        && ValidationDivision::of(&was.data) == ValidationDivision::of(&is.data)
-        && was.data.drop_remainder == is.data.drop_remainder
-        && was.global_batch_size() == is.global_batch_size();
+/// steps that the parent's ranks have counted.
+fn step_counts(parent_job: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+    let parent_spec = &parent_job.spec;
+    let is_counted = parent_job.steps_per_epoch > 0
+        && ValidationDivision::of(&parent_spec.data) == ValidationDivision::of(&spec.data)
+        && parent_spec.data.drop_remainder == spec.data.drop_remainder
+        && parent_spec.global_batch_size() == spec.global_batch_size();
     let samples = jobs::training_samples(spec, dataset);
-    let steps_per_epoch = if is_counted { source.steps_per_epoch } else { spec.steps_per_epoch(samples) };
+    let steps_per_epoch = if is_counted { parent_job.steps_per_epoch } else { spec.steps_per_epoch(samples) };
     let epochs = u64::from(spec.train.epochs());
     (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
 }
 
 /// Returns a warning if the schedule of the learning rate changes.
-fn schedule_change(
-    source: &Job,
+fn schedule_warning(
+    parent_job: &Job,
     from: &CheckpointRow,
     spec: &JobSpec,
     steps_per_epoch: u64,
-    total: u64,
+    total_steps: u64,
 ) -> Option<String> {
-    let before = Schedule::new(&source.spec.train, source.steps_per_epoch, source.total_steps);
-    let now = Schedule::new(&spec.train, steps_per_epoch, total);
-    // The step at the same position in the epoch, also with another batch size.
-    let step_now = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
-    schedule::describe_change(&before, from.info.step, &now, step_now)
+    let old = Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
+    let new = Schedule::new(&spec.train, steps_per_epoch, total_steps);
+    // The fork's step at the same position in the epoch, also with another batch size.
+    let new_step = (from.info.step * steps_per_epoch).checked_div(parent_job.steps_per_epoch)?;
+    schedule::describe_change(&old, from.info.step, &new, new_step)
 }
 
-/// Returns a warning if the fork's validation pictures include pictures that the source trained on.
-fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
-    let (before, now) = (ValidationDivision::of(&was.data), ValidationDivision::of(&is.data));
-    (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
+/// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.
+fn validation_warning(parent_spec: &JobSpec, spec: &JobSpec) -> Option<String> {
+    let (old, new) = (ValidationDivision::of(&parent_spec.data), ValidationDivision::of(&spec.data));
+    (new.holds_out() && old.dataset == new.dataset && old != new).then(|| {
         "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent \
          trained on, so the fork's accuracy says less about new pictures. The job's log has the number of these pictures"
             .to_owned()
@@ -209,26 +211,26 @@ pub(crate) async fn check(
 async fn make(
     scheduler: &Scheduler,
     caller: &Caller,
-    source: &Job,
+    parent_job: &Job,
     from: CheckpointRow,
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
     // Other people may see the fork but not its parent, so the fork must not show the parent's name and tags.
-    let hides_parent = source.spec.private && !spec.private;
+    let hides_parent = parent_job.spec.private && !spec.private;
     if hides_parent {
-        if spec.name == fork_name(&source.name) {
+        if spec.name == fork_name(&parent_job.name) {
             "fork".clone_into(&mut spec.name);
         }
-        if spec.tags == source.tags {
+        if spec.tags == parent_job.tags {
             spec.tags.clear();
         }
         // The fork begins with its checkpoint. A pretrained checkpoint is removed, because its job may be private, too.
         spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
-    let new = JobId::generate();
+    let fork_id = JobId::generate();
     let (target, source_folder) =
-        (scheduler.config.job_dir(&new).join("checkpoints"), scheduler.checkpoints.folder(&from));
+        (scheduler.config.job_dir(&fork_id).join("checkpoints"), scheduler.checkpoints.folder(&from));
     let name = format!("{}-{}", from.info.epoch, from.info.step);
     let copy_checkpoint = async || {
         let (source_folder, target, name) = (source_folder.clone(), target.clone(), name.clone());
@@ -241,45 +243,46 @@ async fn make(
         && let copies = scheduler.checkpoints.copies_of(&from).await?
         && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
     {
-        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
+        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&fork_id)).await;
         checkpoints::await_fetch(&scheduler.config, &from, fetch).await?;
         copied = copy_checkpoint().await;
     }
     if let Err(error) = copied {
-        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
+        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&fork_id)).await;
         if error.kind() == io::ErrorKind::InvalidData {
             let which = format_args!("checkpoint {}", from.id);
-            return Err(checkpoints::damaged(which, &error.to_string()));
+            return Err(checkpoints::damaged_error(which, &error.to_string()));
         }
         if error.kind() == io::ErrorKind::NotFound && !scheduler.checkpoints.folder(&from).exists() {
-            return Err(checkpoints::removed());
+            return Err(checkpoints::removed_error());
         }
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
-    let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
+    let parent = Parent { job: parent_job.id.to_string(), checkpoint: from.id.clone() };
     // Everybody who sees the fork can read the reason.
     let if_shown = |text: &str| (!hides_parent).then(|| text.into());
     let reason = ReasonKind::Forked {
         step: from.info.step,
         job: if_shown(&parent.job),
         checkpoint: if_shown(&parent.checkpoint),
-        detail: if_shown(&source.name),
+        detail: if_shown(&parent_job.name),
     }
     .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
-    let created = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
+    let created = jobs::store_job(scheduler, caller, fork_id, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
-    if let Err(error) = scheduler.events.hub.send_labels(jobs::find(scheduler, source.id.as_str())).await {
+    if let Err(error) = scheduler.events.hub.send_labels(jobs::find(scheduler, parent_job.id.as_str())).await
+    {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
     Ok(created)
 }
 
 /// Refuses another recipe, which would have no effect because every key already has a value.
-fn check_recipe(source: &Job, document: &Value) -> Result<()> {
+fn check_recipe(parent_job: &Job, document: &Value) -> Result<()> {
     let recipe = document.pointer("/train/recipe").and_then(Value::as_str);
-    if recipe.is_none() || recipe == source.spec.train.recipe.map(Recipe::as_str) {
+    if recipe.is_none() || recipe == parent_job.spec.train.recipe.map(Recipe::as_str) {
         return Ok(());
     }
     let detail = "must not be changed, because a fork keeps the values of all its parent's settings; set the keys that should differ";
@@ -289,24 +292,24 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
 /// For another dataset, removes the parent's validation split from the document, so that a split is chosen as for a new job. A split that
 /// the parent's user gave stays. A stored specification does not show whether the split was given, so a split that equals the automatic
 /// choice is removed.
-async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
-    let mut before =
-        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+async fn choose_validation_again(store: &dyn Store, parent_job: &Job, document: &mut Value) -> Result<()> {
+    let mut before = serde_json::to_value(&parent_job.spec)
+        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }
     // If the parent's dataset is no longer registered, its splits are unknown.
-    let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
-    forget_validation(&mut before);
+    let Some(dataset) = store.dataset(&parent_job.spec.data.dataset).await? else { return Ok(()) };
+    remove_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
     submission::choose_validation(&mut chosen, &dataset);
-    if chosen.data.validation == source.spec.data.validation {
-        forget_validation(document);
+    if chosen.data.validation == parent_job.spec.data.validation {
+        remove_validation(document);
     }
     Ok(())
 }
 
-fn forget_validation(document: &mut Value) {
+fn remove_validation(document: &mut Value) {
     if let Some(data) = document.get_mut("data").and_then(Value::as_object_mut) {
         data.remove("validation");
     }

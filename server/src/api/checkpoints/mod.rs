@@ -14,7 +14,7 @@ use crate::{
         artifact_store::{Fetch, NotFetched, StoredState},
     },
     config::ServeConfig,
-    http::{conditional::tagged, error::Code},
+    http::{conditional::json_with_etag, error::Code},
     scheduler::Scheduler,
     store::{CheckpointRow, Copies, Store},
     util::regular_files,
@@ -51,7 +51,7 @@ impl Weights {
     /// The checkpoint was removed, is not a folder of files, or has no average.
     pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
         if !folder.exists() {
-            return Err(removed());
+            return Err(removed_error());
         }
         check_regular(&folder.join(MODEL))?;
         if self == Weights::Model {
@@ -60,14 +60,14 @@ impl Weights {
         let path = folder.join(AVERAGE);
         // The agent finds the parts of sharded weights with the index.
         if !path.exists() && !folder.join(checkpoint_files::index(AVERAGE)).exists() {
-            return Err(no_average());
+            return Err(no_average_error());
         }
         check_regular(&path)?;
         Ok(path)
     }
 }
 
-pub(super) fn no_average() -> Error {
+pub(super) fn no_average_error() -> Error {
     let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
                   were averaged; leave weights=ema out";
     Error::NotFound(detail.into())
@@ -149,7 +149,7 @@ pub(crate) async fn list(
         Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
     let checkpoints = rows.into_iter().map(to_checkpoint).collect();
-    tagged(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
+    json_with_etag(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
 }
 
 /// Show a checkpoint
@@ -161,7 +161,7 @@ pub(crate) async fn show(
     Path(id): Path<String>,
 ) -> Result<Json<CheckpointDetail>> {
     let row = find(&*checkpoints.store, &id).await?;
-    let files = manifest(&checkpoints, &row).await?.get("files").cloned().unwrap_or_default();
+    let files = read_manifest(&checkpoints, &row).await?.get("files").cloned().unwrap_or_default();
     let copies = checkpoints.copies_of(&row).await?;
     Ok(Json(CheckpointDetail {
         job: row.job.to_string(),
@@ -198,12 +198,12 @@ fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a Chec
     }
 }
 
-/// Makes sure that the files of a checkpoint are on this disk. Fetches the checkpoint from the object store if files are missing or
-/// truncated.
+/// Makes sure that the files of a checkpoint are on the server's disk. Fetches the checkpoint from the object store if files are missing
+/// or truncated.
 ///
 /// # Errors
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
-pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
+pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     if let Some(holder) = checkpoints.holders_if_missing(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(format!(
@@ -228,10 +228,11 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
 pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
-        Some(Err(NotFetched::Missing)) => Err(removed()),
-        Some(Err(NotFetched::Damaged(how))) => {
-            Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, also in the object store")))
-        }
+        Some(Err(NotFetched::Missing)) => Err(removed_error()),
+        Some(Err(NotFetched::Damaged(how))) => Err(damaged_error(
+            format_args!("checkpoint {}", row.id),
+            &format!("{how}, also in the object store"),
+        )),
         Some(Err(NotFetched::StoreUnavailable(why))) => Err(Error::Unavailable(format!(
             "this checkpoint is in the object store, which cannot be reached now ({why}); try again later"
         ))),
@@ -244,7 +245,7 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
     }
 }
 
-pub(super) fn removed() -> Error {
+pub(super) fn removed_error() -> Error {
     Error::NotFound(
         "this checkpoint's files no longer exist: a user removed the checkpoint, only newer ones were kept, or the files were not \
          restored with the database"
@@ -252,13 +253,14 @@ pub(super) fn removed() -> Error {
     )
 }
 
-pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<Value> {
-    check_here(checkpoints, row).await?;
+/// Reads the manifest of a checkpoint, which may be fetched from the object store first.
+pub(super) async fn read_manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<Value> {
+    ensure_on_disk(checkpoints, row).await?;
     let path = checkpoints.folder(row).join(MANIFEST);
     check_regular(&path)?;
-    let json = regular_files::read(&path).await.map_err(|_| removed())?;
+    let json = regular_files::read(&path).await.map_err(|_| removed_error())?;
     serde_json::from_slice(&json).map_err(|e| {
-        damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
+        damaged_error(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })
 }
 
@@ -270,14 +272,14 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
         Ok(metadata) if !metadata.is_file() => {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Err(damaged("this checkpoint", &format!("its {name} is not a regular file")))
+            Err(damaged_error("this checkpoint", &format!("its {name} is not a regular file")))
         }
         _ => Ok(()),
     }
 }
 
 /// Returns the error for a damaged checkpoint. `how` describes the damage, as in `its state.json is missing`.
-pub(super) fn damaged(which: impl Display, how: &str) -> Error {
+pub(super) fn damaged_error(which: impl Display, how: &str) -> Error {
     let detail = format!("{which} is damaged: {how}; use another checkpoint");
-    Error::Of(Code::CheckpointDamaged, detail)
+    Error::WithCode(Code::CheckpointDamaged, detail)
 }

@@ -43,7 +43,7 @@ pub(crate) struct Predictions {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PredictQuery {
-    /// `model` for the trained weights (default), `ema` for their moving average.
+    /// The weights to use: `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -68,7 +68,7 @@ pub(crate) async fn predict(
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&*checkpoints.store, &id).await?;
-    checkpoints::check_here(&checkpoints, &row).await?;
+    checkpoints::ensure_on_disk(&checkpoints, &row).await?;
     let model = query.weights.path(&checkpoints.folder(&row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READ_TIMEOUT, read_pictures(request)).await.map_err(|_| {

@@ -7,7 +7,7 @@ use crate::{
     api::datasets::{self, NewDataset},
     config::{Bundled, ServeConfig},
     datasets::Datasets,
-    http::error::{Code, blocking},
+    http::error::{Code, run_blocking},
 };
 use lockstep_protocol::dataset::Dataset;
 use std::{
@@ -31,10 +31,10 @@ pub(crate) async fn register(
     let bundled = config.bundled.ok_or_else(missing)?;
     if datasets.store.dataset(bundled.name).await?.is_some() {
         let detail = format!("a dataset is already called {:?}", bundled.name);
-        return Err(Error::Of(Code::NameTaken, detail).into());
+        return Err(Error::WithCode(Code::NameTaken, detail).into());
     }
     let folder = config.data_dir.join("datasets").join(bundled.name);
-    let path = blocking(move || unpack(&bundled, &folder)).await?;
+    let path = run_blocking(move || unpack(&bundled, &folder)).await?;
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;
     let path = path.to_string_lossy().into_owned();
     let new = NewDataset { name: bundled.name.into(), path, private: false };

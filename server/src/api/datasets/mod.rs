@@ -7,7 +7,7 @@ pub(crate) mod uploads;
 
 use super::{
     list::{List, ListParams, list_of},
-    to_the_end,
+    run_to_completion,
 };
 use crate::api::prelude::*;
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
         Datasets,
         changes::{self, Comparison},
     },
-    http::{conditional::tagged, error::Code, extract::Body},
+    http::{conditional::json_with_etag, error::Code, extract::Body},
     store::Store,
 };
 use axum::http::HeaderMap;
@@ -117,14 +117,14 @@ pub(crate) async fn register(
             let detail = format!(
                 "the dataset {name:?} is already registered at this path; `lockstep dataset inspect` shows it"
             );
-            return Err(Error::Of(Code::NameTaken, detail).into());
+            return Err(Error::WithCode(Code::NameTaken, detail).into());
         }
         if matches!(changes::compare(&existing).await, Comparison::Missing) {
             let detail = format!(
                 "a dataset is already called {name:?}, but its folder {path} no longer exists: if the folder was moved, run \
                  `lockstep dataset remove {name}`, then register the new path"
             );
-            return Err(Error::Of(Code::NameTaken, detail).into());
+            return Err(Error::WithCode(Code::NameTaken, detail).into());
         }
     }
     check_free(datasets, &new.name).await?;
@@ -140,7 +140,7 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     }
     let detail =
         format!("a dataset is already called {name:?}; choose another name, or remove that dataset first");
-    Err(Error::Of(Code::NameTaken, detail))
+    Err(Error::WithCode(Code::NameTaken, detail))
 }
 
 /// Lets an agent inspect files of an allowed path. Returns the dataset to store.
@@ -161,7 +161,7 @@ async fn inspect_new(
     })
 }
 
-/// Checks the canonical path of a dataset, and the result of its inspection.
+/// Checks the canonical path of a dataset, and the result of its inspection, which is returned.
 ///
 /// # Errors
 /// The files are outside the folders that are allowed for datasets, or cannot be trained on.
@@ -252,7 +252,8 @@ async fn inspect_registered(
 }
 
 /// Inspects a dataset again if it has changed since its last inspection. If the inspection fails or the files are missing, `dataset` stays
-/// as it is, and a warning is returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+/// as it is, and a warning is returned. If the inspection takes longer than [`REFRESH_WAIT`], `dataset` stays as it is, and later checks
+/// get the result.
 pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
     match changes::compare(dataset).await {
         Comparison::Unchanged => return None,
@@ -267,10 +268,17 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
     let (shared, registered) = (Arc::clone(datasets), dataset.clone());
     let inspection =
-        to_the_end(async move { Ok(inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await) });
-    match tokio::time::timeout(REFRESH_WAIT, inspection).await {
-        Ok(Ok(Ok(inspected))) => *dataset = inspected,
-        Ok(Ok(Err(NotInspected::Failed(error))) | Err(error)) => {
+        run_to_completion(
+            async move { Ok(inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await) },
+        );
+    let Ok(inspection) = tokio::time::timeout(REFRESH_WAIT, inspection).await else { return None };
+    match inspection.map_err(NotInspected::Failed).flatten() {
+        Ok(inspected) => {
+            *dataset = inspected;
+            None
+        }
+        Err(NotInspected::UnderWay(_)) => None,
+        Err(NotInspected::Failed(error)) => {
             let name = &dataset.name;
             let why = match error {
                 // The pointers are for a request to register a dataset.
@@ -279,14 +287,12 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
                 }
                 other => other.detail(),
             };
-            return Some(format!(
+            Some(format!(
                 "the files of the dataset {name:?} have changed, and could not be inspected again: {why}. The job was checked with the \
                  numbers of the last inspection"
-            ));
+            ))
         }
-        Ok(Ok(Err(NotInspected::UnderWay(_)))) | Err(_) => {}
     }
-    None
 }
 
 fn no_such_dataset() -> Error {
@@ -354,7 +360,10 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &DatasetList::from(LIST.page(None, visible_datasets(&*store, &caller).await?, &params)?))
+    json_with_etag(
+        &headers,
+        &DatasetList::from(LIST.page(None, visible_datasets(&*store, &caller).await?, &params)?),
+    )
 }
 
 /// Show a dataset
@@ -365,7 +374,7 @@ pub(crate) async fn show(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<Response> {
-    tagged(&headers, &store.dataset(&name).await?.ok_or_else(no_such_dataset)?)
+    json_with_etag(&headers, &store.dataset(&name).await?.ok_or_else(no_such_dataset)?)
 }
 
 /// Remove a dataset
@@ -383,20 +392,24 @@ pub(crate) async fn delete(
     let uploaded =
         store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload_folder(&dataset.path));
     let removed = match uploaded {
-        Some(folder) => to_the_end(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
+        Some(folder) => run_to_completion(uploads::remove(Arc::clone(&datasets), name.clone(), folder)).await,
         None => store.remove_dataset(&name).await.map_err(Error::from),
     };
     match removed {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(error @ Error::Of(Code::DatasetInUse, _)) => {
+        Err(error @ Error::WithCode(Code::DatasetInUse, _)) => {
             let mut jobs = store.unfinished_jobs().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
             if !jobs.iter().all(|job| caller.sees_job(job)) {
                 let detail = "jobs of other people train on this dataset, and some of these jobs are private; ask an admin for the names";
-                return Err(Error::Of(Code::DatasetInUse, detail.into()));
+                return Err(Error::WithCode(Code::DatasetInUse, detail.into()));
             }
             // If no job is left, the jobs have ended meanwhile.
-            Err(if jobs.is_empty() { error } else { Error::Of(Code::DatasetInUse, in_use_message(&jobs)) })
+            Err(if jobs.is_empty() {
+                error
+            } else {
+                Error::WithCode(Code::DatasetInUse, in_use_message(&jobs))
+            })
         }
         Err(error) => Err(error),
     }

@@ -70,7 +70,7 @@ pub(crate) async fn add_dataset(
             }
             StatusCode::UNPROCESSABLE_ENTITY
         }
-        Err(NotInspected::Failed(Error::Conflict(detail) | Error::Of(Code::NameTaken, detail))) => {
+        Err(NotInspected::Failed(Error::Conflict(detail) | Error::WithCode(Code::NameTaken, detail))) => {
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }

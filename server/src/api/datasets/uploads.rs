@@ -8,13 +8,13 @@ use super::{
 };
 use crate::api::prelude::*;
 use crate::{
-    api::{PieceQuery, read_piece, to_the_end},
+    api::{PieceQuery, read_piece, run_to_completion},
     datasets::{
         Datasets,
         uploads::{self, PIECE_BYTES, Upload, UploadError},
     },
     http::{
-        error::{blocking, disk_error},
+        error::{disk_error, run_blocking},
         extract::Body,
     },
 };
@@ -28,7 +28,7 @@ use tokio::sync::Mutex;
 
 /// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
 /// work ends, even if the client disconnects.
-static FOLDERS: Mutex<()> = Mutex::const_new(());
+static FOLDERS_LOCK: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
 
@@ -57,21 +57,21 @@ pub(crate) async fn upload_archive(
     Query(piece): Query<PieceQuery>,
     request: Request,
 ) -> Result<StatusCode> {
-    let upload = upload(&datasets, &caller, &name)?;
+    let upload = find_upload(&datasets, &caller, &name)?;
     check_free(&datasets, &name).await?;
     let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     if piece.offset > 0 {
-        blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
+        run_blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
         return Ok(StatusCode::NO_CONTENT);
     }
-    let lock = FOLDERS.lock().await;
+    let lock = FOLDERS_LOCK.lock().await;
     let registered = dataset_paths(&datasets).await?;
     if registered.iter().any(|path| upload.contains(path)) {
         let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
         return Err(Error::Conflict(detail.into()));
     }
     let folder = datasets.roots.uploads.clone();
-    let written = blocking(move || {
+    let written = run_blocking(move || {
         let _lock = lock;
         uploads::remove_unused(&folder, &registered);
         upload.write(0, &body)
@@ -95,7 +95,7 @@ pub(crate) async fn register_upload(
     Path(name): Path<String>,
     Body(new, _): Body<UploadedDataset>,
 ) -> Inspected<Response> {
-    let upload = upload(&datasets, &caller, &name)?;
+    let upload = find_upload(&datasets, &caller, &name)?;
     let patience = wait.patience()?;
     // The response to an earlier request may have been lost.
     if let Some(dataset) = datasets.store.dataset(&name).await?
@@ -105,9 +105,9 @@ pub(crate) async fn register_upload(
     }
     check_free(&datasets, &name).await?;
     let unpacked = {
-        let lock = FOLDERS.lock().await;
+        let lock = FOLDERS_LOCK.lock().await;
         let (upload, until) = (upload.clone(), Instant::now() + patience.min(TURN));
-        let unpacked = blocking(move || {
+        let unpacked = run_blocking(move || {
             let _lock = lock;
             upload.unpack(until)
         });
@@ -130,7 +130,7 @@ pub(crate) async fn register_upload(
         }
         other => other,
     });
-    Ok(created_response(to_the_end(add(datasets, upload, unpacked.pictures, inspected?)).await?))
+    Ok(created_response(run_to_completion(add(datasets, upload, unpacked.pictures, inspected?)).await?))
 }
 
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
@@ -143,13 +143,13 @@ async fn add(
     pictures: PathBuf,
     dataset: Dataset,
 ) -> Result<Dataset> {
-    let lock = FOLDERS.lock().await;
+    let lock = FOLDERS_LOCK.lock().await;
     if !tokio::fs::try_exists(&pictures).await? {
         let detail = "the zip file was sent again during the inspection of its pictures; ask again";
         return Err(Error::Conflict(detail.into()));
     }
     datasets.store.add_dataset(&dataset).await?;
-    let finished = blocking(move || {
+    let finished = run_blocking(move || {
         let _lock = lock;
         upload.finish()
     });
@@ -159,14 +159,14 @@ async fn add(
 
 /// Removes a dataset that was uploaded, and its files.
 pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBuf) -> Result<()> {
-    let lock = FOLDERS.lock().await;
+    let lock = FOLDERS_LOCK.lock().await;
     datasets.store.remove_dataset(&name).await?;
     // The folder may also be registered under another name.
     let others = dataset_paths(&datasets).await?;
     if others.iter().any(|path| datasets.roots.upload_folder(path).as_ref() == Some(&folder)) {
         return Ok(());
     }
-    let removed = blocking(move || {
+    let removed = run_blocking(move || {
         let _lock = lock;
         uploads::remove_folder(&folder)
     });
@@ -179,7 +179,7 @@ async fn dataset_paths(datasets: &Datasets) -> Result<Vec<String>> {
 }
 
 /// Returns the caller's upload of this name.
-fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
+fn find_upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
     if let Some(mistake) = name_mistake(name) {
         return Err(Error::Invalid(vec![mistake]));
     }

@@ -7,7 +7,7 @@ use crate::{
         list::{Fields, MAX_LIMIT, Pages},
     },
     http::{
-        extract::{Body, count, job_id},
+        extract::{Body, check_count, parse_job_id},
         gate::AuditSubject,
     },
     scheduler::Scheduler,
@@ -52,11 +52,11 @@ const PAGES: Pages = Pages::new("annotations", "id");
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {
-    /// At most 20 000 bytes.
+    /// The job's notes, at most 20 000 bytes.
     notes: Option<String>,
-    /// At most 20 tags, each of at most 40 characters.
+    /// The job's tags: at most 20, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// -1000 to 1000. Has an effect only while the job waits.
+    /// The job's priority, -1000 to 1000. It has an effect only while the job waits.
     priority: Option<i32>,
     /// The project to move the job to.
     project: Option<String>,
@@ -69,26 +69,30 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(query): Query<AnnotationsQuery>,
 ) -> Result<Response> {
-    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
+    let limit = check_count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<Annotation>(query.fields.as_deref())?;
-    let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
-    let seen_by = caller.sees_as();
-    let _permit = large::permit(limit).await?;
+    let after: Option<String> = PAGES.decode(query.cursor.as_deref())?;
+    let seen_by = caller.viewer_name();
+    let _permit = large::acquire_permit(limit).await?;
     let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {
             Some(fields) => fields.select(&annotation),
             None => serde_json::to_value(&annotation),
         };
-        Ok((id.to_string(), annotation.map_err(|error| Error::Internal(format!("an annotation: {error}")))?))
+        Ok((
+            id.to_string(),
+            annotation
+                .map_err(|error| Error::Internal(format!("an annotation cannot be serialized: {error}")))?,
+        ))
     });
     let jobs = jobs.collect::<Result<_>>()?;
     let total = match query.count {
         Some(true) => Some(store.count_annotations(seen_by.as_deref()).await?),
         _ => None,
     };
-    let next_cursor = page.next.map(|id| PAGES.cursor(&id)).transpose()?;
-    large::json(Annotations { jobs, next_cursor, total }).await
+    let next_cursor = page.next.map(|id| PAGES.encode(&id)).transpose()?;
+    large::json_response(Annotations { jobs, next_cursor, total }).await
 }
 
 /// Change a job's notes, tags, priority or project
@@ -119,7 +123,7 @@ pub(crate) async fn change(
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
     }
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let annotation = if change.notes.is_some() || tags.is_some() {
         scheduler.store.annotate(&id, change.notes.as_deref(), tags.as_deref()).await?
     } else {

@@ -8,7 +8,7 @@ use crate::{
         datasets,
         jobs::submission::{self, WeightsCheck},
     },
-    http::extract::Document,
+    http::extract::JobFile,
     scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
@@ -90,7 +90,7 @@ pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
-    Document(document, _): Document,
+    JobFile(document, _): JobFile,
 ) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
         // Only the first trial is checked completely. A submission checks all trials.
@@ -108,7 +108,8 @@ pub(crate) async fn validate(
 
 async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
     let Checked { spec, dataset, .. } = checked;
-    let filter = JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let filter =
+        JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
     let online = scheduler.agents.online();
     let is_online =
@@ -192,8 +193,8 @@ pub(in crate::api) async fn check(
     check_on(scheduler, caller, &datasets, document, start).await
 }
 
-/// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed; otherwise it
-/// has a warning that says why not.
+/// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed. If that is
+/// not possible, the dataset has a warning that says why.
 async fn current_datasets<'a>(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -204,10 +205,10 @@ async fn current_datasets<'a>(
     let refreshed = visible.into_iter().map(|mut dataset| {
         let is_named = names.contains(dataset.name.as_str());
         async move {
-            let warning = match is_named {
-                true => datasets::refresh(&scheduler.datasets, &mut dataset).await,
-                false => None,
-            };
+            let mut warning = None;
+            if is_named {
+                warning = datasets::refresh(&scheduler.datasets, &mut dataset).await;
+            }
             (dataset, warning)
         }
     });
@@ -237,7 +238,7 @@ async fn check_on(
     let (dataset, refresh_warning) = datasets.iter().find(|(d, _)| d.name == name).cloned().unzip();
     if dataset.is_none() && !name.is_empty() {
         let names = datasets.iter().map(|(dataset, _)| dataset.name.as_str());
-        errors.push(error_at("/data/dataset", no_dataset(name, names)));
+        errors.push(error_at("/data/dataset", no_dataset_message(name, names)));
     }
     if let (Some(spec), Some(dataset)) = (&mut spec, &dataset)
         && document.pointer("/data/validation").is_none_or(Value::is_null)
@@ -301,7 +302,7 @@ impl CheckedSweep {
     /// The report on the first trial, for a job file with this section and job.
     fn report(self, section: Value, job: &Value) -> Result<CheckReport> {
         let first = self.trials.into_iter().next();
-        let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+        let first = first.ok_or_else(|| Error::Internal("a checked sweep has no trials".into()))?;
         let report = first.report();
         let spec = spec::read(job).0.unwrap_or_else(|| report.spec.clone());
         Ok(CheckReport { spec, trials: Some(self.settings.len()), sweep: Some(section), ..report })
@@ -312,7 +313,7 @@ impl CheckedSweep {
 /// checked.
 ///
 /// # Errors
-/// Each distinct mistake, or the database cannot be read.
+/// The sweep or its trials have mistakes (each distinct mistake is returned once), or the database cannot be read.
 pub(in crate::api) async fn check_sweep(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -411,11 +412,12 @@ fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String
     })
 }
 
-/// Pointers of the mistakes in the document itself. For these keys, the specification has the default or the recipe's value.
+/// Pointers of the mistakes in the document itself. For the keys at these pointers, the specification has the default or the recipe's
+/// value, so further mistakes may be only consequences.
 struct DocumentMistakes(Vec<String>);
 
 impl DocumentMistakes {
-    /// Whether a mistake is at or below one of these pointers.
+    /// Whether the document has a mistake at or below one of these pointers.
     fn has_any_in(&self, ancestors: &[&str]) -> bool {
         let is_below = |pointer: &str, ancestor: &str| {
             pointer.strip_prefix(ancestor).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -436,13 +438,15 @@ impl DocumentMistakes {
     }
 }
 
-/// The error message if no dataset is called `name`. `names`: the names of the datasets, of which the most similar is suggested.
-pub(in crate::api) fn no_dataset<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
+/// Returns the error message if no dataset is called `name`. `names`: the names of the datasets, of which the most similar is suggested.
+pub(in crate::api) fn no_dataset_message<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
     let names: Vec<_> = names.collect();
-    let hint = match (nearest(name, names.iter().copied()), names.is_empty()) {
-        (_, true) => "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
-        (Some(near), _) => format!("did you mean {near:?}?"),
-        (None, _) => format!("the datasets are {}", names.join(", ")),
+    let hint = if names.is_empty() {
+        "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned()
+    } else if let Some(near) = nearest(name, names.iter().copied()) {
+        format!("did you mean {near:?}?")
+    } else {
+        format!("the datasets are {}", names.join(", "))
     };
     let fetch = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
@@ -493,11 +497,10 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let units = if max_slots == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
     // A machine's number of CPU slots can be changed by an option.
-    let more_slots = match is_cpu {
-        true => {
-            ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`"
-        }
-        false => "",
+    let more_slots = if is_cpu {
+        ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`"
+    } else {
+        ""
     };
     let detail = if capacity.machines > 1 {
         format!(

@@ -12,7 +12,7 @@ use lockstep_protocol::{
 
 /// Maximum number of conditions in a request.
 const MAX_CONDITIONS: usize = 10;
-/// Parameters of lists of jobs that users take for settings.
+/// Parameters of lists of jobs that users may mistake for settings.
 const FILTERS: [&str; 3] = ["state", "owner", "tag"];
 /// Maximum number of characters of a value.
 const VALUE_CHARS: usize = 200;
@@ -35,12 +35,15 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts: Vec<_> = list::split_list(text).collect();
     if parts.len() > MAX_CONDITIONS {
-        return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
+        return Err(condition_error(format!(
+            "has {} conditions; give at most {MAX_CONDITIONS}",
+            parts.len()
+        )));
     }
     parts.into_iter().map(parse_condition).collect()
 }
 
-fn refused(detail: String) -> Error {
+fn condition_error(detail: String) -> Error {
     Error::BadRequest(format!("where {detail}"))
 }
 
@@ -51,32 +54,33 @@ fn parse_condition(text: &str) -> Result<Condition> {
         Some((key.trim(), comparison, rest.get(sign.len()..)?.trim()))
     });
     let Some((path, comparison, value)) = parts else {
-        return Err(refused(format!(
+        return Err(condition_error(format!(
             "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1, but is {:?}",
             shortened(text)
         )));
     };
-    let names: Vec<_> = results().collect();
-    let found = names.iter().copied().find(|name| *name == path).map(result);
-    let (key, kind) = match (single_setting(path, &names), found) {
+    let names: Vec<_> = result_names().collect();
+    let as_result = names.iter().copied().find(|name| *name == path).map(result_sort_key);
+    // A name of both a setting and a result means the setting.
+    let (key, kind) = match (find_single_setting(path, &names), as_result) {
         (Ok((table, key, kind)), _) => {
             let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
             (SortBy::Setting { table, key, is_number }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
         (Err(_), None) if FILTERS.contains(&path) => {
-            return Err(refused(format!(
+            return Err(condition_error(format!(
                 "names {path}, which is not a setting; use the parameter {path} (in the shell --{path})"
             )));
         }
-        (Err(detail), None) => return Err(refused(detail)),
+        (Err(detail), None) => return Err(condition_error(detail)),
     };
     if value.is_empty() {
-        return Err(refused(format!("has no value for {path}; give a value, such as {path}=1")));
+        return Err(condition_error(format!("has no value for {path}; give a value, such as {path}=1")));
     }
     let chars = value.chars().count();
     if chars > VALUE_CHARS {
-        return Err(refused(format!(
+        return Err(condition_error(format!(
             "has a value of {chars} characters for {path}; give at most {VALUE_CHARS}"
         )));
     }
@@ -86,17 +90,21 @@ fn parse_condition(text: &str) -> Result<Condition> {
             let (digits, unit) =
                 value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
             let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
-            let mistake =
-                || refused(format!("compares {path} with {:?}, which is not a number", shortened(value)));
+            let mistake = || {
+                condition_error(format!("compares {path} with {:?}, which is not a number", shortened(value)))
+            };
             SettingValue::Number(number.ok_or_else(mistake)? / unit)
         }
         _ if is_ordered => {
-            return Err(refused(format!(
+            return Err(condition_error(format!(
                 "can compare {path} only with = and !=, because {path} is not a number"
             )));
         }
         Some(Kind::Bool) => SettingValue::Bool(value.parse().map_err(|_| {
-            refused(format!("compares {path} with {:?}, but {path} is true or false", shortened(value)))
+            condition_error(format!(
+                "compares {path} with {:?}, but {path} is true or false",
+                shortened(value)
+            ))
         })?),
         Some(Kind::Word(words)) if !words.contains(&value) => {
             let near = nearest(value, words.iter().copied());
@@ -104,7 +112,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
                 || format!("its values are {}", words.join(", ")),
                 |near| format!("did you mean {near:?}?"),
             );
-            return Err(refused(format!(
+            return Err(condition_error(format!(
                 "compares {path} with {:?}, which is not a value of {path}; {words}",
                 shortened(value)
             )));
@@ -115,12 +123,12 @@ fn parse_condition(text: &str) -> Result<Condition> {
 }
 
 /// The names of results: the best validation accuracy, the speed, and the newest values of metrics.
-pub(super) fn results() -> impl Iterator<Item = &'static str> {
+pub(super) fn result_names() -> impl Iterator<Item = &'static str> {
     ["best", "speed"].into_iter().chain(metric::NAMES)
 }
 
-/// The result with one of the names in [`results`].
-pub(super) fn result(name: &'static str) -> SortBy {
+/// The result with one of the names in [`result_names`].
+pub(super) fn result_sort_key(name: &'static str) -> SortBy {
     match name {
         "best" => SortBy::Best,
         // The newest speed is a column of the job.
@@ -144,11 +152,12 @@ fn is_single(kind: &Kind) -> bool {
 }
 
 /// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has
-/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: other names that the parameter may have.
+/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: names that the request may give in place of a
+/// setting.
 ///
 /// # Errors
-/// The key is unknown or ambiguous. The message continues a sentence that begins with the parameter's name.
-pub(super) fn setting(
+/// The key is unknown or ambiguous. The message continues a sentence that begins with the name of the request's parameter.
+pub(super) fn find_setting(
     path: &str,
     results: &[&str],
 ) -> std::result::Result<(&'static str, &'static str, Kind), String> {
@@ -187,19 +196,16 @@ fn dotted(table: &str, key: &str) -> String {
     if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
 }
 
-/// Same as [`setting`], but refuses settings with several values.
-pub(super) fn single_setting(
+/// Same as [`find_setting`], but refuses settings with several values.
+pub(super) fn find_single_setting(
     path: &str,
     results: &[&str],
 ) -> std::result::Result<(&'static str, &'static str, Kind), String> {
-    let (table, key, kind) = setting(path, results)?;
-    match is_single(&kind) {
-        true => Ok((table, key, kind)),
-        false => Err(format!(
-            "names {}, which has several values; name a setting that has one value",
-            dotted(table, key)
-        )),
+    let (table, key, kind) = find_setting(path, results)?;
+    if is_single(&kind) {
+        return Ok((table, key, kind));
     }
+    Err(format!("names {}, which has several values; name a setting that has one value", dotted(table, key)))
 }
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 use super::check::{Checked, LaunchQuery, Start, check};
 use crate::api::prelude::*;
 use crate::{
-    api::to_the_end,
+    api::run_to_completion,
     auth::Auth,
-    http::extract::Document,
+    http::extract::JobFile,
     lifecycle::Fork,
     scheduler::{
         Scheduler,
@@ -40,16 +40,16 @@ pub(crate) async fn create(
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
-    Document(document, bytes): Document,
+    JobFile(document, bytes): JobFile,
 ) -> Result<Response> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, job) =
-        to_the_end(async move { submit(&scheduler, &caller, &document, key, launched).await }).await?;
+        run_to_completion(async move { submit(&scheduler, &caller, &document, key, launched).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job. If `launched`, the job's agents are started later. `key` is the result of
-/// [`idempotency_key`].
+/// Checks a document and stores it as a job. If `launched`, the job's agents are started later, so the slots are not checked. `key` is the
+/// result of [`idempotency_key`].
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -57,19 +57,19 @@ pub(crate) async fn submit(
     key: Option<(String, String)>,
     launched: bool,
 ) -> Result<(StatusCode, Job)> {
-    if let Some(job) = made_before(&*scheduler.store, caller, key.as_ref()).await? {
+    if let Some(job) = find_earlier_job(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
     let Checked { spec, warnings, .. } =
         check(scheduler, caller, document, Start::FirstStep { launched }).await?;
-    let (status, mut job) = store(scheduler, caller, JobId::generate(), spec, key, None).await?;
+    let (status, mut job) = store_job(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
 }
 
 /// Returns the job that an earlier request with the same `Idempotency-Key` made. Handlers call this function first, so that a later change,
 /// such as a missing file, does not make a repeated request fail.
-pub(in crate::api) async fn made_before(
+pub(in crate::api) async fn find_earlier_job(
     store: &dyn Store,
     caller: &Caller,
     key: Option<&(String, String)>,
@@ -82,7 +82,7 @@ pub(in crate::api) async fn made_before(
 }
 
 /// Stores a checked specification as a job, with its folder.
-pub(in crate::api) async fn store(
+pub(in crate::api) async fn store_job(
     scheduler: &Scheduler,
     caller: &Caller,
     id: JobId,
@@ -102,7 +102,7 @@ pub(in crate::api) async fn store(
     })
 }
 
-/// Returns the client's key and a hash that identifies the request: its path and its body.
+/// Returns the client's `Idempotency-Key`, and a hash of the request's path and body, which identifies the request. `None` without a key.
 pub(in crate::api) fn idempotency_key(
     auth: &Auth,
     caller: &Caller,

@@ -16,11 +16,11 @@ use std::collections::BTreeMap;
 const MAX_BUCKETS: usize = 1000;
 /// Minimum validation accuracy of a job that needs no advice.
 const GOOD_ACCURACY: f64 = 0.97;
-/// Minimum training accuracy of a network that more training does not improve.
+/// Training accuracy from which more training does not improve a network.
 const LEARNED_ACCURACY: f64 = 0.99;
 /// Training and validation accuracies below this value are low.
 const LOW_ACCURACY: f64 = 0.9;
-/// Margin of error above which a validation accuracy is too uncertain.
+/// Margin of error above which a validation accuracy is uncertain.
 const MAX_MARGIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
@@ -35,7 +35,7 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    let series = read(metrics, job, "val_accuracy", None).await?;
+    let series = read_series(metrics, job, "val_accuracy", None).await?;
     let mut by_step = BTreeMap::new();
     for attempt in series {
         // An attempt replaces what an earlier attempt did after the checkpoint.
@@ -52,19 +52,23 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     // With mixed pictures, or a loss other than the default, training and validation accuracy are not comparable.
     let is_comparable = train.mixup == 0.0 && train.cutmix == 0.0 && job.spec.loss == LossSpec::default();
     let is_augmented = data.random_resized_crop || data.augment != Augment::None || data.random_erasing > 0.0;
-    let training = match is_comparable {
-        true => {
-            let last_epoch = job.step.saturating_sub(job.steps_per_epoch) + 1;
-            let series = read(metrics, job, "accuracy", Some(last_epoch)).await?;
-            mean(series.iter().flatten().filter(|bucket| bucket.step >= last_epoch))
-        }
-        false => None,
+    let training = if is_comparable {
+        let first_step = job.step.saturating_sub(job.steps_per_epoch) + 1;
+        let series = read_series(metrics, job, "accuracy", Some(first_step)).await?;
+        mean(series.iter().flatten().filter(|bucket| bucket.step >= first_step))
+    } else {
+        None
     };
     Ok(Course { training, is_augmented, validations, pictures: job.last.val_pictures }.diagnosis())
 }
 
-/// Reads the series of a metric, in the order of attempts and ranks.
-async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Result<Vec<Vec<Bucket>>> {
+/// Reads the series of a metric, from the step `from` on, in the order of attempts and ranks.
+async fn read_series(
+    metrics: &Metrics,
+    job: &Job,
+    name: &str,
+    from: Option<u64>,
+) -> Result<Vec<Vec<Bucket>>> {
     let filter = MetricFilter { name: Some(name.to_owned()), from, ..MetricFilter::default() };
     Ok(query::find(metrics, job, &filter, MAX_BUCKETS).await?.series.into_values().collect())
 }
@@ -75,7 +79,7 @@ fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
     (count > 0).then(|| sum / count as f64)
 }
 
-/// Says whether the validation accuracy of a running job improves; `None` before the second validation.
+/// Returns a text that says whether the validation accuracy of a running job improves; `None` before the second validation.
 fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
     let (newest, before) = validations.split_last()?;
     let best_before = before.iter().copied().reduce(f64::max)?;

@@ -6,7 +6,7 @@ use crate::{
         jobs, large,
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
-    http::extract::count,
+    http::extract::check_count,
     scheduler::Scheduler,
     store::{PAGE_BYTES, RowContent},
 };
@@ -75,15 +75,16 @@ pub(crate) async fn list(
     Query(query): Query<EventsQuery>,
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
+    let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<Event>(query.fields.as_deref())?;
-    let types = list::split_list(query.types.as_deref()).map(|name| list::known_name("type", name, TYPES));
+    let types =
+        list::split_list(query.types.as_deref()).map(|name| list::find_known_name("type", name, TYPES));
     let types = types.collect::<Result<Vec<_>>>()?;
     let has_metrics = types.is_empty() || types.contains(&"metrics");
     let pages = Pages::new("events", ORDER).owned_by("job", job.id.as_str());
-    let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
+    let mut after: u64 = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut bytes, mut examined, mut is_full) = (Vec::new(), 0, 0, false);
-    let _permit = large::permit(limit).await?;
+    let _permit = large::acquire_permit(limit).await?;
     let limit = limit as usize;
     while !is_full {
         let rows = scheduler.store.events(&job.id, after, ROWS).await?;
@@ -104,8 +105,8 @@ pub(crate) async fn list(
                     is_full = true;
                     break 'rows;
                 }
-                let event: Value =
-                    serde_json::from_str(&frame).map_err(|e| Error::Internal(format!("event {seq}: {e}")))?;
+                let event: Value = serde_json::from_str(&frame)
+                    .map_err(|e| Error::Internal(format!("event {seq} cannot be read: {e}")))?;
                 after = seq;
                 let event_type = event.get("type").and_then(Value::as_str).unwrap_or_default();
                 if types.is_empty() || types.contains(&event_type) {
@@ -116,10 +117,11 @@ pub(crate) async fn list(
             after = after.max(row.seq);
         }
         if is_end && !is_full {
-            return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
+            return large::json_response(EventList { events: Elements { items, fields }, next_cursor: None })
+                .await;
         }
         is_full = is_full || examined >= MAX_EXAMINED;
     }
-    let next_cursor = Some(pages.cursor(&after)?);
-    large::json(EventList { events: Elements { items, fields }, next_cursor }).await
+    let next_cursor = Some(pages.encode(&after)?);
+    large::json_response(EventList { events: Elements { items, fields }, next_cursor }).await
 }

@@ -1,5 +1,5 @@
-//! Checks at submission whether a checkpoint fits the job that is to start from the checkpoint. The checkpoint's header lists the classes
-//! of its training, and the database has the dataset's classes. No dataset is opened.
+//! Checks whether a checkpoint fits a job before the job starts from the checkpoint. The header of the checkpoint's weights lists the
+//! classes of its training, and the database has the dataset's classes. No dataset is opened.
 
 use crate::{
     auth::access::Caller,
@@ -90,13 +90,16 @@ pub(crate) fn mistakes(
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     };
     if spec.model.arch != source.model.arch {
-        let (is, was) = (spec.model.arch.as_str(), source.model.arch.as_str());
-        mistake("/model/arch", format!("the checkpoint's network is {was}, not {is}"));
+        let (new, old) = (spec.model.arch.as_str(), source.model.arch.as_str());
+        mistake("/model/arch", format!("the checkpoint's network is {old}, not {new}"));
     }
     let Some(trained) = trained else {
         if spec.model.stem != source.model.stem {
-            let (is, was) = (spec.model.stem.as_str(), source.model.stem.as_str());
-            mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
+            let (new, old) = (spec.model.stem.as_str(), source.model.stem.as_str());
+            mistake(
+                "/model/stem",
+                format!("the checkpoint's network has the {old} stem, not the {new} stem"),
+            );
         }
         return mistakes;
     };
@@ -108,25 +111,25 @@ pub(crate) fn mistakes(
         );
     }
     if trained.channels != info.channels {
-        let (was, is) = (trained.channels, info.channels);
-        let was = plural(was.into(), "channel");
-        let detail =
-            format!("the checkpoint was trained on pictures of {was}, but pictures of {name} have {is}");
+        let (channels, new) = (plural(trained.channels.into(), "channel"), info.channels);
+        let detail = format!(
+            "the checkpoint was trained on pictures of {channels}, but pictures of {name} have {new}"
+        );
         mistake("/data/dataset", detail);
     }
     let trained_size = trained.image_size;
     let size = spec.data.effective_validation_size().unwrap_or(info.height);
     let (trained_stem, stem) =
         (source.model.stem_for(trained_size as usize), spec.model.stem_for(size as usize));
-    let (was, is) = (trained_stem.as_str(), stem.as_str());
+    let (old, new) = (trained_stem.as_str(), stem.as_str());
     if trained_stem != stem && spec.model.stem == source.model.stem {
         let detail = format!(
-            "model.stem = \"auto\" means {is:?} at {size} pixels, but {was:?} at {trained_size} pixels, the size at which the checkpoint \
+            "model.stem = \"auto\" means {new:?} at {size} pixels, but {old:?} at {trained_size} pixels, the size at which the checkpoint \
              was trained: set model.stem, too"
         );
         mistake("/data/image_size", detail);
     } else if trained_stem != stem {
-        mistake("/model/stem", format!("the checkpoint's network has the {was} stem, not the {is} stem"));
+        mistake("/model/stem", format!("the checkpoint's network has the {old} stem, not the {new} stem"));
     }
     mistakes
 }
@@ -135,14 +138,15 @@ pub(crate) fn mistakes(
 ///
 /// # Errors
 /// The dataset is not registered or does not fit, or the store cannot be read.
-pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+    // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
     if job.external.is_some() {
-        return Ok(()); // A run from elsewhere has no dataset here. `lifecycle` refuses to continue the run.
+        return Ok(());
     }
     let name = &job.spec.data.dataset;
-    // In the meantime, a private dataset may have been registered under this name.
+    // A private dataset may have been registered under this name since the job was submitted.
     let is_usable = |dataset: &Dataset| {
-        !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
+        !dataset.private || (job.spec.private && caller.sees(dataset.private, dataset.owner.as_deref()))
     };
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
         // `lifecycle` refuses to continue a job in any other state.

@@ -1,6 +1,6 @@
 //! Parameters of requests for groups of jobs: the keys to group by (`project,train.lr`) and the values of a group (`["vision",0.1]`).
 
-use super::conditions::single_setting;
+use super::conditions::find_single_setting;
 use crate::{
     api::list::{self, Key},
     http::error::{Error, Result},
@@ -50,7 +50,7 @@ fn parse_key(part: &str) -> Result<GroupBy> {
         "state" => GroupBy::State,
         "name" => GroupBy::Name,
         path => {
-            let (table, key, kind) = single_setting(path, &[]).map_err(invalid_by)?;
+            let (table, key, kind) = find_single_setting(path, &[]).map_err(invalid_by)?;
             match (table, key, kind) {
                 ("", "project", _) => GroupBy::Project,
                 ("", "name", _) => GroupBy::Name,

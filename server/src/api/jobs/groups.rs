@@ -4,7 +4,7 @@ use super::{group_keys, list::ListQuery, sorting::numeric_sort_key};
 use crate::api::prelude::*;
 use crate::{
     api::list::{self, Key, MAX_LIMIT, Pages},
-    http::extract::count,
+    http::extract::check_count,
     store::{GroupRow, GroupValue, MeanAndSpread, RunningStatistics, Store},
 };
 use jiff::Timestamp;
@@ -29,7 +29,7 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct GroupsQuery {
-    /// 1 to 3 comma-separated keys to group by: `project`, `owner`, `tag`, `state`, `name`, or settings with one value such as
+    /// Keys to group by, 1 to 3, comma-separated: `project`, `owner`, `tag`, `state`, `name`, or settings with one value such as
     /// `model.arch,train.lr`.
     #[serde(default)]
     #[param(required = true)]
@@ -103,7 +103,7 @@ pub(crate) struct Group {
 impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
         let json = serde_json::to_string(&row.values);
-        let mut id = json.map_err(|e| Error::Internal(format!("a group: {e}")))?;
+        let mut id = json.map_err(|e| Error::Internal(format!("a group cannot be serialized: {e}")))?;
         if id.len() > ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
@@ -147,9 +147,9 @@ pub(crate) async fn list(
         return Err(Error::BadRequest(detail));
     }
     let metrics = names.iter().map(|name| numeric_sort_key(name)).collect::<Result<Vec<_>>>()?;
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let sort = query.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("group");
-    let (sorted_by, _) = list::sort_key(sort);
+    let (sorted_by, _) = list::split_sort_key(sort);
     if !["group", "jobs", "newest"].contains(&sorted_by) && !names.contains(&sorted_by) {
         return Err(Error::BadRequest(format!(
             "sort is {:?}, but must be group, jobs, newest or one of metrics; to sort by a metric, add it to metrics",

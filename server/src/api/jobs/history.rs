@@ -7,7 +7,7 @@ use crate::{
         list::{MAX_LIMIT, Pages},
     },
     auth::Auth,
-    http::extract::{count, job_id},
+    http::extract::{check_count, parse_job_id},
     scheduler::Scheduler,
     store::{AuditEntry, Store},
 };
@@ -21,7 +21,7 @@ use lockstep_protocol::{
 };
 use std::mem::discriminant;
 
-/// Maximum time between a change of state and the audit log's entry of the request, which is written after the response.
+/// Maximum time between a change of state and the entry of its request in the audit log, which is written after the response.
 const MAX_RESPONSE_TIME: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
 /// Parameters of `GET /jobs/{id}/history`.
@@ -55,18 +55,18 @@ pub(crate) async fn show(
     Path(id): Path<String>,
     Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
-    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+    let limit = check_count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let job = jobs::find(&scheduler, &id).await?;
     let pages = Pages::new("history", ORDER).owned_by("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
-    let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
+    let from: usize = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
     if may_see_who {
         auth.audit.flush().await;
     }
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
-    let (parent, forked_from) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
+    let (parent, forked_from) = find_parent(&*scheduler.store, &caller, &job, rows.parent).await?;
     let mut entries = event_entries(&job, forked_from, &rows.events, &rows.requests);
     entries.extend(attempt_entries(&attempts, &rows.events));
     // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
@@ -80,12 +80,12 @@ pub(crate) async fn show(
         at: Some(fork.created_at),
         who: fork.owner,
     });
-    let waits = job.state.is_waiting();
+    // A job that was queued after the newest round of dispatch is not in the plan.
     let unplanned = Waiting { place: rows.jobs_before + 1, reason: None };
-    let queue = waits.then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
+    let queue = job.state.is_waiting().then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
-    let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
+    let next_cursor = (entries.len() > end).then(|| pages.encode(&end)).transpose()?;
     entries.truncate(end);
     entries.drain(..from.min(entries.len()));
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
@@ -93,14 +93,14 @@ pub(crate) async fn show(
 
 /// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. If the
 /// parent is hidden, the id names the fork's own copy of the checkpoint.
-async fn parent(
+async fn find_parent(
     store: &dyn Store,
     caller: &Caller,
     job: &Job,
     parent: Option<Parent>,
 ) -> Result<(Option<Relative>, Option<String>)> {
     let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
-    let row = match job_id(&id) {
+    let row = match parse_job_id(&id) {
         Ok(id) => store.job(&id).await?,
         Err(_) => None,
     };
@@ -123,7 +123,7 @@ async fn parent(
 }
 
 /// Returns the reason if an attempt began with fewer ranks than the job has.
-fn fewer_ranks(events: &[Event], attempt: u32) -> Option<Reason> {
+fn fewer_ranks_reason(events: &[Event], attempt: u32) -> Option<Reason> {
     events.iter().find_map(|event| match &event.body {
         EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: starting, .. }
             if *starting == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
@@ -140,8 +140,12 @@ fn attempt_entries(attempts: &[Attempt], events: &[Event]) -> Vec<Entry> {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
             attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
-        let what =
-            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(events, *number) };
+        let what = What::Started {
+            attempt: *number,
+            checkpoint,
+            agents,
+            reason: fewer_ranks_reason(events, *number),
+        };
         entries.push(Entry { at: *started_at, what, who: None });
         if let Some(at) = *ended_at {
             let what = What::Ended {
@@ -167,26 +171,25 @@ fn event_entries(
 ) -> Vec<Entry> {
     let submission = forked_from.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: submission, who: job.owner.clone() }];
-    let mut previous: Option<(JobState, Option<&ReasonKind>)> = None;
+    let (mut old_state, mut old_kind): (Option<JobState>, Option<&ReasonKind>) = (None, None);
     for Event { seq, at, body } in events {
         if let EventBody::Alert { alert, .. } = body {
             entries.push(Entry { at: *at, what: What::Alert(alert.clone()), who: None });
         }
         let EventBody::State { state, cause, .. } = body else { continue };
         let kind = cause.as_ref().map(Reason::kind);
-        let is_same_kind = |old: Option<&ReasonKind>| old.map(discriminant) == kind.map(discriminant);
-        if previous.is_some_and(|(old_state, old_kind)| old_state == *state && is_same_kind(old_kind)) {
+        let is_new_state = old_state != Some(*state);
+        if !is_new_state && old_kind.map(discriminant) == kind.map(discriminant) {
             continue;
         }
         // The entries of attempts report the end of an active or lost attempt. A run from elsewhere has no such entries.
         let was_active = job.external.is_none()
-            && previous.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
+            && old_state.is_some_and(|state| state.is_active() || state == JobState::Lost);
         // The entry of the attempt's end reports a preemption. A user may request a pause in addition.
-        let was_preempted = matches!(previous, Some((_, Some(ReasonKind::Preempting { .. }))));
-        let was_cancelling = matches!(previous, Some((_, Some(ReasonKind::Cancelling))));
-        let is_new_state = previous.is_none_or(|(old_state, _)| old_state != *state);
+        let was_preempted = matches!(old_kind, Some(ReasonKind::Preempting { .. }));
+        let was_cancelling = matches!(old_kind, Some(ReasonKind::Cancelling));
         let is_inactive_change = is_new_state && !was_active;
-        previous = Some((*state, kind));
+        (old_state, old_kind) = (Some(*state), kind);
         let (what, action) = match (state, kind) {
             // The first entry reports the submission, because this event may be missing if the job had many changes of state.
             (JobState::Queued, _) if *seq == 1 => continue,
@@ -207,14 +210,14 @@ fn event_entries(
             }
             _ => continue,
         };
-        let who = action.and_then(|action| who_asked(requests, action, *at));
+        let who = action.and_then(|action| find_sender(requests, action, *at));
         entries.push(Entry { at: *at, what, who });
     }
     entries
 }
 
 /// Returns the sender of the request with this action whose entry in the audit log is nearest to `at`.
-fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
+fn find_sender(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
     let may_be_request = |entry: &&AuditEntry| {
         let path = entry.object.split('?').next().unwrap_or_default();
         let is_near = entry.at.duration_since(at).abs() <= MAX_RESPONSE_TIME;

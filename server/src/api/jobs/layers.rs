@@ -12,7 +12,7 @@ use lockstep_protocol::{histograms::HistogramKind, network::NetworkDescription};
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct HistogramQuery {
-    /// `weight` or `gradient` (default: both).
+    /// Kind of histograms: `weight` or `gradient` (default: both).
     kind: Option<String>,
     /// Name of a layer, from `layers` of the response.
     layer: Option<String>,

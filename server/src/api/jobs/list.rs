@@ -3,11 +3,11 @@
 use crate::api::prelude::*;
 use crate::{
     api::{
-        jobs::{conditions, group_keys, sorting::sort},
+        jobs::{conditions, group_keys, sorting::parse_sort},
         large,
         list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
-    http::extract::{count, search_text},
+    http::extract::{check_count, check_search_text},
     scheduler::Scheduler,
     store::JobFilter,
 };
@@ -77,9 +77,9 @@ pub(crate) struct ListQuery {
 impl ListQuery {
     /// Parses the parameters.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
-        search_text("name", self.name.as_deref())?;
-        search_text("q", self.q.as_deref())?;
-        search_text("owner", self.owner.as_deref())?;
+        check_search_text("name", self.name.as_deref())?;
+        check_search_text("q", self.q.as_deref())?;
+        check_search_text("owner", self.owner.as_deref())?;
         let project = self.project.clone().filter(|project| !project.is_empty());
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
@@ -96,16 +96,16 @@ impl ListQuery {
             text: self.q.clone().filter(|text| !text.is_empty()),
             conditions: conditions::parse(self.conditions.as_deref())?,
             owner: self.owner.clone().filter(|owner| !owner.is_empty()),
-            seen_by: caller.sees_as(),
+            seen_by: caller.viewer_name(),
             with_notes: false,
             project,
             tags,
             group: group_keys::parse_group(self.by.as_deref(), self.group.as_deref())?,
             created_after: list::parse_time("created_after", self.created_after.as_deref())?,
             created_before: list::parse_time("created_before", self.created_before.as_deref())?,
-            sort: sort(self.sort_text())?,
-            limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
-            cursor: self.pages().read(self.cursor.as_deref())?,
+            sort: parse_sort(self.sort_text())?,
+            limit: check_count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
+            cursor: self.pages().decode(self.cursor.as_deref())?,
         })
     }
 
@@ -129,7 +129,7 @@ impl ListQuery {
 
     /// Encodes a position in this list as `next_cursor`.
     pub(crate) fn next_cursor(&self, next: Option<&crate::store::Cursor>) -> Result<Option<String>> {
-        next.map(|next| self.pages().cursor(next)).transpose()
+        next.map(|next| self.pages().encode(next)).transpose()
     }
 }
 
@@ -145,9 +145,9 @@ pub(crate) async fn list(
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let metrics = list::split_list(query.metrics.as_deref());
-    let metrics = metrics.map(|name| list::known_name("metric", name, &metric::NAMES));
+    let metrics = metrics.map(|name| list::find_known_name("metric", name, &metric::NAMES));
     let metrics = metrics.collect::<Result<Vec<_>>>()?;
-    let _permit = large::permit(filter.limit).await?;
+    let _permit = large::acquire_permit(filter.limit).await?;
     let mut page = scheduler.store.jobs(&filter).await?;
     for job in &mut page.jobs {
         // With all metrics, a long list would consist mostly of metrics.
@@ -160,5 +160,5 @@ pub(crate) async fn list(
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
     let elements = Elements { items: page.jobs, fields };
-    large::json(JobList::from(Page { elements, next_cursor, total })).await
+    large::json_response(JobList::from(Page { elements, next_cursor, total })).await
 }

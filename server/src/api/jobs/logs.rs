@@ -8,7 +8,7 @@ use crate::{
     },
     http::{
         attachment::attachment,
-        extract::{count, search_text},
+        extract::{check_count, check_search_text},
     },
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
@@ -48,11 +48,11 @@ pub(crate) struct LogsQuery {
     /// it consists of one report. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
-    /// `seq` for the oldest line first (default), `-seq` for the newest line first.
+    /// Order of the lines: `seq` for the oldest line first (default), `-seq` for the newest line first.
     sort: Option<String>,
     /// `next_cursor` of the previous page, requested with the same `sort`.
     cursor: Option<String>,
-    /// `text` returns a file of all matching lines regardless of the header `Accept`, for use in links.
+    /// Format of the response: `text` returns a file of all matching lines regardless of the header `Accept`, for use in links.
     format: Option<String>,
     /// Only lines that contain this text of at most 200 characters, ignoring case. Each request searches for at most about a third of a
     /// second; `next_cursor` continues the search.
@@ -64,10 +64,12 @@ impl LogsQuery {
     ///
     /// # Errors
     /// 400: the sort key is unknown.
-    fn newest_first(&self) -> Result<bool> {
-        let Some((name, newest_first)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
-        list::known_name("sort", name, &["seq"])?;
-        Ok(newest_first)
+    fn is_newest_first(&self) -> Result<bool> {
+        let Some((name, is_descending)) = self.sort.as_deref().map(list::split_sort_key) else {
+            return Ok(false);
+        };
+        list::find_known_name("sort", name, &["seq"])?;
+        Ok(is_descending)
     }
 }
 
@@ -79,15 +81,16 @@ pub(crate) struct Logs {
     next_cursor: Option<String>,
 }
 
-/// Lines from the oldest to the newest, and the event from which to continue.
+/// Lines from the oldest to the newest.
 struct FoundLines {
     lines: Vec<Line>,
+    /// Number of the event after which the next page begins (before which, if the newest line comes first); `None` on the last page.
     next: Option<u64>,
 }
 
 impl FoundLines {
     /// Keeps the oldest or newest lines of complete events: at most `limit` lines, unless a single event has more.
-    fn at_most(mut self, limit: usize, keeps_newest: bool) -> Self {
+    fn limit_to(mut self, limit: usize, keeps_newest: bool) -> Self {
         let count = self.lines.len();
         let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
         if count <= limit {
@@ -106,12 +109,12 @@ impl FoundLines {
         self
     }
 
-    async fn into_page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
-        if newest_first {
+    async fn into_page(mut self, pages: Pages<'_>, is_newest_first: bool) -> Result<Response> {
+        if is_newest_first {
             self.lines.reverse();
         }
-        let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
-        large::json(Logs { lines: self.lines, next_cursor }).await
+        let next_cursor = self.next.map(|next| pages.encode(&next)).transpose()?;
+        large::json_response(Logs { lines: self.lines, next_cursor }).await
     }
 }
 
@@ -137,17 +140,17 @@ pub(crate) async fn query(
     headers: HeaderMap,
     Query(query): Query<LogsQuery>,
 ) -> Result<Response> {
-    search_text("q", query.q.as_deref())?;
+    check_search_text("q", query.q.as_deref())?;
     let job = jobs::find(&scheduler, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
         let format = shortened(format);
         return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
-    let newest = query.newest_first()?;
-    let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
+    let newest = query.is_newest_first()?;
+    let limit = check_count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
     let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
-    let position: Option<u64> = pages.read(query.cursor.as_deref())?;
+    let position: Option<u64> = pages.decode(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {
@@ -179,7 +182,7 @@ pub(crate) async fn query(
         let next = range.filter(|_| is_full).map(|(first, last)| if newest { first } else { last });
         FoundLines { lines: lines(events, None), next }
     };
-    found.at_most(limit as usize, newest).into_page(pages, newest).await
+    found.limit_to(limit as usize, newest).into_page(pages, newest).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.

@@ -3,7 +3,7 @@
 use crate::api::prelude::*;
 use crate::{
     api::{jobs, large},
-    http::{attachment::attachment, extract::count},
+    http::{attachment::attachment, extract::check_count},
     metrics::{
         self,
         chunk::{Bucket, SeriesKey},
@@ -131,13 +131,13 @@ pub(crate) async fn find(
     let filter = query.filter()?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
-    let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let points = check_count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let result = query::find(&metrics, &job, &filter, points).await?;
-    large::json(answer(result)).await
+    large::json_response(to_response(result)).await
 }
 
 /// Converts the result of a query to the response.
-pub(crate) fn answer(result: query::ChartData) -> Metrics {
+pub(crate) fn to_response(result: query::ChartData) -> Metrics {
     Metrics {
         as_of_seq: result.as_of,
         exact: result.is_exact,
@@ -176,13 +176,13 @@ pub(crate) async fn csv(
 ) -> Result<Response> {
     let filter = query.filter()?;
     // As in `find`, an invalid `points` is refused, although it has no effect here.
-    count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
+    check_count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
     let name = attachment(&format!("{}-metrics.csv", job.name));
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
-        let part = csv.next().await?;
+        let part = csv.next_part().await?;
         Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
     Ok((
@@ -198,7 +198,8 @@ struct Csv {
     job: Job,
     filter: MetricFilter,
     has_header: bool,
-    /// Series (metric and rank) of which some points are only in chunks. The points in chunks are sent first, then the points in events.
+    /// Series (metric and rank) whose chunks are not sent yet. Some points of these series are only in chunks. The points in chunks are
+    /// sent first, then the points in events.
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
@@ -235,7 +236,8 @@ impl Csv {
         })
     }
 
-    async fn next(&mut self) -> store::Result<Option<String>> {
+    /// Returns the next part of the file; `None` at its end.
+    async fn next_part(&mut self) -> store::Result<Option<String>> {
         if !std::mem::replace(&mut self.has_header, true) {
             return Ok(Some("attempt,rank,name,step,value\n".into()));
         }
@@ -265,9 +267,8 @@ impl Csv {
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
         let name = self.filter.name.as_deref();
-        for (seq, (attempt, rank, columns)) in
-            events.iter().filter_map(|row| Some((row.seq, row.metrics(name)?)))
-        {
+        for row in &events {
+            let Some((attempt, rank, columns)) = row.metrics(name) else { continue };
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }
@@ -275,7 +276,7 @@ impl Csv {
                 columns.into_iter().filter(|c| self.filter.may_match(c))
             {
                 let key = (name, rank);
-                if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
+                if self.watermarks.get(&key).is_none_or(|watermark| row.seq > *watermark) {
                     self.write_lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));
                 }
             }
@@ -292,7 +293,7 @@ impl Csv {
         points: impl Iterator<Item = (u64, f32)>,
     ) {
         let (from, to) = (self.filter.from.unwrap_or(0), self.filter.to.unwrap_or(u64::MAX));
-        let name = quoted(name);
+        let name = csv_field(name);
         for (step, value) in points.filter(|(step, _)| (from..=to).contains(step)) {
             let value = if value.is_finite() { value.to_string() } else { "NaN".to_owned() };
             let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
@@ -301,6 +302,6 @@ impl Csv {
 }
 
 /// A metric's name as a field of CSV (RFC 4180). Names have no line breaks ([`metric::name_mistake`]).
-fn quoted(text: &str) -> Cow<'_, str> {
+fn csv_field(text: &str) -> Cow<'_, str> {
     if text.contains([',', '"']) { format!("\"{}\"", text.replace('"', "\"\"")).into() } else { text.into() }
 }

@@ -4,7 +4,7 @@ use super::metrics::{self, Metrics, MetricsQuery};
 use crate::api::prelude::*;
 use crate::{
     api::{jobs, large, list},
-    http::extract::count,
+    http::extract::check_count,
     metrics::query,
     scheduler::Scheduler,
 };
@@ -71,7 +71,7 @@ pub(crate) async fn find(
         );
         return Err(Error::BadRequest(detail));
     }
-    let points = count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let points = check_count("points", params.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     if points * ids.len() > MAX_TOTAL_POINTS {
         return Err(Error::BadRequest(format!(
             "{points} points for each of {} jobs are more than {MAX_TOTAL_POINTS} in all; request at most {} points, or fewer jobs",
@@ -94,7 +94,8 @@ pub(crate) async fn find(
     metrics::check_name(Some(&name), &jobs)?;
     let (mut results, mut bucket_count) = (Vec::new(), 0);
     for job in jobs {
-        let metrics: Metrics = metrics::answer(query::find(&stored_metrics, &job, &filter, points).await?);
+        let metrics: Metrics =
+            metrics::to_response(query::find(&stored_metrics, &job, &filter, points).await?);
         bucket_count += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
         if bucket_count > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
@@ -104,5 +105,5 @@ pub(crate) async fn find(
         }
         results.push(JobMetrics { job: job.id.to_string(), metrics });
     }
-    large::json(JobsMetrics { jobs: results }).await
+    large::json_response(JobsMetrics { jobs: results }).await
 }

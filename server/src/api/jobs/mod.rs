@@ -26,15 +26,15 @@ mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
 
-pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset, training_samples};
+pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset_message, training_samples};
 pub(crate) use create::submit;
-pub(super) use create::{idempotency_key, made_before, store};
+pub(super) use create::{find_earlier_job, idempotency_key, store_job};
 pub(crate) use list::ListQuery;
 
-use super::to_the_end;
+use super::run_to_completion;
 use crate::api::prelude::*;
 use crate::{
-    http::{conditional, extract::job_id},
+    http::{conditional, extract::parse_job_id},
     lifecycle,
     metrics::Metrics,
     scheduler::{
@@ -48,8 +48,8 @@ use lockstep_protocol::{Job, JobId};
 use std::{collections::HashSet, time::Duration};
 
 /// Returns the ids of the jobs that a caller may not see.
-pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
-    match caller.sees_as() {
+pub(super) async fn hidden_jobs(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
+    match caller.viewer_name() {
         None => Ok(HashSet::new()),
         Some(name) => Ok(store.jobs_hidden_from(&name).await?.into_iter().collect()),
     }
@@ -59,7 +59,7 @@ pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<Ha
 ///
 /// # Errors
 /// 404: no job has this id.
-pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
+pub(super) async fn find_row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
     store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
 }
 
@@ -68,12 +68,12 @@ pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// # Errors
 /// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
-    let mut job = row(&*scheduler.store, &job_id(id)?).await?.job;
+    let mut job = find_row(&*scheduler.store, &parse_job_id(id)?).await?.job;
     scheduler.last_plan.fill_in(&mut job);
     Ok(job)
 }
 
-/// Returns a job as the caller may see it: the parent is included only if the caller may see the parent.
+/// Returns a job as the caller may see it, with its position in the queue. The parent is included only if the caller may see the parent.
 pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
@@ -81,8 +81,8 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
             Ok(id) => scheduler.store.job_ownership(&id).await?,
             Err(_) => None,
         };
-        let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
-        job.parent = is_seen.then_some(parent);
+        let is_visible = owned.is_some_and(|owned| caller.sees_owned(&owned));
+        job.parent = is_visible.then_some(parent);
     }
     scheduler.last_plan.fill_in(&mut job);
     Ok(job)
@@ -101,10 +101,7 @@ async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row
 /// 404: no job that the caller may see has this id.
 pub(super) async fn find_visible(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
-    match caller.sees_job(&job) {
-        true => Ok(job),
-        false => Err(Error::NotFound("no job has this id".into())),
-    }
+    if caller.sees_job(&job) { Ok(job) } else { Err(Error::NotFound("no job has this id".into())) }
 }
 
 /// Maximum of `wait`, in seconds. It is less than the time limit of handlers.
@@ -120,12 +117,12 @@ pub(crate) struct WaitQuery {
     wait: u64,
 }
 
-/// Same as [`row`], but waits until the job has ended, `limit` has passed, or the server stops.
-async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
+/// Same as [`find_row`], but waits until the job has ended, `limit` has passed, or the server stops.
+async fn wait_for_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Result<JobRow> {
     let end = async {
         // Subscribed before the job is read, so that no event in between is missed.
         let mut subscription = scheduler.events.hub.subscribe(id);
-        let mut found = row(&*scheduler.store, id).await?;
+        let mut found = find_row(&*scheduler.store, id).await?;
         let mut seq = found.job.last_seq;
         while !found.job.state.is_final() {
             let _ = subscription.wait(seq).await;
@@ -135,7 +132,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
                 }
                 // The job's state changed, the job was deleted, or the hub no longer has the events.
                 _ => {
-                    found = row(&*scheduler.store, id).await?;
+                    found = find_row(&*scheduler.store, id).await?;
                     seq = found.job.last_seq;
                 }
             }
@@ -147,7 +144,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, limit: Duration) -> Resul
         () = tokio::time::sleep(limit) => {}
         () = scheduler.tasks.stopping.cancelled() => {}
     }
-    row(&*scheduler.store, id).await
+    find_row(&*scheduler.store, id).await
 }
 
 /// Show a job
@@ -163,13 +160,13 @@ pub(crate) async fn show(
     Path(id): Path<String>,
     Query(WaitQuery { wait }): Query<WaitQuery>,
 ) -> Result<Response> {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let row = match wait {
-        0 => row(&*scheduler.store, &id).await?,
-        1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
+        0 => find_row(&*scheduler.store, &id).await?,
+        1..=MAX_WAIT_SECS => wait_for_end(&scheduler, &id, Duration::from_secs(wait)).await?,
         _ => return Err(Error::BadRequest(format!("wait is {wait}, but must be 0 to {MAX_WAIT_SECS}"))),
     };
-    conditional::tagged(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
+    conditional::json_with_etag(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
 }
 
 /// Cancel a job
@@ -182,7 +179,7 @@ pub(crate) async fn cancel(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Cancel).await?;
+    let job = dispatch::stop(&scheduler, &parse_job_id(&id)?, StopRequest::Cancel).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -195,7 +192,7 @@ pub(crate) async fn pause(
     State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    let job = dispatch::stop(&scheduler, &job_id(&id)?, StopRequest::Pause).await?;
+    let job = dispatch::stop(&scheduler, &parse_job_id(&id)?, StopRequest::Pause).await?;
     Ok((StatusCode::ACCEPTED, Json(job)))
 }
 
@@ -210,10 +207,12 @@ pub(crate) async fn resume(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
     let at = crate::now();
-    let changed =
-        scheduler.events.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
+    let changed = scheduler
+        .events
+        .change_job(&parse_job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at)))
+        .await?;
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
@@ -229,7 +228,7 @@ pub(crate) async fn retry(
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
     let job = find(&scheduler, &id).await?;
-    fit::check_newest(&scheduler.checkpoints, &caller, &job).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &job).await?;
     let sweep = match &job.trial {
         Some(trial) => scheduler.store.sweep(&trial.sweep).await?,
         None => None,
@@ -272,8 +271,8 @@ pub(crate) async fn delete(
     State(deleted_jobs): State<Arc<DeletedJobs>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let id = job_id(&id)?;
-    to_the_end(async move { remove(&scheduler, &deleted_jobs, &id).await }).await?;
+    let id = parse_job_id(&id)?;
+    run_to_completion(async move { remove(&scheduler, &deleted_jobs, &id).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

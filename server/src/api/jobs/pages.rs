@@ -13,7 +13,7 @@ use crate::{
     checkpoints::artifact_store::StoredState,
     http::{
         error::PageError,
-        extract::{Body, PageQuery, job_id},
+        extract::{Body, PageQuery, parse_job_id},
     },
     ingest::run_files::RunFiles,
     metrics::Metrics,
@@ -44,13 +44,13 @@ pub(crate) async fn jobs(
     // An invalid filter in the URL is ignored.
     let mut filter = query
         .filter(&caller)
-        .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
+        .unwrap_or_else(|_| JobFilter { seen_by: caller.viewer_name(), ..JobFilter::default() });
     if query.limit.is_none() {
         filter.limit = RENDERED_ROWS;
     }
     let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
-    let any_job = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let any_job = JobFilter { limit: 1, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
     let page = jobs_views::JobsPage {
         jobs: page.jobs,
@@ -125,7 +125,7 @@ pub(crate) async fn new_job(
 async fn jobs_named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
     let name = Some(text.to_owned());
     let filter =
-        JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
+        JobFilter { name, seen_by: caller.viewer_name(), limit: MAX_CLONES_READ, ..JobFilter::default() };
     Ok(scheduler.store.jobs(&filter).await?.jobs)
 }
 
@@ -156,7 +156,8 @@ pub(crate) async fn submit_job(
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit_views::Form::from_pairs(pairs);
-    match submit(&scheduler, &caller, &form.document(), None, false).await {
+    let (key, launched) = (None, false);
+    match submit(&scheduler, &caller, &form.document(), key, launched).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
@@ -199,7 +200,7 @@ pub(crate) async fn job(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Page {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let row = scheduler
         .store
         .job(&id)
@@ -256,7 +257,7 @@ pub(crate) async fn job(
     html(page.render())
 }
 
-/// `GET /compare`: the script reads the jobs' ids from the URL.
+/// `GET /compare`. The page's script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
     html(compare::ComparePage { user: caller.current_user() }.render())
 }

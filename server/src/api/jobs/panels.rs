@@ -42,7 +42,7 @@ pub(crate) struct ProjectPanels {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPanels {
-    /// At most 24 panels.
+    /// The new panels, at most 24.
     panels: Vec<Panel>,
 }
 
@@ -117,14 +117,15 @@ pub(crate) async fn delete(
 }
 
 /// Checks that the caller sees a job of a project, and returns the project's name. Other callers do not learn whether the project exists.
-async fn visible_project(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
+async fn check_visible_project(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
         return Err(Error::NotFound(format!("no project has this name: a project {mistake}")));
     }
-    let projects = store.projects(caller.sees_as().as_deref()).await?;
-    match projects.iter().any(|project| project.name == name) {
-        true => Ok(name),
-        false => Err(Error::NotFound("no job that you may see is in a project with this name".into())),
+    let projects = store.projects(caller.viewer_name().as_deref()).await?;
+    if projects.iter().any(|project| project.name == name) {
+        Ok(name)
+    } else {
+        Err(Error::NotFound("no job that you may see is in a project with this name".into()))
     }
 }
 
@@ -137,7 +138,7 @@ pub(crate) async fn show_project(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<ProjectPanels>> {
-    let project = visible_project(&*store, &caller, name).await?;
+    let project = check_visible_project(&*store, &caller, name).await?;
     let panels = store.panels(PanelsOf::Project(&project)).await?.unwrap_or_default();
     Ok(Json(ProjectPanels { panels }))
 }
@@ -154,9 +155,10 @@ pub(crate) async fn put_project(
     Path(name): Path<String>,
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<ProjectPanels>> {
-    let project = visible_project(&*store, &caller, name).await?;
+    let project = check_visible_project(&*store, &caller, name).await?;
     // Jobs of a project may be runs from elsewhere, whose metrics have any names.
-    let panels = new.check(true)?;
+    let allows_any_metric = true;
+    let panels = new.check(allows_any_metric)?;
     let stored = Some(&panels[..]).filter(|panels| !panels.is_empty());
     store.put_panels(PanelsOf::Project(&project), stored).await?;
     Ok(Json(ProjectPanels { panels }))

@@ -5,7 +5,7 @@ use crate::{
     agents::requests,
     api::{jobs, list::Pages},
     datasets::Datasets,
-    http::extract::count,
+    http::extract::check_count,
     scheduler::Scheduler,
 };
 use lockstep_protocol::{
@@ -68,7 +68,7 @@ impl SamplesQuery {
             let detail = "offset and cursor cannot be combined; leave one of them out";
             return Err(Error::BadRequest(detail.into()));
         }
-        let position = pages.read(self.cursor.as_deref())?;
+        let position = pages.decode(self.cursor.as_deref())?;
         Ok(position.or(self.offset).unwrap_or(0))
     }
 }
@@ -98,7 +98,7 @@ pub(crate) async fn of_dataset(
 ) -> Result<Json<SamplePage>> {
     let dataset = scheduler.store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
-    let limit = count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
+    let limit = check_count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
     let pages = Pages::new("samples", &order).owned_by("dataset", &id);
     let begin = query.previous_count(pages)?;
@@ -125,7 +125,7 @@ pub(crate) async fn of_dataset(
         }
     };
     let samples = read_pictures(&scheduler.datasets, dataset.path, pick).await?;
-    let next_cursor = (next < samples.total).then(|| pages.cursor(&next)).transpose()?;
+    let next_cursor = (next < samples.total).then(|| pages.encode(&next)).transpose()?;
     Ok(Json(SamplePage { samples, next_cursor }))
 }
 

@@ -35,6 +35,6 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ProjectList>> {
-    let projects = store.projects(caller.sees_as().as_deref()).await?;
+    let projects = store.projects(caller.viewer_name().as_deref()).await?;
     Ok(Json(LIST.page(None, projects, &params)?.into()))
 }

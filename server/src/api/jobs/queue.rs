@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::list::{Elements, Fields, MAX_LIMIT, Pages},
-    http::extract::{count, search_text},
+    http::extract::{check_count, check_search_text},
     scheduler::{self, Scheduler},
     store::JobRow,
 };
@@ -43,7 +43,7 @@ impl QueueQuery {
     /// # Errors
     /// The project's name is invalid, or the owner's name is too long.
     fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
-        search_text("owner", self.owner.as_deref())?;
+        check_search_text("owner", self.owner.as_deref())?;
         let project = self.project.as_deref().filter(|project| !project.is_empty());
         if let Some(mistake) = project.and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
@@ -75,29 +75,33 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(query): Query<QueueQuery>,
 ) -> Result<Json<QueuePage>> {
-    Ok(Json(page(&scheduler, &caller, &query).await?))
+    Ok(Json(read_page(&scheduler, &caller, &query).await?))
 }
 
 /// Returns a page of the queue.
-pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+pub(crate) async fn read_page(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    query: &QueueQuery,
+) -> Result<QueuePage> {
+    let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
-    let cursor: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
+    let cursor: Option<(u64, Option<JobId>)> = PAGES.decode(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
     // Uses the order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
     scheduler.last_plan.sort(&mut rows, |row| &row.job.id);
     let planned = scheduler.last_plan.reservations();
     let reservations = reservations(&scheduler.agents, caller, &planned, &rows);
-    let is_requested = |row: &JobRow, is_seen: bool| {
+    let is_requested = |row: &JobRow, is_visible: bool| {
         let matches =
-            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_seen && filter == value;
+            |filter: Option<&str>, value: Option<&str>| filter.is_none() || is_visible && filter == value;
         matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
-    let mut jobs: Vec<Placed> = placed
-        .filter(|(_, row, is_seen)| is_requested(row, *is_seen))
-        .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
+    let mut jobs: Vec<QueueEntry> = placed
+        .filter(|(_, row, is_visible)| is_requested(row, *is_visible))
+        .map(|(place, row, is_visible)| QueueEntry { place, row: is_visible.then_some(row) })
         .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(cursor) = &cursor {
@@ -107,19 +111,19 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let has_more = jobs.len() > limit;
     jobs.truncate(limit);
     let last = jobs.last().filter(|_| has_more).map(|job| (job.place, job.row.map(|row| &row.job.id)));
-    let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
+    let next_cursor = last.map(|last| PAGES.encode(&last)).transpose()?;
     let items = jobs.into_iter().map(|job| queued_job(scheduler, &planned, job)).collect();
     Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
-/// A job and its position; `row` is `None` for a private job of another person.
-struct Placed<'a> {
+/// A job and its position in the queue; `row` is `None` for a private job of another person.
+struct QueueEntry<'a> {
     place: u64,
     row: Option<&'a Arc<JobRow>>,
 }
 
-/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
-/// changed.
+/// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages. Since then, the place may
+/// have changed.
 fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, Option<JobId>)) -> usize {
     let index = last_id.as_ref().and_then(|last_id| jobs.iter().position(|(_, id)| *id == Some(last_id)));
     match (index, last_id) {
@@ -134,7 +138,7 @@ fn previous_count(jobs: &[(u64, Option<&JobId>)], (last_place, last_id): &(u64, 
 fn queued_job(
     scheduler: &Scheduler,
     planned: &[scheduler::Reservation],
-    Placed { place, row }: Placed,
+    QueueEntry { place, row }: QueueEntry,
 ) -> QueuedJob {
     let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };
@@ -171,12 +175,12 @@ fn reservations(
         // Skips a job that has just started, and a machine that has just disconnected.
         let row = rows.iter().find(|row| row.job.id == reservation.job)?;
         let agent = online.iter().find(|agent| agent.row.id == reservation.agent_id)?;
-        let is_seen = caller.sees_job(&row.job);
+        let is_visible = caller.sees_job(&row.job);
         Some(Reservation {
             agent: agent.row.name.clone(),
             agent_id: reservation.agent_id.clone(),
-            job: is_seen.then(|| row.job.id.clone()),
-            name: is_seen.then(|| row.job.name.clone()),
+            job: is_visible.then(|| row.job.id.clone()),
+            name: is_visible.then(|| row.job.name.clone()),
             free: reservation.free.clone(),
             ending: reservation.ending.clone(),
             whole_machine: reservation.is_whole_machine,

@@ -21,7 +21,7 @@ pub(crate) async fn show(
     // The page's title has the number of jobs.
     query.count = Some(true);
     let QueuePage { jobs, reservations, next_cursor, total } =
-        queue::page(&scheduler, &caller, &query).await?;
+        queue::read_page(&scheduler, &caller, &query).await?;
     let may_change =
         |job: &&QueuedJob| caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
     let changeable = jobs.items.iter().filter(may_change).filter_map(|job| job.id.clone()).collect();

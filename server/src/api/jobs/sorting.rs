@@ -31,25 +31,23 @@ const COLUMNS: [(&str, SortBy); 12] = [
 ///
 /// # Errors
 /// 400: jobs cannot be sorted by this key.
-pub(super) fn sort(text: &str) -> Result<JobSort> {
-    let (name, descending) = list::sort_key(text);
-    let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
-        (Some(path), _) => setting(path)?,
-        (_, Some(tag)) => {
-            if tag.trim().is_empty() {
-                return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
-            }
-            if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
-                return Err(Error::BadRequest(format!("sort: tag {mistake}")));
-            }
-            SortBy::Tag(tag.to_owned())
+pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
+    let (name, descending) = list::split_sort_key(text);
+    let by = if let Some(path) = name.strip_prefix("spec.") {
+        setting_sort_key(path)?
+    } else if let Some(tag) = name.strip_prefix("tag:") {
+        if tag.trim().is_empty() {
+            return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
         }
-        _ => {
-            let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::results()).collect();
-            let name = list::known_name("sort", name, &names)?;
-            let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
-            column.map_or_else(|| conditions::result(name), |(_, by)| by)
+        if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
+            return Err(Error::BadRequest(format!("sort: tag {mistake}")));
         }
+        SortBy::Tag(tag.to_owned())
+    } else {
+        let names: Vec<_> = COLUMNS.iter().map(|(name, _)| *name).chain(conditions::result_names()).collect();
+        let name = list::find_known_name("sort", name, &names)?;
+        let column = COLUMNS.into_iter().find(|(known, _)| *known == name);
+        column.map_or_else(|| conditions::result_sort_key(name), |(_, by)| by)
     };
     Ok(JobSort { by, descending })
 }
@@ -59,7 +57,7 @@ pub(super) fn sort(text: &str) -> Result<JobSort> {
 /// # Errors
 /// 400: the name is unknown, or its values are not numbers.
 pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
-    let JobSort { by, descending } = sort(name)?;
+    let JobSort { by, descending } = parse_sort(name)?;
     let is_number = match by {
         SortBy::Created | SortBy::Started | SortBy::Finished => false,
         SortBy::Name | SortBy::State | SortBy::Project | SortBy::Owner | SortBy::Tag(_) => false,
@@ -75,17 +73,17 @@ pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
     Ok(by)
 }
 
-/// Parses a key of the specification.
+/// Parses a key of the specification as a sort key.
 ///
 /// # Errors
 /// 400: the key is unknown, or its values are not stored with the specification (project, tags and notes).
-fn setting(path: &str) -> Result<SortBy> {
-    let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
-    let (table, key, kind) = conditions::setting(path, &[]).map_err(refused)?;
+fn setting_sort_key(path: &str) -> Result<SortBy> {
+    let sort_error = |detail: String| Error::BadRequest(format!("sort {detail}"));
+    let (table, key, kind) = conditions::find_setting(path, &[]).map_err(sort_error)?;
     let is_number = match kind {
         Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
         Kind::Project | Kind::Tags | Kind::Notes => {
-            return Err(refused(format!(
+            return Err(sort_error(format!(
                 "names spec.{key}, which is not part of the stored specification; sort by project or tag:NAME"
             )));
         }
@@ -118,25 +116,25 @@ mod tests {
             ("x.y", None),
             ("", None),
         ] {
-            let found = setting(path).ok();
+            let found = setting_sort_key(path).ok();
             let is_number = found.map(|by| matches!(by, SortBy::Setting { is_number: true, .. }));
             assert_eq!(is_number, expected, "{path}");
         }
-        assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Metric("loss"), descending: true });
-        assert_eq!(sort("grad_norm").unwrap().by, SortBy::Metric("grad_norm"));
-        assert_eq!(sort("images_per_second").unwrap().by, SortBy::Speed);
+        assert_eq!(parse_sort("-loss").unwrap(), JobSort { by: SortBy::Metric("loss"), descending: true });
+        assert_eq!(parse_sort("grad_norm").unwrap().by, SortBy::Metric("grad_norm"));
+        assert_eq!(parse_sort("images_per_second").unwrap().by, SortBy::Speed);
         assert_eq!(
-            sort("-tag:warm up").unwrap(),
+            parse_sort("-tag:warm up").unwrap(),
             JobSort { by: SortBy::Tag("warm up".into()), descending: true }
         );
-        assert!(sort("tag:").is_err() && sort(&format!("tag:{}", "é".repeat(40))).is_ok());
-        assert!(sort(&format!("tag:{}", "é".repeat(41))).is_err());
-        assert!(sort("losss").is_err() && sort("").is_err() && sort("-").is_err());
+        assert!(parse_sort("tag:").is_err() && parse_sort(&format!("tag:{}", "é".repeat(40))).is_ok());
+        assert!(parse_sort(&format!("tag:{}", "é".repeat(41))).is_err());
+        assert!(parse_sort("losss").is_err() && parse_sort("").is_err() && parse_sort("-").is_err());
     }
 
     #[test]
     fn an_unknown_sort_is_refused_with_all_names() {
-        let Err(Error::BadRequest(detail)) = sort("xxxxxxxxxxxx") else { panic!("it is refused") };
+        let Err(Error::BadRequest(detail)) = parse_sort("xxxxxxxxxxxx") else { panic!("it is refused") };
         let names: Vec<_> = detail.split_once("the names are ").expect("all names").1.split(", ").collect();
         let mut once = names.clone();
         once.sort_unstable();

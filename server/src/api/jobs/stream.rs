@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     api::jobs,
     events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
-    http::extract::job_id,
+    http::extract::parse_job_id,
     scheduler::Scheduler,
     store::{EventRow, JobFilter, JobRow},
 };
@@ -13,8 +13,10 @@ use axum::extract::{
     ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::Job;
-use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, HEARTBEAT_SECS, Pace};
+use lockstep_protocol::{
+    Job,
+    stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, HEARTBEAT_SECS, Pace},
+};
 use std::{sync::atomic::Ordering, time::Duration};
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 
@@ -59,11 +61,11 @@ pub(crate) async fn job_stream(
     Query(query): Query<SinceQuery>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
-    let id = job_id(&id)?;
+    let id = parse_job_id(&id)?;
     let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     // Subscribed before the job is read, so that no event in between is missed.
     let subscription = scheduler.events.hub.subscribe(&id);
-    let row = jobs::row(&*scheduler.store, &id).await?;
+    let row = jobs::find_row(&*scheduler.store, &id).await?;
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = scheduler.tasks.tracker.clone();
         tasks.track_future(async move {
@@ -75,8 +77,8 @@ pub(crate) async fn job_stream(
     }))
 }
 
-/// Time limit for sending a close frame, which waits behind earlier messages. A reader that was asleep for longer (a laptop) gets no close
-/// frame: its connection is broken.
+/// Time limit for sending a close frame, which waits behind earlier messages. A reader that sleeps for longer, such as a laptop, gets no
+/// close frame, and its connection is broken.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Close code and reason if the token or session of a reader has ended.
@@ -89,15 +91,15 @@ const UNAVAILABLE: (u16, &str) = (close_code::AGAIN, "the database is not availa
 /// The connection has ended.
 struct Disconnected;
 
-/// The connection to a browser that reads a stream. The server writes to `to`; a task waits for the close on the other half.
+/// The connection to a browser that reads a stream. The server writes to `sink`; a task reads the other half and waits for its end.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
-    to: SplitSink<WebSocket, Message>,
+    sink: SplitSink<WebSocket, Message>,
     /// The end of the reading half. The value is the close code if the reader sent a message that is not allowed.
     closed: tokio::task::JoinHandle<Option<u16>>,
     /// Number of the last event that was written to the connection.
-    sent: u64,
+    last_sent: u64,
     /// Whether the reader was too slow and is no longer counted in `stream_clients`.
     is_given_up: bool,
 }
@@ -105,38 +107,38 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn new(scheduler: &'a Scheduler, caller: Caller, socket: WebSocket) -> Self {
         scheduler.events.stream_clients.fetch_add(1, Ordering::Relaxed);
-        let (to, mut from) = socket.split();
+        let (sink, mut incoming) = socket.split();
         let closed = tokio::spawn(async move {
             loop {
-                match from.next().await {
+                match incoming.next().await {
                     Some(Ok(Message::Close(_))) | None => return None,
                     Some(Ok(_)) => {}
                     Some(Err(error)) => return Some(crate::api::close_code_of(&error)),
                 }
             }
         });
-        Self { scheduler, caller, to, closed, sent: 0, is_given_up: false }
+        Self { scheduler, caller, sink, closed, last_sent: 0, is_given_up: false }
     }
 
     /// Sends a message; `seq` is the number of the event in the message, if any. Closes the connection of a reader that does not read. The
     /// reader can reconnect with the number of the last event that it received.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
-        let Self { scheduler, caller, to, sent, .. } = self;
+        let Self { scheduler, caller, sink, last_sent, .. } = self;
         let sending = async {
-            to.feed(message).await?;
+            sink.feed(message).await?;
             // The event counts as sent before it is flushed: the message is in the buffer, and a close frame follows it.
-            *sent = seq.unwrap_or(*sent);
-            to.flush().await
+            *last_sent = seq.unwrap_or(*last_sent);
+            sink.flush().await
         };
         let end = tokio::select! {
             result = sending => return result.map_err(|_| Disconnected),
-            () = caller.ended() => SIGNED_OUT,
+            () = caller.wait_until_ended() => SIGNED_OUT,
             () = scheduler.tasks.stopping.cancelled() => STOPPING,
             () = tokio::time::sleep(scheduler.config.stream_timeout) => {
                 // The reader is too slow. The reason is the number of the last event that was sent.
                 self.is_given_up = true;
                 self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
-                let reason = self.sent.to_string();
+                let reason = self.last_sent.to_string();
                 self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
                 return Err(Disconnected);
             }
@@ -148,7 +150,7 @@ impl<'a> Reader<'a> {
     async fn close_when_read(&mut self, code: u16, reason: &str) {
         let frame = CloseFrame { code, reason: reason.into() };
         let closing = async {
-            self.to.send(Message::Close(Some(frame))).await?;
+            self.sink.send(Message::Close(Some(frame))).await?;
             // Waits until the reader closes. If the server closed the socket with unread input, the operating system would drop output that
             // the reader has not received yet.
             let _ = (&mut self.closed).await;
@@ -157,7 +159,7 @@ impl<'a> Reader<'a> {
         tokio::select! {
             _ = tokio::time::timeout(CLOSE_TIMEOUT, closing) => {}
             () = self.scheduler.tasks.stopping.cancelled() => {}
-            () = self.caller.ended() => {}
+            () = self.caller.wait_until_ended() => {}
         }
     }
 
@@ -167,11 +169,11 @@ impl<'a> Reader<'a> {
     }
 
     async fn send_events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
-        for (seq, text) in row.frames(self.sent) {
+        for (seq, text) in row.frames(self.last_sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
         // Also skips an event that this version cannot read.
-        self.sent = self.sent.max(row.seq);
+        self.last_sent = self.last_sent.max(row.seq);
         Ok(())
     }
 
@@ -188,7 +190,7 @@ impl<'a> Reader<'a> {
                 let code = closed.ok().flatten()?;
                 Some((code, "a reader of a stream may send only pongs"))
             }
-            () = self.caller.ended() => Some(SIGNED_OUT),
+            () = self.caller.wait_until_ended() => Some(SIGNED_OUT),
             () = self.scheduler.tasks.stopping.cancelled() => Some(STOPPING),
         }
     }
@@ -196,7 +198,8 @@ impl<'a> Reader<'a> {
     /// Closes the connection. Returns an error, because the connection has then ended.
     async fn close(&mut self, (code, reason): (u16, &str)) -> std::result::Result<(), Disconnected> {
         let frame = CloseFrame { code, reason: reason.into() };
-        let _ = tokio::time::timeout(Duration::from_secs(1), self.to.send(Message::Close(Some(frame)))).await;
+        let _ =
+            tokio::time::timeout(Duration::from_secs(1), self.sink.send(Message::Close(Some(frame)))).await;
         Err(Disconnected)
     }
 }
@@ -210,6 +213,7 @@ impl Drop for Reader<'_> {
     }
 }
 
+/// Sends all events of a job after `since`, and then new events, until the job or the connection ends.
 async fn follow(
     scheduler: &Scheduler,
     mut reader: Reader<'_>,
@@ -224,9 +228,9 @@ async fn follow(
     // Events before `first_seq` were removed; their points can be read only with `GET /jobs/{id}/metrics`.
     // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
     // until it is reached.
-    reader.sent = since.min(last_seq).max(first_seq - 1);
+    reader.last_sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
-    // The job's state after event `max(reader.sent, last_seq)`.
+    // The job's state after event `max(reader.last_sent, last_seq)`.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
@@ -234,17 +238,17 @@ async fn follow(
     };
     let job = Box::new(Job { notes: None, queue: None, ..job });
     reader.send_frame(&Frame::Hello { job, first_seq, last_seq }).await?;
-    let mut live = false;
+    let mut is_live = false;
     let (mut sent_pace, mut next_progress) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
-        if let Some(events) = subscription.rows_after(reader.sent) {
+        if let Some(events) = subscription.rows_after(reader.last_sent) {
             for event in &events {
                 reader.send_events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
         } else {
-            let events = match scheduler.store.events(&id, reader.sent, REPLAY_EVENTS).await {
+            let events = match scheduler.store.events(&id, reader.last_sent, REPLAY_EVENTS).await {
                 Ok(events) => events,
                 Err(error) => {
                     tracing::warn!(%error, "the events of a stream cannot be read");
@@ -252,14 +256,14 @@ async fn follow(
                 }
             };
             for event in &events {
-                if event.first_seq() > reader.sent + 1 {
+                if event.first_seq() > reader.last_sent + 1 {
                     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
                         return reader.close(UNAVAILABLE).await;
                     };
-                    if first_seq > reader.sent + 1 {
+                    if first_seq > reader.last_sent + 1 {
                         // The next events were removed; their points can be read only with `GET /jobs/{id}/metrics`. `hello` of a new
                         // connection tells where the stream continues.
-                        let reason = reader.sent.to_string();
+                        let reason = reader.last_sent.to_string();
                         return reader.close((CLOSE_TOO_SLOW, &reason)).await;
                     }
                 }
@@ -270,19 +274,19 @@ async fn follow(
                 continue;
             }
         }
-        if !live && reader.sent >= last_seq {
-            live = true;
-            let seq = reader.sent;
+        if !is_live && reader.last_sent >= last_seq {
+            is_live = true;
+            let seq = reader.last_sent;
             reader.send_frame(&Frame::Live { seq }).await?;
         }
-        if live && state.is_final() && !keep_open {
+        if is_live && state.is_final() && !keep_open {
             reader.send_frame(&Frame::End { state }).await?;
             reader.close_when_read(close_code::NORMAL, "the job is over").await;
             return Ok(());
         }
         loop {
-            let sent = reader.sent;
-            let new_pace = subscription.pace().filter(|pace| live && sent_pace != Some(*pace));
+            let last_sent = reader.last_sent;
+            let new_pace = subscription.pace().filter(|pace| is_live && sent_pace != Some(*pace));
             if let Some(pace) = new_pace
                 && Instant::now() >= next_progress
             {
@@ -291,7 +295,7 @@ async fn follow(
                 continue;
             }
             tokio::select! {
-                update = subscription.wait(sent) => match update {
+                update = subscription.wait(last_sent) => match update {
                     JobUpdate::Events => break,
                     JobUpdate::Labels(labels) => reader.send_frame(&Frame::Changed(labels)).await?,
                     JobUpdate::Deleted => return reader.close((close_code::NORMAL, "the job was deleted")).await,
@@ -333,6 +337,7 @@ pub(crate) async fn list_stream(
     }))
 }
 
+/// Sends changes of all jobs that the reader may see, until the connection ends.
 async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
     let mut list = scheduler.events.hub.subscribe_to_list();
     reader.send_frame(&Frame::Live { seq: 0 }).await?;
@@ -348,7 +353,7 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                 // The reader fell behind. Each frame has a job's current state, so the newest list replaces all missed frames.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: RESENT_JOBS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
+                    let filter = JobFilter { limit: RESENT_JOBS, seen_by: reader.caller.viewer_name(), ..JobFilter::default() };
                     let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
                         reader.send_frame(&Frame::Job { job: Box::new(job) }).await?;

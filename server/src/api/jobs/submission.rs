@@ -25,7 +25,8 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of broken files that a warning names.
 const MAX_NAMED: usize = 3;
 
-/// Fetches the checkpoint from which a job begins if only the object store has a copy. The later check reports a damaged checkpoint.
+/// Fetches the checkpoint from which a job begins, if only the object store has a copy. A checkpoint that is missing or damaged there is
+/// not an error here, because the agent's check of the weights reports it.
 async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
@@ -39,7 +40,7 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
     Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
 }
 
-/// Chooses a validation split that the dataset has, for a document that names no validation split.
+/// Chooses the validation split for a document that names none: a split that the dataset has, or a fraction of the training pictures.
 pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     let Validation::Split(default_split) = &spec.data.validation else { return };
     if default_split == "none" || spec.data.folds.is_some() {
@@ -155,8 +156,8 @@ pub(crate) async fn check_pretrained(
             Some(row) => scheduler.store.job_ownership(&row.job).await?,
             None => None,
         };
-        let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
-        match row.filter(|_| is_seen) {
+        let is_visible = job.is_some_and(|owned| caller.sees_owned(&owned));
+        match row.filter(|_| is_visible) {
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
                 fetch_from_store(&scheduler.checkpoints, &row).await?;
@@ -182,9 +183,10 @@ pub(crate) async fn check_pretrained(
         image_size: spec.data.effective_validation_size().unwrap_or(info.height),
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
-        allowed: match is_checkpoint || is_known_name {
-            true => None,
-            false => scheduler.datasets.roots.allowed_weights_folders(given),
+        allowed: if is_checkpoint || is_known_name {
+            None
+        } else {
+            scheduler.datasets.roots.allowed_weights_folders(given)
         },
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {

@@ -49,10 +49,11 @@ impl<'a> Pages<'a> {
     }
 
     /// Encodes a position as a cursor.
-    pub(in crate::api) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
+    pub(in crate::api) fn encode<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.owner.map(|(_, id)| id.to_owned());
         let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
-        let json = serde_json::to_vec(&position).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
+        let json = serde_json::to_vec(&position)
+            .map_err(|e| Error::Internal(format!("a cursor cannot be serialized: {e}")))?;
         Ok(BASE64_URL_SAFE_NO_PAD.encode(json))
     }
 
@@ -60,10 +61,10 @@ impl<'a> Pages<'a> {
     ///
     /// # Errors
     /// 400: the text is not a cursor, or belongs to another list, job, dataset or order.
-    pub(in crate::api) fn read<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
+    pub(in crate::api) fn decode<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
         let invalid =
-            |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
+            |what: &str| Error::WithCode(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
         let position: Option<CursorPosition<Value>> =
             bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());

@@ -49,9 +49,9 @@ fn pages_of_any_size_are_the_whole_list_in_order() {
 
 #[test]
 fn a_cursor_with_a_nul_character_is_refused() {
-    let cursor = Pages::new("items", "id").cursor(&(Key::Text("a\0".into()), "a")).unwrap();
+    let cursor = Pages::new("items", "id").encode(&(Key::Text("a\0".into()), "a")).unwrap();
     let page = ITEMS.page(None, items(), &ListParams { cursor: Some(cursor), ..ListParams::default() });
-    let Err(Error::Of(Code::WrongCursor, detail)) = page else { panic!("it is refused") };
+    let Err(Error::WithCode(Code::WrongCursor, detail)) = page else { panic!("it is refused") };
     assert!(detail.contains("not valid for this list"), "{detail}");
 }
 

@@ -12,8 +12,8 @@ use crate::{
     checkpoints::Checkpoints,
     datasets::notes,
     http::{
-        error::{Code, blocking},
-        extract::{Body, job_id},
+        error::{Code, run_blocking},
+        extract::{Body, parse_job_id},
         gate::AuditSubject,
     },
     store::{CheckpointRow, NewVersion, Store},
@@ -58,13 +58,13 @@ pub(crate) struct ModelDetail {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewModel {
-    /// 1 to 100 letters, digits, `-`, `_` and `.`.
+    /// The model's name: 1 to 100 letters, digits, `-`, `_` and `.`.
     name: String,
     /// Id of a checkpoint, whose job must have ended.
     checkpoint: Option<String>,
     /// In place of `checkpoint`, the id of a job, whose best checkpoint is registered (the newest if no checkpoint was validated).
     job: Option<String>,
-    /// At most 20 000 bytes.
+    /// Text about the version, at most 20 000 bytes.
     #[serde(default)]
     description: String,
 }
@@ -165,20 +165,20 @@ pub(crate) async fn create(
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
     if versions.first().is_some_and(|first| !auth.may_change(&caller, first.ownership.owner.as_deref())) {
         let detail = format!("the model {model:?} belongs to somebody else; choose another name");
-        return Err(Error::Of(Code::NameTaken, detail));
+        return Err(Error::WithCode(Code::NameTaken, detail));
     }
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(Error::invalid("/description", detail));
     }
     let row = choose_checkpoint(&checkpoints, &auth, &caller, &new).await?;
-    checkpoints::check_here(&checkpoints, &row).await?;
+    checkpoints::ensure_on_disk(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
         // The lock prevents the removal of the checkpoint.
         let _lock = checkpoints.removal_lock.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
         if !checkpoints.has_copy(&row, Some(&copies)) {
-            return Err(checkpoints::removed());
+            return Err(checkpoints::removed_error());
         }
         let new = NewVersion {
             model: model.clone(),
@@ -214,7 +214,7 @@ async fn choose_checkpoint(
             let row = checkpoints::find(store, id).await?;
             (row.job.clone(), Some(row))
         }
-        (None, Some(id)) => (job_id(id)?, None),
+        (None, Some(id)) => (parse_job_id(id)?, None),
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
     let owned = store.job_ownership(&job).await?;
@@ -247,7 +247,7 @@ async fn lineage(
     let state = regular_files::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
-    Ok((versions, blocking(move || notes::dataset_note(&job_dir)).await?))
+    Ok((versions, run_blocking(move || notes::dataset_note(&job_dir)).await?))
 }
 
 /// Show a version

@@ -7,7 +7,7 @@ use crate::{
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
     auth::Auth,
-    http::extract::{PageQuery, count},
+    http::extract::{PageQuery, check_count},
     store::AuditEntry,
 };
 use lockstep_protocol::JobId;
@@ -59,14 +59,14 @@ pub(crate) async fn list(
     State(auth): State<Arc<Auth>>,
     Query(query): Query<AuditQuery>,
 ) -> Result<Json<AuditPage>> {
-    Ok(Json(page(&auth, &query).await?))
+    Ok(Json(read_page(&auth, &query).await?))
 }
 
 /// Returns a page of the audit log.
-pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
+pub(crate) async fn read_page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
+    let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;
-    let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
+    let cursor: Option<String> = PAGES.decode(query.cursor.as_deref())?;
     let after = list::parse_time("created_after", query.created_after.as_deref())?;
     let before = list::parse_time("created_before", query.created_before.as_deref())?;
     // Ids begin with the entry's time in milliseconds, as twelve hexadecimal digits.
@@ -85,7 +85,7 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
         has_more = has_more && newer == entries.len();
         entries.truncate(newer);
     }
-    let next_cursor = entries.last().filter(|_| has_more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let next_cursor = entries.last().filter(|_| has_more).map(|entry| PAGES.encode(&entry.id)).transpose()?;
     let entries = Elements { items: entries, fields };
     Ok(AuditPage { entries, next_cursor })
 }
@@ -96,7 +96,7 @@ pub(crate) async fn show(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AuditQuery>,
 ) -> html::Page {
-    let AuditPage { entries, next_cursor: next } = page(&auth, &query).await?;
+    let AuditPage { entries, next_cursor: next } = read_page(&auth, &query).await?;
     let lines = entries.items.into_iter().map(|entry| views::AuditLine {
         at: entry.at,
         who: entry.who,

@@ -32,14 +32,14 @@ use std::{net::IpAddr, time::Duration};
 /// Maximum length of the path to return to, in bytes.
 const MAX_NEXT_BYTES: usize = 2000;
 
-/// `GET /login`
+/// Parameters of `GET /login`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct LoginQuery {
     code: Option<String>,
     next: Option<String>,
 }
 
-/// `POST /login`
+/// The forms of `POST /login`: a token, a name and a password, or the first person.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LoginForm {
     #[serde(default)]
@@ -57,8 +57,8 @@ pub(crate) struct LoginForm {
 /// Returns the path to go to after signing in, which is always on this server (no open redirect).
 pub(crate) fn return_path(next: Option<&str>) -> &str {
     let is_local = |next: &&str| {
-        let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
-        plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
+        let is_plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
+        is_plain && next.len() <= MAX_NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
     };
     next.filter(is_local).unwrap_or("/jobs")
 }
@@ -66,7 +66,7 @@ pub(crate) fn return_path(next: Option<&str>) -> &str {
 /// Whether the caller may make the first person: the caller is an admin, and the server has no people yet.
 fn may_set_up(auth: &Auth, caller: Option<&Caller>) -> bool {
     let is_admin = caller.is_some_and(|caller| caller.may(Scope::Admin));
-    is_admin && auth.access.required && !auth.access.has_people()
+    is_admin && auth.access.must_authenticate && !auth.access.has_people()
 }
 
 /// `GET /login`: signs in with the code of a login link, or shows the form to sign in or to make the first person.
@@ -90,9 +90,9 @@ pub(crate) async fn show(
         };
     };
     match auth.access.take_login_code(code) {
-        Some((token_id, until)) => {
-            let remaining =
-                until.map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
+        Some((token_id, session_until)) => {
+            let remaining = session_until
+                .map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
             let life = remaining.map_or(SESSION_LIFE, |remaining| remaining.min(SESSION_LIFE));
             Ok(sign_in(&auth, &peer, &token_id, next, life).await?)
         }
@@ -119,7 +119,7 @@ pub(crate) async fn submit(
     }
     let name = input.name.trim();
     if !name.is_empty() {
-        return match auth.access.by_password(name, input.password, peer.address).await {
+        return match auth.access.authenticate_password(name, input.password, peer.address).await {
             Ok(row) => Ok(sign_in_person(&auth, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => {
                 login_form(&auth, &ingress, next, name, Some("The name or the password is wrong."))
@@ -128,7 +128,7 @@ pub(crate) async fn submit(
         };
     }
     let failed = |why| count_failed_attempt(&auth, &ingress, peer.address, next, why);
-    let caller = auth.access.by_token(input.token.trim()).ok();
+    let caller = auth.access.authenticate_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
             Ok(sign_in(&auth, &peer, &token.id, next, SESSION_LIFE).await?)
@@ -148,7 +148,8 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    match people::add(auth, new, true).await {
+    let must_be_first = true;
+    match people::add(auth, new, must_be_first).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
         // Somebody else has made the first person.
         Err(error @ Error::Conflict(_)) => Err(error.into()),
@@ -222,11 +223,11 @@ pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, 
 fn count_failed_attempt(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
     match auth.access.attempts.count_failure(from) {
         Ok(()) => login_form(auth, ingress, next, "", Some(why)),
-        Err(wait) => Err(PageError(people::too_often(from, wait))),
+        Err(wait) => Err(PageError(people::too_often_error(from, wait))),
     }
 }
 
-/// Makes a session of duration `life` for a person who has just been authenticated.
+/// Makes a session of the lifetime `life` for a person who has just been authenticated.
 ///
 /// # Errors
 /// The person was changed since the authentication, or the store cannot be written.
@@ -238,16 +239,16 @@ pub(crate) async fn sign_in_person(
     life: Duration,
 ) -> Result<Response> {
     // The lock prevents changes of the person between this check and the session.
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if auth.access.person(&row.person.name).as_ref() != Some(row) {
         return Err(Error::Unauthorized("this person was changed a moment ago; sign in again".into()));
     }
     sign_in(auth, peer, &row.principal(), next, life).await
 }
 
-/// Makes a session of duration `life`. `token_id` is a token's id or a person's principal.
+/// Makes a session of the lifetime `life`. `token_id` is a token's id or a person's principal.
 async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Duration) -> Result<Response> {
-    let secret = Secret::plain()?;
+    let secret = Secret::new_plain()?;
     let now = crate::now();
     let session = SessionRow {
         hash: secret.hash,

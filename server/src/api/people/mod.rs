@@ -27,10 +27,10 @@ use std::{net::IpAddr, time::Duration};
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewPerson {
-    /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
+    /// The person's name: 1 to 64 characters, each a to z, a digit, `.`, `-`, `_` or `@`.
     pub(super) name: String,
     pub(super) role: Role,
-    /// 10 to 1024 characters. Optional with `subject`.
+    /// The person's password, 10 to 1024 characters. Optional with `subject`.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
     /// Claim `sub` of the person's account at the OpenID provider (`serve --oidc-issuer`).
@@ -44,7 +44,7 @@ pub(crate) struct PersonChange {
     pub(super) role: Option<Role>,
     /// Whether the person is disabled and can neither sign in nor use tokens.
     pub(super) disabled: Option<bool>,
-    /// 10 to 1024 characters.
+    /// The new password, 10 to 1024 characters.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
     /// Claim `sub` of the person's new account at the OpenID provider; empty for no account.
@@ -76,7 +76,7 @@ const LIST: List<Person> = List {
 pub(crate) struct OwnPassword {
     #[schema(value_type = String)]
     pub(super) current: Password,
-    /// 10 to 1024 characters.
+    /// The new password, 10 to 1024 characters.
     #[schema(value_type = String)]
     pub(super) new: Password,
 }
@@ -91,7 +91,9 @@ impl From<PasswordError> for Error {
             PasswordError::Busy => {
                 Error::Unavailable("too many passwords are being checked; try again".into())
             }
-            PasswordError::Failed(detail) => Error::Internal(format!("a password: {detail}")),
+            PasswordError::Failed(detail) => {
+                Error::Internal(format!("a password cannot be hashed: {detail}"))
+            }
         }
     }
 }
@@ -116,7 +118,8 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, false).await?.person;
+    let must_be_first = false;
+    let person = add(&auth, new, must_be_first).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
@@ -126,7 +129,7 @@ pub(crate) async fn create(
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
-    if !auth.access.required {
+    if !auth.access.must_authenticate {
         return conflict(
             "this server runs with --no-auth, so it has no people; start it without --no-auth".into(),
         );
@@ -143,7 +146,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Res
         None if identity.is_some() => None,
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if must_be_first && auth.access.has_people() {
         return conflict(
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
@@ -168,7 +171,7 @@ pub(super) fn check_can_add(auth: &Auth, name: &str, identity: Option<&Identity>
 
 /// Checks that an account is not bound to another person.
 fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
-    match auth.access.by_identity(identity) {
+    match auth.access.find_by_identity(identity) {
         SignsInAs::Person(row) if row.person.name != name => {
             let other = row.person.name;
             let detail = format!(
@@ -180,7 +183,7 @@ fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores a new person after [`check_can_add`]. The caller must hold the lock `changing`.
+/// Stores a new person after [`check_can_add`]. The caller must hold `change_lock`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,
@@ -235,16 +238,16 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         None => None,
     };
     // `Some(None)` removes the account.
-    let identity = match change.subject.as_deref() {
+    let new_identity = match change.subject.as_deref() {
         Some("") => Some(None),
         Some(subject) => Some(Some(identity(auth, subject)?)),
         None => None,
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     let mut row = auth.access.person(name).ok_or_else(unknown)?;
     let before = row.clone();
     row.hash = hash.or(row.hash);
-    if let Some(identity) = identity {
+    if let Some(identity) = new_identity {
         identity.as_ref().map_or(Ok(()), |identity| check_account(auth, name, identity))?;
         row.person.identity = identity;
     }
@@ -280,7 +283,7 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
 
 /// Removes a person.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
     auth.store.remove_person(&row, crate::now()).await?;
     auth.access.remove_person(name);
@@ -323,7 +326,7 @@ pub(super) async fn set_own_password(
         return Err(Error::Conflict(detail.into()));
     }
     check_password("/new", &passwords.new)?;
-    let before = match auth.access.by_password(name, passwords.current, from).await {
+    let before = match auth.access.authenticate_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {
             return Err(Error::invalid("/current", "is not your current password"));
@@ -331,7 +334,7 @@ pub(super) async fn set_own_password(
         Err(other) => return Err(refusal(other, from)),
     };
     let hash = auth.access.passwords.hash(passwords.new).await?;
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if auth.access.person(name).as_ref() != Some(&before) {
         return Err(Error::Conflict("an admin has changed this person meanwhile; sign in again".into()));
     }
@@ -345,13 +348,13 @@ pub(super) async fn set_own_password(
 pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
     match why {
         NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
-        NotSignedIn::TooOften(wait) => too_often(from, wait),
+        NotSignedIn::TooOften(wait) => too_often_error(from, wait),
         NotSignedIn::NotChecked(error) => error.into(),
     }
 }
 
 /// Returns the error for too many attempts to sign in.
-pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
+pub(super) fn too_often_error(from: IpAddr, wait: Duration) -> Error {
     let secs = wait.as_secs() + 1;
     Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
 }

@@ -21,14 +21,14 @@ use crate::{
 use axum::{http::HeaderMap, response::Redirect};
 use std::time::Duration;
 
-/// Duration of a session. It is shorter than the duration of a session with a password, so that people who are locked out at the provider
+/// Lifetime of a session. It is shorter than the lifetime of a session with a password, so that people who are locked out at the provider
 /// lose access soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// Path of the cookie that a browser keeps while it is at the provider.
 const COOKIE_PATH: &str = "/login/oidc";
 
-/// `GET /login/oidc`
+/// Parameters of `GET /login/oidc`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct BeginQuery {
     next: Option<String>,
@@ -75,8 +75,8 @@ pub(crate) async fn finish(
         return login::provider_failure_page(&auth, &ingress, "/jobs", refused);
     };
     // Counts the attempt before the provider is asked, so that requests that the client aborts are also counted.
-    let too_often = |wait| PageError(people::too_often(peer.address, wait));
-    auth.access.attempts.try_sign_in(peer.address).map_err(too_often)?;
+    let too_often = |wait| PageError(people::too_often_error(peer.address, wait));
+    auth.access.attempts.count_attempt(peer.address).map_err(too_often)?;
     let next = request.next.clone();
     let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
         Ok(response) => {
@@ -129,8 +129,8 @@ async fn find_or_add_person(
         let about = Some(format!("subject {subject:?}"));
         Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
     };
-    let _one_at_a_time = auth.access.changing.lock().await;
-    match auth.access.by_identity(&identity) {
+    let _one_at_a_time = auth.access.change_lock.lock().await;
+    match auth.access.find_by_identity(&identity) {
         SignsInAs::Person(row) if row.person.disabled_at.is_some() => {
             return refuse(format!("{} may no longer use this server; ask an admin.", row.person.name));
         }
@@ -155,13 +155,13 @@ async fn find_or_add_person(
             return refuse(format!(
                 "An admin removed the person of this account. To add the account again, an admin runs: \
                  lockstep user add NAME --subject {}",
-                quoted(&subject)
+                quote_for_shell(&subject)
             ));
         }
         SignsInAs::Nobody => {}
     }
     let advice = |name: &str| {
-        let subject = quoted(&subject);
+        let subject = quote_for_shell(&subject);
         format!(
             "An admin adds you with: lockstep user add {name} --subject {subject} (or, if you already have a name here: \
              lockstep user link NAME --subject {subject})"
@@ -207,11 +207,12 @@ async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
 }
 
 /// Quotes a subject for a shell. Subjects consist of visible ASCII characters.
-fn quoted(subject: &str) -> String {
+fn quote_for_shell(subject: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.:@/".contains(c);
-    match subject.chars().all(is_plain) && !subject.starts_with('-') {
-        true => subject.to_owned(),
-        false => format!("'{}'", subject.replace('\'', r"'\''")),
+    if subject.chars().all(is_plain) && !subject.starts_with('-') {
+        subject.to_owned()
+    } else {
+        format!("'{}'", subject.replace('\'', r"'\''"))
     }
 }
 
@@ -237,9 +238,9 @@ mod tests {
 
     #[test]
     fn subjects_are_quoted_for_a_shell() {
-        assert_eq!(quoted("2489-a_b"), "2489-a_b");
-        assert_eq!(quoted("auth0|5; rm -rf /"), "'auth0|5; rm -rf /'");
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert_eq!(quoted("--role=admin"), "'--role=admin'");
+        assert_eq!(quote_for_shell("2489-a_b"), "2489-a_b");
+        assert_eq!(quote_for_shell("auth0|5; rm -rf /"), "'auth0|5; rm -rf /'");
+        assert_eq!(quote_for_shell("it's"), r"'it'\''s'");
+        assert_eq!(quote_for_shell("--role=admin"), "'--role=admin'");
     }
 }

@@ -51,7 +51,7 @@ pub(crate) enum Action {
     Remove,
 }
 
-/// `POST /people`
+/// The form of `POST /people`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct PeopleForm {
     action: Action,
@@ -89,7 +89,8 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            return people::add(auth, new, false).await.map(drop).map(no_changes);
+            let must_be_first = false;
+            return people::add(auth, new, must_be_first).await.map(drop).map(no_changes);
         }
         Action::Remove => return people::remove(auth, name).await.map(no_changes),
         Action::Role => PersonChange { role: form.role, ..Default::default() },
@@ -102,7 +103,7 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject
     Ok(if matches!(form.action, Action::Role) { changes } else { no_changes(()) })
 }
 
-/// `GET /account`
+/// Parameters of `GET /account`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct AccountQuery {
     /// Whether a change was made.
@@ -149,7 +150,7 @@ fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
     html(page.render())
 }
 
-/// `POST /account`
+/// The forms of `POST /account`.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "action", rename_all = "lowercase")]
 pub(crate) enum AccountForm {

@@ -21,7 +21,7 @@ const MAX_TOKENS_OF_A_PERSON: usize = 50;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewToken {
-    /// 1 to 100 characters.
+    /// The token's name, 1 to 100 characters.
     pub(crate) name: String,
     pub(crate) scope: Scope,
     /// For the scope `agent`: the agent's name or id. A token for a new name is bound to the first new agent that joins with this name.
@@ -69,16 +69,17 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Json<TokenList>> {
     let mut tokens = auth.access.tokens();
-    tokens.retain(|token| is_seen(token, &caller));
+    tokens.retain(|token| may_manage(token, &caller));
     Ok(Json(LIST.page(None, tokens, &params)?.into()))
 }
 
 /// Whether a caller may see and revoke a token.
-fn is_seen(token: &Token, caller: &Caller) -> bool {
+fn may_manage(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
-/// Returns the token of a request, or of the session's login link; `None` for a session with a password or an OpenID provider.
+/// Returns the token of a request, or the token with which its session was begun; `None` if the session was begun with a password or an
+/// OpenID provider.
 fn request_token(auth: &Auth, caller: &Caller) -> Option<Token> {
     auth.access.token(&caller.token()?.id).map(|row| row.token)
 }
@@ -124,7 +125,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             return mistake("/agent", "must have 1 to 100 plain characters");
         }
         (Scope::Agent, Some(agent)) => {
-            let (name, id) = agent_named(auth, agent).await?;
+            let (name, id) = find_agent(auth, agent).await?;
             (Some(name), id)
         }
         (Scope::Agent, None) => {
@@ -154,7 +155,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     // A machine's token has no owner, so that it stays valid when a person leaves.
     let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     if let Some(owner) = &owner
         && auth.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
     {
@@ -170,11 +171,11 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
         )));
     }
-    if auth.access.valid_tokens() >= TOKENS {
+    if auth.access.count_valid_tokens() >= TOKENS {
         let detail = format!("there are {TOKENS} valid tokens already; revoke some that nobody needs");
         return Err(Error::Conflict(detail));
     }
-    let secret = Secret::token()?;
+    let secret = Secret::new_token()?;
     let token = Token {
         id: uuid::Uuid::now_v7().simple().to_string(),
         name: new.name,
@@ -195,7 +196,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
 }
 
 /// Returns the name and id of the agent with a given name or id. The id is absent for an unknown name.
-async fn agent_named(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
+async fn find_agent(auth: &Auth, agent: &str) -> Result<(String, Option<String>)> {
     let known = auth.store.agents_by_name_or_id(agent, agent).await?;
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
     Ok(match found {
@@ -224,8 +225,8 @@ pub(crate) async fn revoke(
 /// # Errors
 /// 404: no token that the caller may see has this id. 403: the token allows more than the caller's token.
 pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
-    let _one_at_a_time = auth.access.changing.lock().await;
-    let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
+    let _one_at_a_time = auth.access.change_lock.lock().await;
+    let found = auth.access.token(id).filter(|row| may_manage(&row.token, caller));
     let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
     let is_weaker = |own: Token| own.id != row.token.id && !own.scope.allows(row.token.scope);
     if !caller.may(Scope::Admin) && request_token(auth, caller).is_some_and(is_weaker) {

@@ -2,13 +2,13 @@
 
 use crate::api::prelude::*;
 use crate::{
-    api::{jobs, to_the_end},
+    api::{jobs, run_to_completion},
     auth::Auth,
     config::ServeConfig,
     http::{
         attachment::attachment,
         conditional,
-        error::{blocking, disk_error},
+        error::{disk_error, run_blocking},
     },
     ingest::{
         run_files::{FileError, RunFiles, check_size},
@@ -53,13 +53,13 @@ pub(crate) struct FilesOfRun {
     files: Vec<RunFile>,
 }
 
-/// Returns the id of a run from elsewhere.
+/// Returns the job id of a run from elsewhere. `id` is the job's id, or the id that the program chose.
 ///
 /// # Errors
 /// The job does not exist, or is no run from elsewhere and so has no files.
 async fn run_id(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
-    let job = jobs::row(&*auth.store, &id).await?.job;
+    let job = jobs::find_row(&*auth.store, &id).await?.job;
     match job.external {
         Some(_) => Ok(id),
         None => {
@@ -97,7 +97,7 @@ pub(crate) async fn list(
 
 /// Returns all files of a run.
 pub(super) async fn list_files(files: RunFiles) -> Result<Vec<RunFile>> {
-    Ok(blocking(move || files.list()).await??)
+    Ok(run_blocking(move || files.list()).await??)
 }
 
 /// Upload a file of a run
@@ -133,28 +133,28 @@ pub(super) async fn store_file(
     body: Body,
 ) -> Result<RunFile> {
     let (files_of_run, path_of_file) = (files.clone(), path.clone());
-    let prepared = blocking(move || {
+    let prepared = run_blocking(move || {
         Ok::<_, FileError>((files_of_run.max_size(&path_of_file)?, files_of_run.create_incoming()?))
     });
     let (max_bytes, incoming) = prepared.await?.map_err(refusal)?;
     let mut file = tokio::fs::File::create(incoming.path()).await.map_err(|e| disk_error(&e))?;
-    let (mut parts, mut size_bytes, mut unchecked) = (body.into_data_stream(), 0, 0);
+    let (mut parts, mut size_bytes, mut unchecked_bytes) = (body.into_data_stream(), 0, 0);
     while let Some(part) = parts.next().await {
         let part =
             part.map_err(|e| Error::BadRequest(format!("the file was not received completely: {e}")))?;
         size_bytes += part.len() as u64;
         check_size(size_bytes, max_bytes).map_err(refusal)?;
-        unchecked += part.len();
-        if unchecked >= CHECK_BYTES {
+        unchecked_bytes += part.len();
+        if unchecked_bytes >= CHECK_BYTES {
             check_space(incoming.path(), 0).map_err(|e| disk_error(&e))?;
-            unchecked = 0;
+            unchecked_bytes = 0;
         }
         file.write_all(&part).await.map_err(|e| disk_error(&e))?;
     }
     // `sync_data` drops the error of the last write.
     file.flush().await.map_err(|e| disk_error(&e))?;
     file.sync_data().await.map_err(|e| disk_error(&e))?;
-    blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
+    run_blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
 }
 
 /// Download a file of a run
@@ -195,7 +195,7 @@ pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(conditional::CACHING));
     headers.insert(
         header::CONTENT_DISPOSITION,
-        attachment.map_err(|e| Error::Internal(format!("a file's name: {e}")))?,
+        attachment.map_err(|e| Error::Internal(format!("a file's name cannot be sent: {e}")))?,
     );
     Ok(response)
 }
@@ -213,14 +213,15 @@ pub(crate) async fn delete(
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
     let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
-    to_the_end(remove_path(files, query.path)).await?;
+    run_to_completion(remove_path(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a file or a folder.
 pub(super) async fn remove_path(files: RunFiles, path: String) -> Result<()> {
-    match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
-        true => Ok(()),
-        false => Err(Error::NotFound("the run has no such file".into())),
+    if run_blocking(move || files.remove(&path)).await?.map_err(refusal)? {
+        Ok(())
+    } else {
+        Err(Error::NotFound("the run has no such file".into()))
     }
 }

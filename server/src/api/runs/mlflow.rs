@@ -5,10 +5,10 @@
 pub(crate) mod artifacts;
 mod models;
 
-use super::{LAST_STEP, NAME_CHARS, NewRun, columns, number, start_run};
+use super::{LAST_STEP, NAME_CHARS, NewRun, number, start_run, to_columns};
 use crate::api::prelude::*;
 use crate::{
-    api::{jobs, list::Pages, to_the_end},
+    api::{jobs, list::Pages, run_to_completion},
     auth::Auth,
     http::{error::Detail, gate::is_mlflow},
     ingest::runs::Runs,
@@ -42,7 +42,7 @@ const DEFAULT_NAME: &str = "Default";
 const RUN_NAME: &str = "mlflow.runName";
 /// Key of the tag with the user who runs the program.
 const USER: &str = "mlflow.user";
-/// Limits as documented by MLflow.
+// Maximum lengths, and maximum numbers of elements in a batch, as documented by MLflow.
 const KEY_CHARS: usize = 250;
 const PARAM_CHARS: usize = 6000;
 const TAG_CHARS: usize = 8000;
@@ -110,7 +110,7 @@ impl Refusal {
 
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
-        let (status, message) = error.in_short();
+        let (status, message) = error.status_and_detail();
         Self::of(status, message)
     }
 }
@@ -128,7 +128,8 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// Writes errors in MLflow's format also if a request does not reach a call, for example because it has no token.
+/// Converts the errors of requests for MLflow's calls to MLflow's format, also if a request does not reach its call, for example because it
+/// has no token.
 pub(crate) async fn format_errors(request: Request, next: Next) -> Response {
     let is_call = is_mlflow(request.uri().path());
     let mut response = next.run(request).await;
@@ -266,7 +267,8 @@ pub(crate) async fn call(
     let path = request.uri().path();
     let name = path.strip_prefix(PREFIX).unwrap_or(path).to_owned();
     let parameters = Parameters::read(request).await?;
-    let answer = to_the_end(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
+    let answer =
+        run_to_completion(async move { Ok(state.answer(&method, &name, &parameters).await) }).await?;
     Ok(Json(answer?))
 }
 
@@ -318,7 +320,8 @@ impl CallState {
             ("GET", "metrics/get-history") => self.history(parameters).await?,
             ("GET", "artifacts/list") => {
                 let path = parameters.text("path")?.unwrap_or_default();
-                artifacts::of_run(&self.scheduler.config, &self.visible_run(parameters).await?, path).await?
+                artifacts::list_of_run(&self.scheduler.config, &self.visible_run(parameters).await?, path)
+                    .await?
             }
             ("POST", "logged-models") => self.create_model(parameters).await?,
             // Clients send this before they list the artifacts in a folder, and find a model in that list.
@@ -332,7 +335,7 @@ impl CallState {
 
     /// Returns the projects with a job that the caller may see, and the default project.
     async fn projects(&self) -> Result<Vec<String>> {
-        let rows = self.scheduler.store.projects(self.caller.sees_as().as_deref()).await?;
+        let rows = self.scheduler.store.projects(self.caller.viewer_name().as_deref()).await?;
         let mut names: Vec<String> = rows.into_iter().map(|row| row.name).collect();
         if !names.iter().any(|name| name == DEFAULT_PROJECT) {
             names.push(DEFAULT_PROJECT.into());
@@ -415,7 +418,7 @@ impl CallState {
         Ok(self.runs.apply_change(&job.id, change).await?)
     }
 
-    /// Changes a run. The response is empty.
+    /// Changes a run. Returns the empty response.
     async fn change(&self, parameters: &Parameters, change: RunChange) -> Result<Value> {
         self.change_run(parameters, change).await?;
         Ok(json!({}))
@@ -466,12 +469,12 @@ impl CallState {
         let projects: Vec<_> = parameters.texts("experiment_ids").into_iter().map(project).collect();
         let pages = Pages::new("mlflow runs", sort);
         let filter = JobFilter {
-            seen_by: self.caller.sees_as(),
+            seen_by: self.caller.viewer_name(),
             // If the request names several projects, jobs of other projects are filtered out below.
             project: if let [project] = &projects[..] { Some(project.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
             limit: parameters.page_size(PAGE_RUNS)?,
-            cursor: pages.read(parameters.text("page_token")?)?,
+            cursor: pages.decode(parameters.text("page_token")?)?,
             ..JobFilter::default()
         };
         if projects.is_empty() || parameters.text("run_view_type")? == Some("DELETED_ONLY") {
@@ -481,7 +484,7 @@ impl CallState {
         let is_requested = |job: &&Job| job.external.is_some() && projects.contains(&job.project);
         let mut answer = json!({"runs": page.jobs.iter().filter(is_requested).map(run).collect::<Vec<_>>()});
         if let Some(next) = &page.next {
-            answer["next_page_token"] = pages.cursor(next)?.into();
+            answer["next_page_token"] = pages.encode(next)?.into();
         }
         Ok(answer)
     }
@@ -517,7 +520,7 @@ impl CallState {
         self.log(parameters, &metrics, change).await
     }
 
-    /// Appends points to a run, and changes the run.
+    /// Appends points to a run, and changes the run. Returns the empty response.
     async fn log(&self, parameters: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
         let job = self.changeable_run(parameters).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
@@ -539,7 +542,7 @@ impl CallState {
             let at = metric.time("timestamp")?.ok_or_else(|| metric.missing("timestamp"))?;
             newest = newest.max(Some(at));
         }
-        let columns: Vec<MetricColumn> = columns(points.into_iter());
+        let columns: Vec<MetricColumn> = to_columns(points.into_iter());
         let now = crate::now();
         let at = newest.map_or(now, |at| at.min(now));
         let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };
@@ -552,10 +555,10 @@ impl CallState {
         let key = parameters.required("metric_key")?;
         let from: u64 = parameters.page_start()?;
         let max = parameters.page_size(PAGE_POINTS)? as usize;
-        // Usually each step has a point, so the first range of steps fills a page. Where points are sparse, the range grows.
-        let mut steps = max as u64;
+        // Usually each step has a point, so the first range of steps fills a page. If points are sparse, the range grows.
+        let mut range_steps = max as u64;
         let points = loop {
-            let to = from.saturating_add(steps);
+            let to = from.saturating_add(range_steps);
             let filter = MetricFilter {
                 name: Some(key.to_owned()),
                 from: Some(from),
@@ -568,7 +571,7 @@ impl CallState {
             if points.len() > max || to >= job.step {
                 break points;
             }
-            steps = steps.saturating_mul(16);
+            range_steps = range_steps.saturating_mul(16);
         };
         let (page, rest) = points.split_at(max.min(points.len()));
         let values = page.iter().map(|point| {
@@ -595,13 +598,11 @@ async fn find_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Jo
 }
 
 fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
-    match auth.may_change(caller, job.owner.as_deref()) {
-        true => Ok(()),
-        false => Err(refuse(
-            "PERMISSION_DENIED",
-            "this run belongs to somebody else; only the owner and admins may change it",
-        )),
+    if auth.may_change(caller, job.owner.as_deref()) {
+        return Ok(());
     }
+    let detail = "this run belongs to somebody else; only the owner and admins may change it";
+    Err(refuse("PERMISSION_DENIED", detail))
 }
 
 /// Returns a key and its value, checked against MLflow's limits.

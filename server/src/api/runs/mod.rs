@@ -6,7 +6,7 @@ pub(crate) mod mlflow;
 
 use crate::api::prelude::*;
 use crate::{
-    api::to_the_end,
+    api::run_to_completion,
     auth::Auth,
     http::extract::Body,
     ingest::runs::Runs,
@@ -38,16 +38,16 @@ pub(crate) struct NewRun {
     /// An id that the program chooses: 1 to 64 characters, each a letter, a digit, `-` or `_`. An existing run with this id continues. With
     /// authentication, each owner has separate ids.
     id: Option<String>,
-    /// 1 to 200 characters.
+    /// The run's name, 1 to 200 characters.
     name: String,
     /// Name of a project (default `default`).
     project: Option<String>,
     /// Settings, at most 64 kB of JSON.
     #[schema(value_type = Option<Object>)]
     config: Option<Map<String, Value>>,
-    /// At most 20 tags, each of at most 40 characters.
+    /// The run's tags: at most 20, each of at most 40 characters.
     tags: Option<Vec<String>>,
-    /// At most 20 000 bytes.
+    /// The run's notes, at most 20 000 bytes.
     notes: Option<String>,
     /// Whether only the owner and admins see the run.
     private: Option<bool>,
@@ -115,7 +115,7 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewRun>,
 ) -> Result<Response> {
-    let (status, job) = to_the_end(async move { start_run(&runs, &auth, &caller, new).await }).await?;
+    let (status, job) = run_to_completion(async move { start_run(&runs, &auth, &caller, new).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -285,7 +285,7 @@ impl NewRecords {
 }
 
 /// Converts points of records to columns, each in the order of the records.
-fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
+fn to_columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
     let mut columns: BTreeMap<&str, (Vec<u64>, Vec<f32>)> = BTreeMap::new();
     for (name, step, value) in points {
         let (steps, values) = columns.entry(name).or_default();
@@ -318,12 +318,13 @@ pub(crate) async fn log(
     let records = RunRecords { job: auth.run_id(&caller, &id), first: Some(first), count, at };
     let columns_after = move |stored_count: u64| {
         let unstored = new.records.iter().skip(usize::try_from(stored_count).unwrap_or(usize::MAX));
-        columns(unstored.flat_map(|record| {
+        to_columns(unstored.flat_map(|record| {
             record.values.iter().map(move |(name, value)| (name.as_str(), record.step, value.0))
         }))
     };
     let change = RunChange::default();
-    let logged = to_the_end(async move { Ok(runs.append_records(records, columns_after, change).await?) });
+    let logged =
+        run_to_completion(async move { Ok(runs.append_records(records, columns_after, change).await?) });
     match logged.await? {
         AppendResult::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
         AppendResult::Gap { expected } => Err(Error::Gap(
@@ -420,5 +421,5 @@ pub(crate) async fn change(
         ..RunChange::default()
     };
     let id = auth.run_id(&caller, &id);
-    Ok(Json(to_the_end(async move { Ok(runs.apply_change(&id, change).await?) }).await?))
+    Ok(Json(run_to_completion(async move { Ok(runs.apply_change(&id, change).await?) }).await?))
 }

@@ -5,12 +5,12 @@ pub(crate) mod pages;
 use super::{
     jobs::{check::LaunchQuery, check_sweep, idempotency_key},
     list::{List, ListParams, list_of},
-    to_the_end,
+    run_to_completion,
 };
 use crate::api::prelude::*;
 use crate::{
     auth::Auth,
-    http::extract::Document,
+    http::extract::JobFile,
     scheduler::{Scheduler, sweeps::describe},
     store::{Ownership, Store, StoreError, SweepRow},
 };
@@ -72,19 +72,19 @@ pub(crate) async fn create(
     Query(LaunchQuery { launched }): Query<LaunchQuery>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
-    Document(document, bytes): Document,
+    JobFile(document, bytes): JobFile,
 ) -> Result<impl IntoResponse> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, sweep) =
-        to_the_end(async move { submit(&scheduler, &caller, document, launched, key).await }).await?;
+        run_to_completion(async move { submit(&scheduler, &caller, document, launched, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
-/// Returns the sweep that an earlier identical request has made.
+/// Returns the response with the sweep that an earlier identical request has made.
 ///
 /// # Errors
 /// 409: the idempotency key was used with another request, or the caller may not see the sweep.
-async fn made_before(
+async fn respond_with_earlier(
     store: &dyn Store,
     caller: &Caller,
     row: &SweepRow,
@@ -96,6 +96,7 @@ async fn made_before(
     Ok((StatusCode::OK, with_trials(store, row).await?))
 }
 
+/// Checks a sweep and stores it with its trials.
 async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
@@ -114,15 +115,14 @@ async fn submit(
     let seed = key.map_or_else(|| uuid::Uuid::new_v4().to_string(), |(key, _)| key);
     let id = format!("sweep-{}", &hex::encode(Sha256::digest(seed))[..12]);
     if has_key && let Some(row) = store.sweep(&id).await? {
-        return made_before(store, caller, &row, &document).await;
+        return respond_with_earlier(store, caller, &row, &document).await;
     }
     let full_checks = usize::MAX; // check every trial in full
     let checked = check_sweep(scheduler, caller, (&section, &job), &id, full_checks, launched).await?;
     // A set, because trials share most warnings.
     let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
-    let first =
-        specs.first().ok_or_else(|| Error::Internal("the check accepted a sweep without trials".into()))?;
+    let first = specs.first().ok_or_else(|| Error::Internal("a checked sweep has no trials".into()))?;
     let name = job.get("name").and_then(Value::as_str);
     let row = SweepRow {
         id,
@@ -142,7 +142,7 @@ async fn submit(
     };
     if !store.add_sweep(&row, &specs).await? {
         // A concurrent identical request has stored the sweep.
-        return made_before(store, caller, &find(store, &row.id).await?, &row.spec).await;
+        return respond_with_earlier(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     scheduler.sweeps_changed.notify_one();
     // No trial has started yet.
@@ -227,6 +227,10 @@ pub(crate) async fn delete(
     Err(Error::Conflict("the sweep has not ended; cancel the sweep before you delete it".into()))
 }
 
+/// Changes the state of a sweep from one of the states `from` to the state `to`.
+///
+/// # Errors
+/// 409: the sweep is in another state.
 async fn change(
     scheduler: &Scheduler,
     id: &str,

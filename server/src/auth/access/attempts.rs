@@ -29,7 +29,20 @@ const NAMES: usize = 10_000;
 #[derive(Debug, Default)]
 pub(crate) struct Attempts(Mutex<Counters>);
 
-type Counts<K> = HashMap<K, (u32, Instant)>;
+type Counts<K> = HashMap<K, Counter>;
+
+/// Number of attempts within [`WINDOW`], which begins at `since`.
+#[derive(Debug, Clone, Copy)]
+struct Counter {
+    count: u32,
+    since: Instant,
+}
+
+impl Counter {
+    fn new() -> Self {
+        Self { count: 0, since: Instant::now() }
+    }
+}
 
 #[derive(Debug, Default)]
 struct Counters {
@@ -41,30 +54,30 @@ struct Counters {
 
 /// The time until a counter is reset, if it is full.
 fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
-    let (count, since) = counts.get(key)?;
+    let Counter { count, since } = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
     (*count >= max).then_some(left)
 }
 
-fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> (u32, Instant) {
-    let counter = counts.entry(key).or_insert_with(|| (0, Instant::now()));
-    if counter.1.elapsed() >= WINDOW {
-        *counter = (0, Instant::now());
+fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> Counter {
+    let counter = counts.entry(key).or_insert_with(Counter::new);
+    if counter.since.elapsed() >= WINDOW {
+        *counter = Counter::new();
     }
-    counter.0 = counter.0.saturating_add(1);
+    counter.count = counter.count.saturating_add(1);
     *counter
 }
 
 fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
-    if let Some((count, _)) = counts.get_mut(key) {
-        *count = count.saturating_sub(1);
+    if let Some(counter) = counts.get_mut(key) {
+        counter.count = counter.count.saturating_sub(1);
     }
 }
 
 /// Removes the oldest entry if there are `max` entries.
 fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
     while counts.len() >= max {
-        let oldest = counts.iter().min_by_key(|(_, (_, since))| *since).map(|(key, _)| key.clone());
+        let oldest = counts.iter().min_by_key(|(_, counter)| counter.since).map(|(key, _)| key.clone());
         let Some(oldest) = oldest else { return };
         counts.remove(&oldest);
     }
@@ -77,7 +90,7 @@ impl Counters {
     /// There are too many addresses. The error is the time to wait.
     fn make_room(&mut self, from: IpAddr) -> Result<(), Duration> {
         if self.addresses.len() >= ADDRESSES && !self.addresses.contains_key(&from) {
-            self.addresses.retain(|_, (_, since)| since.elapsed() < WINDOW);
+            self.addresses.retain(|_, counter| counter.since.elapsed() < WINDOW);
             if self.addresses.len() >= ADDRESSES {
                 return Err(WINDOW);
             }
@@ -99,15 +112,15 @@ impl Attempts {
         let mut counters = self.counters();
         let from = client_key(from);
         counters.make_room(from)?;
-        let (count, since) = add(&mut counters.addresses, from);
+        let Counter { count, since } = add(&mut counters.addresses, from);
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made; [`Attempts::uncount_failure`] uncounts it.
+    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_failure`] must follow.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
-    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+    pub(crate) fn count_attempt(&self, from: IpAddr) -> Result<(), Duration> {
         wait_if_full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
         self.count_failure(from)
     }
@@ -122,7 +135,7 @@ impl Attempts {
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
-    pub(super) fn try_password(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
+    pub(super) fn count_password_attempt(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
@@ -156,7 +169,7 @@ impl Attempts {
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
             forget_oldest(&mut counters.familiar, NAMES);
-            counters.familiar.insert(pair, (0, Instant::now()));
+            counters.familiar.insert(pair, Counter::new());
         }
     }
 
@@ -187,10 +200,10 @@ mod tests {
         }
         let wait = attempts.count_failure(here).expect_err("too many failures");
         assert!(wait <= WINDOW && wait > Duration::ZERO, "{wait:?}");
-        assert!(attempts.try_password("ada", here).is_err(), "passwords are counted, too");
+        assert!(attempts.count_password_attempt("ada", here).is_err(), "passwords are counted, too");
         assert_eq!(attempts.count_failure(there), Ok(()), "another address");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().addresses.get_mut(&here).unwrap().1 = earlier;
+            attempts.counters().addresses.get_mut(&here).unwrap().since = earlier;
             assert_eq!(attempts.count_failure(here), Ok(()), "a minute later");
         }
     }
@@ -202,7 +215,7 @@ mod tests {
             assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
         assert!(attempts.count_failure([255, 0, 0, 1].into()).is_err());
-        assert!(attempts.try_password("ada", [255, 0, 0, 1].into()).is_err());
+        assert!(attempts.count_password_attempt("ada", [255, 0, 0, 1].into()).is_err());
     }
 
     #[test]
@@ -210,13 +223,20 @@ mod tests {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
-            assert_eq!(attempts.try_password("ada", address(n)), Ok(false), "{n}");
+            assert_eq!(attempts.count_password_attempt("ada", address(n)), Ok(false), "{n}");
         }
-        assert!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "above the limit");
-        assert_eq!(attempts.try_password("bob", address(0)), Ok(false), "another name");
+        assert!(
+            attempts.count_password_attempt("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(),
+            "above the limit"
+        );
+        assert_eq!(attempts.count_password_attempt("bob", address(0)), Ok(false), "another name");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().names.get_mut("ada").unwrap().1 = earlier;
-            assert_eq!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "later");
+            attempts.counters().names.get_mut("ada").unwrap().since = earlier;
+            assert_eq!(
+                attempts.count_password_attempt("ada", address(MAX_FAILURES_OF_A_NAME)),
+                Ok(false),
+                "later"
+            );
         }
     }
 
@@ -225,23 +245,37 @@ mod tests {
         let attempts = Attempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
-            assert_eq!(attempts.try_password("ada", office), Ok(n > 0), "right passwords are not limited");
+            assert_eq!(
+                attempts.count_password_attempt("ada", office),
+                Ok(n > 0),
+                "right passwords are not limited"
+            );
             attempts.note_success("ada", office);
         }
         for _ in 0..MAX_FAILURES {
-            assert_eq!(attempts.try_password("bob", office), Ok(false));
+            assert_eq!(attempts.count_password_attempt("bob", office), Ok(false));
         }
-        assert!(attempts.try_password("bob", office).is_err());
+        assert!(attempts.count_password_attempt("bob", office).is_err());
         for n in 3..200 {
-            let _ = attempts.try_password("ada", [10, 0, 0, n].into());
+            let _ = attempts.count_password_attempt("ada", [10, 0, 0, n].into());
         }
-        assert!(attempts.try_password("ada", elsewhere).is_err(), "there were too many guesses of her name");
+        assert!(
+            attempts.count_password_attempt("ada", elsewhere).is_err(),
+            "there were too many guesses of her name"
+        );
         for n in 0..MAX_FAILURES {
-            assert_eq!(attempts.try_password("ada", office), Ok(true), "{n}");
+            assert_eq!(attempts.count_password_attempt("ada", office), Ok(true), "{n}");
         }
-        assert!(attempts.try_password("ada", office).is_err(), "ten guesses are allowed there, too");
+        assert!(
+            attempts.count_password_attempt("ada", office).is_err(),
+            "ten guesses are allowed there, too"
+        );
         attempts.uncount_password("ada", office);
-        assert_eq!(attempts.try_password("ada", office), Ok(true), "the uncounted attempt can be made again");
+        assert_eq!(
+            attempts.count_password_attempt("ada", office),
+            Ok(true),
+            "the uncounted attempt can be made again"
+        );
     }
 
     #[test]
@@ -249,7 +283,7 @@ mod tests {
         let attempts = Attempts::default();
         for n in 0..=NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
-            assert_eq!(attempts.try_password(&format!("n{n}"), from), Ok(false));
+            assert_eq!(attempts.count_password_attempt(&format!("n{n}"), from), Ok(false));
             attempts.note_success(&format!("n{n}"), from);
         }
         let counters = attempts.counters();

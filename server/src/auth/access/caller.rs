@@ -18,10 +18,11 @@ use tokio_util::sync::CancellationToken;
 pub(crate) struct Credential {
     /// The token as stored.
     pub(super) token: Token,
+    /// The hash of the secret; empty for a person's own credential, which has no secret.
     pub(super) hash: String,
     /// The scope, limited by the owner's role; `None` while the owner is disabled or removed.
     pub(super) scope: Option<Scope>,
-    /// When the browser signed in, for a session.
+    /// When the browser signed in; `None` for a token.
     pub(super) session_since: Option<Timestamp>,
     pub(super) expires_at: Option<Timestamp>,
     /// Cancelled when the credential becomes invalid. Its websockets are then closed.
@@ -33,9 +34,9 @@ pub(crate) struct Credential {
 /// When a token was last used.
 #[derive(Debug, Default)]
 pub(super) struct Usage {
-    /// Milliseconds since 1970; 0 for never.
+    /// Time of the last use, in milliseconds since 1970; 0 if the token was never used.
     last: AtomicI64,
-    /// The value that is stored in the database.
+    /// The value of `last` that is stored in the database.
     stored: AtomicI64,
 }
 
@@ -52,7 +53,7 @@ impl Credential {
     }
 
     /// The time of the last use, if it is not stored yet.
-    pub(super) fn take_used(&self) -> Option<Timestamp> {
+    pub(super) fn take_new_use(&self) -> Option<Timestamp> {
         let used = self.usage.last.load(Ordering::Relaxed);
         let stored = self.usage.stored.swap(used, Ordering::Relaxed);
         if used > stored { Timestamp::from_millisecond(used).ok() } else { None }
@@ -71,7 +72,7 @@ impl Credential {
     }
 }
 
-/// The caller of a request, as determined by the gate. `None` under `--no-auth`.
+/// The caller of a request, as determined by the gate. Without a credential under `--no-auth`.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 
@@ -86,12 +87,12 @@ impl Caller {
         self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
     }
 
-    /// The caller's current scope; `None` under `--no-auth`.
+    /// The caller's current scope; `None` under `--no-auth`, and while the token's owner is disabled.
     pub(crate) fn scope(&self) -> Option<Scope> {
         self.0.as_ref().and_then(|c| c.scope)
     }
 
-    /// The person, signed in or with a personal token.
+    /// The name of the person who is signed in or owns the token; `None` for other callers.
     pub(crate) fn person(&self) -> Option<&str> {
         self.token().and_then(|token| token.owner.as_deref())
     }
@@ -131,9 +132,10 @@ impl Caller {
         owner.is_some() && owner == self.owner()
     }
 
-    /// The owner whose private objects the caller sees in lists, in addition to all other objects. `None` sees all.
-    pub(crate) fn sees_as(&self) -> Option<String> {
-        // A caller without a name has no scope for lists; it would see objects without an owner.
+    /// The owner whose private objects lists show to the caller, beside all objects that are not private. `None` if lists show every
+    /// object.
+    pub(crate) fn viewer_name(&self) -> Option<String> {
+        // Only a caller under `--no-auth` has no name, and that caller sees all.
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
     }
 
@@ -158,8 +160,8 @@ impl Caller {
         self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())
     }
 
-    /// Returns when the token is revoked or expired, or the session has ended.
-    pub(crate) async fn ended(&self) {
+    /// Waits until the token is revoked or expired, or the session has ended.
+    pub(crate) async fn wait_until_ended(&self) {
         match &self.0 {
             Some(credential) => credential.ended.cancelled().await,
             None => std::future::pending().await,

@@ -30,42 +30,47 @@ pub(crate) fn is_certificate(token: &Token) -> bool {
 
 impl Access {
     /// The rows that record earlier revocations of a name.
-    pub(crate) fn past_of(&self, name: &str) -> Vec<TokenRow> {
+    pub(crate) fn earlier_revocations(&self, name: &str) -> Vec<TokenRow> {
         let prefix = certificate_id(name) + UNTIL;
         let known = self.read();
         let past = known.tokens.values().filter(|c| c.token.id.starts_with(&prefix));
         past.map(|c| c.row()).collect()
     }
 
-    /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.
+    /// Returns the caller with a valid certificate of this name. `not_before` is the beginning of its validity. Adds a row for a name that
+    /// has none or was revoked.
     ///
     /// # Errors
     /// The name was revoked after `not_before`, or the system has no random bits.
-    pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
+    pub(crate) fn authenticate_certificate(
+        &self,
+        name: &str,
+        not_before: Timestamp,
+    ) -> Result<Caller, Denied> {
         let id = certificate_id(name);
         let find = || self.read().token_with_id(&id).cloned();
         let known = find();
         let revoked = known.as_ref().filter(|c| c.token.revoked_at.is_some());
-        let past = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);
-        if past.chain(revoked.and_then(|c| c.token.revoked_at)).any(|at| at >= not_before) {
+        let earlier = self.earlier_revocations(name).into_iter().filter_map(|row| row.token.revoked_at);
+        if earlier.chain(revoked.and_then(|c| c.token.revoked_at)).any(|at| at >= not_before) {
             return Err(Denied::Revoked);
         }
         let now = crate::now();
         if known.is_none() || revoked.is_some() {
             // Certificates from before the revocation stay refused.
-            if let Some(mut past) = self.token(&id)
-                && let Some(at) = past.token.revoked_at
+            if let Some(mut earlier) = self.token(&id)
+                && let Some(at) = earlier.token.revoked_at
             {
-                past.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
-                past.token.agent_id = None;
-                past.hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
-                self.put_token(past);
+                earlier.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
+                earlier.token.agent_id = None;
+                earlier.hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
+                self.put_token(earlier);
             }
             let label = format!("certificate {name}").chars().take(TOKEN_NAME_CHARS).collect();
             let agent = Some(name.to_owned());
             let token = Token { agent, ..Token::of(id.clone(), label, Scope::Agent, now) };
             // The secret is dropped here, so no secret matches the row. The row is stored when an agent is bound to the name.
-            let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
+            let hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });
         }
         let credential = find().ok_or(Denied::Unknown)?;
@@ -82,11 +87,11 @@ mod tests {
     fn after_a_revocation_only_certificates_that_begin_later_are_accepted() {
         let access = Access::new(true);
         let at = |second: i64| Timestamp::from_second(second).unwrap();
-        let caller = access.by_certificate("node-a", at(100)).unwrap();
+        let caller = access.authenticate_certificate("node-a", at(100)).unwrap();
         let token = caller.token().unwrap();
         assert_eq!((token.agent.as_deref(), token.scope), (Some("node-a"), Scope::Agent));
         assert!(
-            is_certificate(token) && access.valid_tokens() == 0,
+            is_certificate(token) && access.count_valid_tokens() == 0,
             "certificates are not counted as tokens"
         );
         let mut row = access.token(&certificate_id("node-a")).unwrap();
@@ -94,22 +99,28 @@ mod tests {
         row.token.revoked_at = Some(at(200));
         access.put_token(row);
         for begins in [100, 200] {
-            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+            assert!(
+                matches!(access.authenticate_certificate("node-a", at(begins)), Err(Denied::Revoked)),
+                "{begins}"
+            );
         }
         // The name can be bound again.
-        let again = access.by_certificate("node-a", at(201)).unwrap();
+        let again = access.authenticate_certificate("node-a", at(201)).unwrap();
         assert_eq!(again.token().unwrap().agent_id, None);
         // Earlier certificates stay refused after a later one was used.
         for begins in [100, 200] {
-            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+            assert!(
+                matches!(access.authenticate_certificate("node-a", at(begins)), Err(Denied::Revoked)),
+                "{begins}"
+            );
         }
-        assert_eq!(access.past_of("node-a").len(), 1);
-        assert_eq!(access.past_of("node").len(), 0);
+        assert_eq!(access.earlier_revocations("node-a").len(), 1);
+        assert_eq!(access.earlier_revocations("node").len(), 0);
         // Revocations are never forgotten.
         let mut row = access.token(&certificate_id("node-a")).unwrap();
         row.token.revoked_at = Some(at(300));
         access.put_token(row);
-        access.forget(at(1_000_000));
-        assert!(matches!(access.by_certificate("node-a", at(250)), Err(Denied::Revoked)));
+        access.remove_old_tokens(at(1_000_000));
+        assert!(matches!(access.authenticate_certificate("node-a", at(250)), Err(Denied::Revoked)));
     }
 }

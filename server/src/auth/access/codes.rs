@@ -21,25 +21,28 @@ pub(crate) struct Codes(Mutex<HashMap<String, Code>>);
 
 #[derive(Debug)]
 struct Code {
+    /// Id of the token or person that the code signs in.
     token_id: String,
-    until: Option<Timestamp>,
-    made: Instant,
+    /// The latest end of the session.
+    session_until: Option<Timestamp>,
+    made_at: Instant,
 }
 
 impl Codes {
-    /// A code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `until` at the latest, when the
-    /// session that requested the code ends.
-    pub(crate) fn make(&self, token_id: &str, until: Option<Timestamp>) -> io::Result<String> {
-        let secret = Secret::plain()?;
+    /// Makes a code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `session_until` at the
+    /// latest, which is the end of the session that requests the code.
+    pub(crate) fn make(&self, token_id: &str, session_until: Option<Timestamp>) -> io::Result<String> {
+        let secret = Secret::new_plain()?;
         let mut codes = lock(&self.0);
-        codes.retain(|_, code| code.made.elapsed() < LIFE);
+        codes.retain(|_, code| code.made_at.elapsed() < LIFE);
         let own = codes.iter().filter(|(_, code)| code.token_id == token_id);
         if own.clone().count() >= MAX_CODES
-            && let Some(oldest) = own.min_by_key(|(_, code)| code.made).map(|(hash, _)| hash.clone())
+            && let Some(oldest) = own.min_by_key(|(_, code)| code.made_at).map(|(hash, _)| hash.clone())
         {
             codes.remove(&oldest);
         }
-        codes.insert(secret.hash, Code { token_id: token_id.to_owned(), until, made: Instant::now() });
+        let code = Code { token_id: token_id.to_owned(), session_until, made_at: Instant::now() };
+        codes.insert(secret.hash, code);
         Ok(secret.text)
     }
 
@@ -52,14 +55,14 @@ impl Codes {
     /// Whether a code can still be used.
     pub(crate) fn has(&self, code: &str) -> bool {
         let codes = lock(&self.0);
-        codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)
+        codes.get(&secret::hash(code)).is_some_and(|code| code.made_at.elapsed() < LIFE)
     }
 
     /// Uses up a code. Returns the id of its token or person, and the latest end of the session.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let mut codes = lock(&self.0);
         let code = codes.remove(&secret::hash(code))?;
-        (code.made.elapsed() < LIFE).then_some((code.token_id, code.until))
+        (code.made_at.elapsed() < LIFE).then_some((code.token_id, code.session_until))
     }
 }
 
@@ -82,7 +85,7 @@ mod tests {
 
         let late = codes.make("t", None).unwrap();
         if let Some(then) = Instant::now().checked_sub(LIFE) {
-            codes.0.lock().unwrap().values_mut().for_each(|code| code.made = then);
+            codes.0.lock().unwrap().values_mut().for_each(|code| code.made_at = then);
             assert!(!codes.has(&late));
             assert_eq!(codes.take(&late), None, "it has expired");
         }

@@ -18,17 +18,17 @@ pub(crate) enum SignsInAs {
 
 impl Access {
     /// Loads the accounts whose person was removed.
-    pub(crate) fn load_refused(&self, refused: Vec<Identity>) {
-        self.write().refused.extend(refused);
+    pub(crate) fn load_refused_identities(&self, refused: Vec<Identity>) {
+        self.write().refused_identities.extend(refused);
     }
 
     /// The person as whom an account signs in.
-    pub(crate) fn by_identity(&self, identity: &Identity) -> SignsInAs {
+    pub(crate) fn find_by_identity(&self, identity: &Identity) -> SignsInAs {
         let known = self.read();
         let mut people = known.people.values().map(|known| &known.row);
         match people.find(|row| row.person.identity.as_ref() == Some(identity)) {
             Some(row) => SignsInAs::Person(row.clone()),
-            None if known.refused.contains(identity) => SignsInAs::Removed,
+            None if known.refused_identities.contains(identity) => SignsInAs::Removed,
             None => SignsInAs::Nobody,
         }
     }

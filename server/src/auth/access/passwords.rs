@@ -57,7 +57,7 @@ impl Queue {
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(crate) struct Passwords {
-    /// For addresses from which the person has not signed in before. They may guess passwords.
+    /// For addresses from which the person has not signed in before, such as those of somebody who guesses passwords.
     strangers: Queue,
     /// For addresses from which the person has signed in before.
     familiar: Queue,
@@ -73,7 +73,7 @@ impl Default for Passwords {
 impl Passwords {
     /// The hash to store, with a random salt.
     pub(crate) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
-        work(&self.strangers, move || {
+        run_in_turn(&self.strangers, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
             hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())
         })
@@ -89,7 +89,7 @@ impl Passwords {
         is_familiar: bool,
     ) -> Result<bool, PasswordError> {
         let queue = if is_familiar { &self.familiar } else { &self.strangers };
-        work(queue, move || {
+        run_in_turn(queue, move || {
             let Some(hash) = hash else {
                 let mut thrown_away = [0; Params::DEFAULT_OUTPUT_LEN];
                 let hashed = argon2()?.hash_password_into(password.0.as_bytes(), &[0; 16], &mut thrown_away);
@@ -104,8 +104,8 @@ impl Passwords {
     }
 }
 
-/// Runs `work` when it is this request's turn.
-async fn work<T: Send + 'static>(
+/// Runs `work` on a blocking thread when it is this request's turn.
+async fn run_in_turn<T: Send + 'static>(
     queue: &Queue,
     work: impl FnOnce() -> Result<T, String> + Send + 'static,
 ) -> Result<T, PasswordError> {

@@ -28,6 +28,7 @@ pub(crate) enum NotSignedIn {
     Wrong,
     /// Too many attempts have failed. The field is the time to wait.
     TooOften(Duration),
+    /// The password could not be checked.
     NotChecked(PasswordError),
 }
 
@@ -94,14 +95,14 @@ impl Access {
         };
         let mut known = self.write();
         if let Some(identity) = &row.person.identity {
-            known.refused.remove(identity);
+            known.refused_identities.remove(identity);
         }
         let person = KnownPerson { row, credential: Arc::new(credential) };
         if let Some(old) = known.people.insert(name.clone(), person) {
             old.credential.ended.cancel();
         }
         known.renew_tokens_of(&name);
-        // Also sessions of the person's tokens.
+        // Ends the sessions of the person and of the person's tokens.
         known.sessions.retain(|_, session| {
             let is_of_person = session.token.owner.as_deref() == Some(name.as_str());
             if is_of_person {
@@ -119,7 +120,7 @@ impl Access {
         let mut known = self.write();
         if let Some(old) = known.people.remove(name) {
             old.credential.ended.cancel();
-            known.refused.extend(old.row.person.identity);
+            known.refused_identities.extend(old.row.person.identity);
         }
         let of_owner = known.tokens.values().filter(|c| c.token.owner.as_deref() == Some(name));
         let tokens: Vec<_> = of_owner.map(|c| c.row()).collect();
@@ -146,8 +147,8 @@ impl Access {
         !self.read().people.is_empty()
     }
 
-    /// The person with this name and password. A failure takes as long whether or not the person exists.
-    pub(crate) async fn by_password(
+    /// Returns the person with this name and password, and counts the attempt. A failure takes as long whether or not the person exists.
+    pub(crate) async fn authenticate_password(
         &self,
         name: &str,
         password: Password,
@@ -155,7 +156,8 @@ impl Access {
     ) -> Result<PersonRow, NotSignedIn> {
         // All invalid names share one counter, so that they cannot fill the memory.
         let counted = if name_mistake(name).is_none() { name } else { "" };
-        let is_familiar = self.attempts.try_password(counted, from).map_err(NotSignedIn::TooOften)?;
+        let is_familiar =
+            self.attempts.count_password_attempt(counted, from).map_err(NotSignedIn::TooOften)?;
         if password_mistake(&password.0).is_some() {
             return Err(NotSignedIn::Wrong);
         }

@@ -25,12 +25,12 @@ impl fmt::Debug for Secret {
 
 impl Secret {
     /// A new token.
-    pub(crate) fn token() -> io::Result<Self> {
+    pub(crate) fn new_token() -> io::Result<Self> {
         Ok(Self::of(format!("{PREFIX}{}", random()?)))
     }
 
     /// A new secret for a cookie or a link: without the prefix of tokens.
-    pub(crate) fn plain() -> io::Result<Self> {
+    pub(crate) fn new_plain() -> io::Result<Self> {
         Ok(Self::of(random()?))
     }
 
@@ -57,7 +57,7 @@ pub(super) fn hash(text: &str) -> String {
 }
 
 /// Compares two hashes in constant time.
-pub(crate) fn same_secret(a: &str, b: &str) -> bool {
+pub(crate) fn is_same_secret(a: &str, b: &str) -> bool {
     a.as_bytes().ct_eq(b.as_bytes()).into()
 }
 
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn tokens_are_random_and_hidden_in_debug_output() {
-        let tokens: HashSet<String> = (0..100).map(|_| Secret::token().unwrap().text).collect();
+        let tokens: HashSet<String> = (0..100).map(|_| Secret::new_token().unwrap().text).collect();
         assert_eq!(tokens.len(), 100);
         for text in &tokens {
             assert!(is_token(text), "{text}");
@@ -78,6 +78,6 @@ mod tests {
         for wrong in ["", "lockstep_", "lockstep_x", "hunter2", &one[..one.len() - 2], &format!("{one}AA")] {
             assert!(!is_token(wrong), "{wrong}");
         }
-        assert!(!format!("{:?}", Secret::token().unwrap()).contains(PREFIX));
+        assert!(!format!("{:?}", Secret::new_token().unwrap()).contains(PREFIX));
     }
 }

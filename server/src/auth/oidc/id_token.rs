@@ -4,7 +4,7 @@ use super::{
     Claims, OidcError,
     keys::{self, Key},
 };
-use crate::{auth::access::same_secret, config::oidc::OidcConfig};
+use crate::{auth::access::is_same_secret, config::oidc::OidcConfig};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use lockstep_protocol::people::subject_mistake;
 use serde::Deserialize;
@@ -55,7 +55,7 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     if !keys::is_allowed(&header.alg) {
         let alg: String = header.alg.chars().take(20).collect();
         return refuse(&format!(
-            "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are accepted"
+            "it is signed with {alg:?}, and only RS*, PS*, ES256, ES384 and EdDSA are accepted"
         ));
     }
     // The provider signs tokens of other kinds with the same keys.
@@ -80,12 +80,13 @@ pub(super) fn check(
     nonce: &str,
 ) -> Result<(Claims, String), OidcError> {
     let now = crate::now().as_second();
-    let [first, second, signature] = parts(token)?;
+    let [header_part, claims_part, signature] = parts(token)?;
     let Ok(signature) = URL_SAFE_NO_PAD.decode(signature) else {
         return refuse("its signature cannot be read");
     };
-    key.verify(&header.alg, &token.as_bytes()[..first.len() + 1 + second.len()], &signature)?;
-    let claims: Claims = json(second)?;
+    let signed_bytes = header_part.len() + 1 + claims_part.len();
+    key.verify(&header.alg, &token.as_bytes()[..signed_bytes], &signature)?;
+    let claims: Claims = json(claims_part)?;
     let text = |name: &str| claims.get(name).and_then(Value::as_str);
     if text("iss") != Some(config.issuer.as_str()) {
         return refuse("it was made by another provider");
@@ -112,7 +113,7 @@ pub(super) fn check(
     if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
         return refuse("it is from the future, or this server's clock is wrong");
     }
-    if !text("nonce").is_some_and(|found| same_secret(found, nonce)) {
+    if !text("nonce").is_some_and(|found| is_same_secret(found, nonce)) {
         return refuse("it was made for another sign-in");
     }
     match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {

@@ -62,13 +62,12 @@ pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
     Some(keys.filter_map(|key| Key::deserialize(key).ok()).collect())
 }
 
-/// The key that a token names. If the token names no key, the only key that fits the algorithm.
+/// The key that a token names, or, if the token names no key, the only key that fits the algorithm. `None` if there is no such key.
 pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
     let mut fitting = keys.iter().filter(|key| key.fits(alg, kid));
-    match (kid, fitting.next(), fitting.next()) {
-        (Some(_), Some(key), _) | (None, Some(key), None) => Some(key.clone()),
-        _ => None,
-    }
+    let first = fitting.next()?;
+    let is_only = fitting.next().is_none();
+    (kid.is_some() || is_only).then(|| first.clone())
 }
 
 impl Key {

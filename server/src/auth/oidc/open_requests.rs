@@ -1,7 +1,7 @@
 //! Sign-ins in progress: browsers that were sent to the provider and have not returned. They are only in memory.
 
 use crate::{
-    auth::access::{Secret, same_secret},
+    auth::access::{Secret, is_same_secret},
     config::addresses::client_key,
     util::lock,
 };
@@ -51,8 +51,8 @@ pub(super) struct RedirectValues {
 
 impl OpenRequests {
     pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<RedirectValues> {
-        let (state, cookie) = (Secret::plain()?, Secret::plain()?);
-        let (nonce, verifier) = (Secret::plain()?.text, Secret::plain()?.text);
+        let (state, cookie) = (Secret::new_plain()?, Secret::new_plain()?);
+        let (nonce, verifier) = (Secret::new_plain()?.text, Secret::new_plain()?.text);
         let challenge = URL_SAFE_NO_PAD.encode(Sha256::digest(verifier.as_bytes()));
         let from = client_key(from);
         let request = OpenRequest {
@@ -81,7 +81,7 @@ impl OpenRequests {
         // Looked up by the hash, so that the time of the lookup does not reveal anything about a state.
         let state = Secret::of(state.to_owned()).hash;
         let request = open.get(&state)?;
-        if !same_secret(&request.cookie_hash, &Secret::of(cookie.to_owned()).hash) {
+        if !is_same_secret(&request.cookie_hash, &Secret::of(cookie.to_owned()).hash) {
             return None;
         }
         open.remove(&state).filter(|request| request.since.elapsed() < LIFE)

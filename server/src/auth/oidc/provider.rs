@@ -2,7 +2,7 @@
 //! redirects are not followed, and a failed request is not repeated at once.
 
 use super::{
-    Claims, OidcError, in_words,
+    Claims, OidcError, error_in_words,
     keys::{self, Key},
     open_requests::OpenRequest,
 };
@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Configuration and keys are requested again after this time, at the next sign-in.
 const MAX_AGE: Duration = Duration::from_secs(3600);
 /// For this time after a failure, further callers get the same error.
-const PAUSE: Duration = Duration::from_secs(2);
+const RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// Maximum number of codes that are exchanged at the same time.
 const MAX_EXCHANGES: usize = 32;
 
@@ -44,12 +44,12 @@ pub(super) struct Provider {
 /// A cached response of the provider, and the last failure.
 struct Fetched<T> {
     value: Option<(Arc<T>, Instant)>,
-    failed: Option<(OidcError, Instant)>,
+    last_failure: Option<(OidcError, Instant)>,
 }
 
 impl<T> Default for Fetched<T> {
     fn default() -> Self {
-        Self { value: None, failed: None }
+        Self { value: None, last_failure: None }
     }
 }
 
@@ -66,13 +66,16 @@ impl<T> Fetched<T> {
         {
             return Ok(value.clone());
         }
-        let paused =
-            self.failed.as_ref().filter(|(_, at)| at.elapsed() < PAUSE).map(|(error, _)| error.clone());
+        let paused = self
+            .last_failure
+            .as_ref()
+            .filter(|(_, at)| at.elapsed() < RETRY_PAUSE)
+            .map(|(error, _)| error.clone());
         let response = match paused {
             Some(error) => Err(error),
             None => {
                 let response = request.await;
-                self.failed = response.as_ref().err().map(|error| (error.clone(), Instant::now()));
+                self.last_failure = response.as_ref().err().map(|error| (error.clone(), Instant::now()));
                 response
             }
         };
@@ -100,7 +103,7 @@ pub(super) struct Metadata {
     token_endpoint_auth_methods_supported: Option<Vec<String>>,
     /// Whether the provider adds its issuer when it sends a browser back (RFC 9207).
     #[serde(default, rename = "authorization_response_iss_parameter_supported")]
-    pub(super) names_itself: bool,
+    pub(super) sends_issuer: bool,
 }
 
 /// A URL in the configuration.
@@ -174,7 +177,7 @@ impl Provider {
         let metadata: Metadata = self.send(self.http.get(&url), &url).await?;
         if metadata.issuer != issuer {
             let other: String = metadata.issuer.chars().take(200).collect();
-            return Err(unusable(&format!(
+            return Err(log_unusable(&format!(
                 "it calls itself {other:?} and this server knows it as {issuer:?}; \
                  start the server with --oidc-issuer as the provider writes it"
             )));
@@ -182,7 +185,7 @@ impl Provider {
         let endpoints = [&metadata.authorization_endpoint, &metadata.token_endpoint, &metadata.jwks_uri];
         for Endpoint(url) in endpoints.into_iter().chain(&metadata.userinfo_endpoint) {
             if !self.config.issuer.allows(url) {
-                return Err(unusable(&format!("its endpoint {url} is not https")));
+                return Err(log_unusable(&format!("its endpoint {url} is not https")));
             }
         }
         Ok(metadata)
@@ -201,7 +204,7 @@ impl Provider {
             return Ok(key);
         }
         let renewed = keys.get(self.config.key_refresh, self.fetch_keys(metadata)).await?;
-        keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.failed {
+        keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.last_failure {
             Some((error, _)) => error.clone(),
             None => OidcError::Refused(
                 "The ID token is signed with a key that the provider does not publish.".into(),
@@ -226,7 +229,7 @@ impl Provider {
     async fn fetch_keys(&self, metadata: &Metadata) -> Result<Vec<Key>, OidcError> {
         let set: Value =
             self.send(self.http.get(metadata.jwks_uri.0.clone()), metadata.jwks_uri.0.as_str()).await?;
-        keys::read_set(&set).ok_or_else(|| unusable("its keys cannot be read"))
+        keys::read_set(&set).ok_or_else(|| log_unusable("its keys cannot be read"))
     }
 
     /// Exchanges a code for tokens.
@@ -259,13 +262,13 @@ impl Provider {
                     ("client_secret", secret.expose()),
                 ]);
             }
-            // The default if the provider names no method.
+            // Basic authentication, also if the provider names no method.
             Some(secret) => {
                 // Id and secret are form-encoded and joined with a colon (RFC 6749, 2.3.1).
                 let encoded =
                     form_encoded(&[(&self.config.client_id, secret.expose())]).replacen('=', ":", 1);
                 let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))
-                    .map_err(|error| unusable(&error.to_string()))?;
+                    .map_err(|error| log_unusable(&error.to_string()))?;
                 value.set_sensitive(true);
                 request_builder = request_builder.header(header::AUTHORIZATION, value);
             }
@@ -312,27 +315,27 @@ impl Provider {
             while let Some(source) = cause.source() {
                 cause = source;
             }
-            unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
+            log_unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
         };
         let mut response = request_builder.send().await.map_err(failed)?;
         let status = response.status();
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(failed)? {
             if body.len() + chunk.len() > MAX_BYTES {
-                return Err(unusable(&format!("{url} responds with more than {} KiB", MAX_BYTES >> 10)));
+                return Err(log_unusable(&format!("{url} responds with more than {} KiB", MAX_BYTES >> 10)));
             }
             body.extend_from_slice(&chunk);
         }
         if status.is_success() {
             return serde_json::from_slice(&body)
-                .map_err(|error| unusable(&format!("{url} gives an unexpected response: {error}")));
+                .map_err(|error| log_unusable(&format!("{url} gives an unexpected response: {error}")));
         }
         let refusal: Refusal = serde_json::from_slice(&body).unwrap_or_default();
         if status.is_client_error() && !refusal.error.is_empty() {
-            let text = in_words(&refusal.error, refusal.error_description.as_deref());
+            let text = error_in_words(&refusal.error, refusal.error_description.as_deref());
             return Err(OidcError::Refused(format!("The provider refuses this sign-in: {text}")));
         }
-        Err(unreachable(self.config.issuer.host(), &format!("{url} answers {status}")))
+        Err(log_unreachable(self.config.issuer.host(), &format!("{url} answers {status}")))
     }
 }
 
@@ -362,15 +365,16 @@ fn form_encoded(pairs: &[(&str, &str)]) -> String {
     encoded.unwrap_or_default()
 }
 
-/// Logs the details. The returned error does not reveal the provider's addresses.
-fn unreachable(host: &str, detail: &str) -> OidcError {
+/// Logs the details and returns an error, which does not reveal the provider's addresses.
+fn log_unreachable(host: &str, detail: &str) -> OidcError {
     tracing::warn!(detail, "the OpenID provider cannot be reached");
     OidcError::Unavailable(format!(
         "{host} cannot be reached at the moment; try again, or sign in another way."
     ))
 }
 
-fn unusable(detail: &str) -> OidcError {
+/// Logs the details and returns an error without them.
+fn log_unusable(detail: &str) -> OidcError {
     tracing::error!(detail, "the OpenID provider cannot be used");
     OidcError::Unavailable("The OpenID provider cannot be used; this server's log says why.".into())
 }

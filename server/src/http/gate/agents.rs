@@ -15,11 +15,11 @@ const ADVICE: &str = "start the agent with --cert-file and --key-file, or --pkcs
 
 /// Whether a request comes from an agent that can be identified.
 pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
-    let certified = gate.ingress.agents().zip(peer.certificate.as_deref());
+    let trust_and_certificate = gate.ingress.agent_trust().zip(peer.certificate.as_deref());
     let token = headers.get(header::AUTHORIZATION).and_then(bearer);
-    certified.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
+    trust_and_certificate.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
         || token
-            .and_then(|token| gate.auth.access.by_token(token).ok())
+            .and_then(|token| gate.auth.access.authenticate_token(token).ok())
             .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
 }
 
@@ -27,12 +27,16 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
 ///
 /// # Errors
 /// The agent is refused. The refusal is also logged.
-pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
+pub(super) fn identify_by_certificate(
+    gate: &Gate,
+    headers: &HeaderMap,
+    peer: &Peer,
+) -> Result<Option<Caller>, Error> {
     let auth = gate.config.agent_auth();
-    let Some(trust) = gate.ingress.agents().filter(|_| gate.auth.access.required) else {
+    let Some(trust) = gate.ingress.agent_trust().filter(|_| gate.auth.access.must_authenticate) else {
         return Ok(None);
     };
-    let refused = |who: &str, why: &str, advice: &str| {
+    let refuse = |who: &str, why: &str, advice: &str| {
         gate.agents.refusals.note(peer.address, who, why);
         Err(Error::Unauthorized(format!("this server refuses the agent: {why}; {advice}")))
     };
@@ -44,24 +48,24 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
                 AgentAuth::Certificate => "it presents no certificate, which this server requires of agents",
                 _ => "it presents neither a certificate nor a token",
             };
-            return refused("(unknown)", why, ADVICE);
+            return refuse("(unknown)", why, ADVICE);
         }
         return Ok(None);
     };
     let who = certificate.who();
     if let Err(why) = trust.check(certificate) {
-        return refused(&who, &why, "have another certificate issued");
+        return refuse(&who, &why, "have another certificate issued");
     }
     let Some(name) = &certificate.name else {
-        return refused(
+        return refuse(
             &who,
             "its certificate has no name (common name)",
             "have a certificate with the agent's name issued",
         );
     };
-    match gate.auth.access.by_certificate(name, certificate.facts.not_before) {
+    match gate.auth.access.authenticate_certificate(name, certificate.facts.not_before) {
         Ok(caller) => Ok(Some(caller)),
-        Err(Denied::Revoked) => refused(
+        Err(Denied::Revoked) => refuse(
             &who,
             "an admin has revoked the access of this name after its certificate was issued",
             &format!(
@@ -69,6 +73,6 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
                 certificate_id(name)
             ),
         ),
-        Err(_) => refused(&who, "this name may not join", "ask an admin"),
+        Err(_) => refuse(&who, "this name may not join", "ask an admin"),
     }
 }

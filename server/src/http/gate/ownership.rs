@@ -14,8 +14,8 @@ use axum::{
 };
 use lockstep_protocol::JobId;
 
-/// Requests that change something other than the job that they name. A caller who may see the job may make them.
-const READING: [&str; 3] =
+/// Requests that do not change the job that they name, although their method is POST. A caller who may see the job may make them.
+const UNCHANGING_POSTS: [&str; 3] =
     ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
 
 /// The kind of object that a route names.
@@ -107,7 +107,8 @@ pub(super) async fn check(
     let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         return Err(kind.not_found(route));
     };
-    let is_read = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
+    let is_read =
+        matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || UNCHANGING_POSTS.contains(&route);
     if is_read || auth.may_change(caller, owned.owner.as_deref()) {
         return Ok(());
     }
@@ -122,8 +123,9 @@ async fn job_owner(auth: &Auth, id: &str) -> Result<Option<Ownership>> {
 /// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
 async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Ownership>> {
     let versions = auth.store.model_versions(Some(name)).await?;
-    let is_seen = versions.iter().any(|row| caller.sees_owned(&row.ownership));
-    let first = versions.into_iter().next().filter(|_| is_seen);
+    let is_visible = versions.iter().any(|row| caller.sees_owned(&row.ownership));
+    let first = versions.into_iter().next().filter(|_| is_visible);
+    // Not private, even if the first version's job is, because the caller may see another version.
     Ok(first.map(|row| Ownership { private: false, ..row.ownership }))
 }
 

@@ -3,17 +3,17 @@
 use axum::http::{Method, StatusCode};
 use lockstep_protocol::access::Scope;
 
-/// The requirement of a request.
+/// What a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Requirement {
-    /// None: the request is open to everybody.
+    /// The request is open to everybody.
     Nothing,
     Scope(Scope),
-    /// An admin, or a person for their own objects, which the handler checks.
+    /// The caller must be an admin or a person. The handler restricts a person to the person's own objects.
     AdminOrPerson,
 }
 
-/// The requirement of a request. `route` is the router's pattern; `None` for an unknown path.
+/// Returns the requirement of a request. `route` is the router's pattern; `None` for an unknown path.
 pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
     match route.unwrap_or_default() {
         // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
@@ -52,10 +52,10 @@ fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Routes whose requests are not recorded, except with DELETE: checks and conversions of a specification, and requests that a program sends many times a
-/// minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is
-/// in the run's history.
-const NOT_AUDITED: [&str; 11] = [
+/// Routes whose requests are not recorded, except with DELETE: checks and conversions of a specification, and requests that a program sends
+/// many times a minute (reports of a run, parts of an upload). The creation of a run, and an upload that becomes a dataset, are recorded. A
+/// run's end is in the run's history.
+const NOT_RECORDED: [&str; 11] = [
     "/api/v1/jobs/form",
     "/api/v1/jobs/validate",
     "/api/v1/jobs/{id}/fork/check",
@@ -69,7 +69,7 @@ const NOT_AUDITED: [&str; 11] = [
     "/api/2.0/mlflow/logged-models/search",
 ];
 
-/// Whether a request uploads a file of a run, which may take as long as its client sends.
+/// Whether a request uploads a file of a run. Such a request has no time limit as long as its client sends.
 pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
     let routes = ["/api/v1/runs/{id}/file", "/api/2.0/mlflow-artifacts/artifacts/{*path}"];
     *method == Method::PUT && route.is_some_and(|route| routes.contains(&route))
@@ -79,8 +79,8 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded, because no person made them, and each part of a file would have an entry.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    let is_listed = method != Method::DELETE && route.is_some_and(|route| NOT_AUDITED.contains(&route));
-    !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
+    let is_exempt = method != Method::DELETE && route.is_some_and(|route| NOT_RECORDED.contains(&route));
+    !is_safe(method) && !is_agents && !is_exempt && !is_upload(method, route)
 }
 
 /// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an

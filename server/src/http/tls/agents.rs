@@ -89,51 +89,53 @@ fn who(facts: &Facts) -> String {
 
 /// The certificates that the server accepts from agents.
 pub(crate) struct AgentTrust {
-    authorities: PathBuf,
-    /// The revocation list. The list of the server's own authority exists from the first revocation on.
-    revoked: Option<PathBuf>,
+    /// The file with the authorities' certificates.
+    ca_file: PathBuf,
+    /// The file of the revocation list. The list of the server's own authority exists from the first revocation on.
+    revocation_list: Option<PathBuf>,
+    /// Whether the authority is the server's own.
     is_own: bool,
     /// Names of the authorities, which are sent to clients, so that browsers offer only matching certificates.
     hints: Vec<DistinguishedName>,
     current: RwLock<Arc<Trust>>,
     files: Mutex<Watched>,
     changed: watch::Sender<()>,
-    /// Certificates of agents that have joined since this server started, by the agent's id.
-    seen: Mutex<BTreeMap<String, (String, Facts)>>,
+    /// Name and certificate of agents that have joined since this server started, by the agent's id.
+    joined: Mutex<BTreeMap<String, (String, Facts)>>,
 }
 
 struct Trust {
     verifier: Arc<dyn ClientCertVerifier>,
     authorities: Vec<Facts>,
-    /// When the first of the revocation lists must be replaced.
+    /// When the first of the revocation lists must be replaced; `None` without such a list.
     next_update: Option<Timestamp>,
 }
 
 struct Watched {
     stamp: super::Stamp,
     /// Why the current files are not used.
-    refused: Option<String>,
+    refusal: Option<String>,
     /// Whether the log has a warning that the revocation list is out of date.
     is_outdated: bool,
 }
 
-fn stamp(authorities: &Path, revoked: Option<&Path>) -> super::Stamp {
-    [stamp_of(authorities), revoked.and_then(stamp_of)]
+fn stamp_of_both(ca_file: &Path, revocation_list: Option<&Path>) -> super::Stamp {
+    [stamp_of(ca_file), revocation_list.and_then(stamp_of)]
 }
 
 impl Trust {
-    /// Reads the CA certificates in `file`, and the revocation list.
-    fn read(file: &Path, revoked: Option<&Path>, is_own: bool) -> Result<Self, String> {
-        let shown = file.display();
+    /// Reads the CA certificates and the revocation list.
+    fn read(ca_file: &Path, revocation_list: Option<&Path>, is_own: bool) -> Result<Self, String> {
+        let shown = ca_file.display();
         let mut roots = RootCertStore::empty();
         let mut authorities = Vec::new();
-        for certificate in pem_files::read_certificates(file)? {
-            authorities.push(files::first_facts(file, std::slice::from_ref(&certificate))?);
+        for certificate in pem_files::read_certificates(ca_file)? {
+            authorities.push(files::first_facts(ca_file, std::slice::from_ref(&certificate))?);
             roots.add(certificate).map_err(|error| {
                 format!("{shown} has a certificate that cannot be used as an authority: {error}")
             })?;
         }
-        let lists = match revoked {
+        let lists = match revocation_list {
             // The server's own authority may not have revoked any certificate yet.
             Some(path) if !is_own || path.exists() => files::revocation_lists(path)?,
             Some(path) if ca::has_revoked(path) => {
@@ -151,7 +153,7 @@ impl Trust {
             .only_check_end_entity_revocation()
             .allow_unauthenticated()
             .build();
-        let verifier = verifier.map_err(|error| match revoked {
+        let verifier = verifier.map_err(|error| match revocation_list {
             Some(list) => format!("{shown} with {}: {error}", list.display()),
             None => format!("{shown}: {error}"),
         })?;
@@ -165,7 +167,7 @@ impl AgentTrust {
     /// # Errors
     /// A sentence that says what to change.
     pub(super) fn open(config: &ServeConfig, tls: &TlsConfig) -> Result<Option<Self>, String> {
-        let (authorities, revoked, is_own) = match (&config.agent_ca, tls) {
+        let (ca_file, revocation_list, is_own) = match (&config.agent_ca, tls) {
             _ if !config.requests_client_certificates() => return Ok(None),
             (Some(file), _) => (file.clone(), config.agent_crl.clone(), false),
             (None, TlsConfig::OwnCa) => {
@@ -174,17 +176,17 @@ impl AgentTrust {
             }
             (None, TlsConfig::Files { .. }) => return Ok(None),
         };
-        let stamp = stamp(&authorities, revoked.as_deref());
-        let read = Trust::read(&authorities, revoked.as_deref(), is_own)?;
+        let stamp = stamp_of_both(&ca_file, revocation_list.as_deref());
+        let trust = Trust::read(&ca_file, revocation_list.as_deref(), is_own)?;
         Ok(Some(Self {
-            authorities,
-            revoked,
+            ca_file,
+            revocation_list,
             is_own,
-            hints: read.verifier.root_hint_subjects().to_vec(),
-            current: RwLock::new(Arc::new(read)),
-            files: Mutex::new(Watched { stamp, refused: None, is_outdated: false }),
+            hints: trust.verifier.root_hint_subjects().to_vec(),
+            current: RwLock::new(Arc::new(trust)),
+            files: Mutex::new(Watched { stamp, refusal: None, is_outdated: false }),
             changed: watch::Sender::new(()),
-            seen: Mutex::default(),
+            joined: Mutex::default(),
         }))
     }
 
@@ -196,12 +198,12 @@ impl AgentTrust {
     /// must still be refused if the revocation list is damaged.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
-        let outdated = self.outdated_warning(crate::now());
+        let warning = self.outdated_warning(crate::now());
         let mut files = lock(&self.files);
-        if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
+        if let Some(warning) = warning.as_ref().filter(|_| !files.is_outdated) {
             tracing::warn!("{warning}");
         }
-        files.is_outdated = outdated.is_some();
+        files.is_outdated = warning.is_some();
     }
 
     /// A warning that the revocation list should have been replaced by now.
@@ -210,33 +212,33 @@ impl AgentTrust {
         Some(format!(
             "the revocation list {} of agents' certificates is out of date: the next list was due at {}. It is still used, so agents that \
              were revoked since are accepted; replace the list by the authority's newest list",
-            self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
+            self.revocation_list.as_deref().unwrap_or_else(|| Path::new("")).display(),
             minute(due)
         ))
     }
 
     fn read_if_changed(&self) {
         let mut files = lock(&self.files);
-        let now = stamp(&self.authorities, self.revoked.as_deref());
-        if now == files.stamp {
+        let stamp = stamp_of_both(&self.ca_file, self.revocation_list.as_deref());
+        if stamp == files.stamp {
             return;
         }
-        files.stamp = now;
-        match Trust::read(&self.authorities, self.revoked.as_deref(), self.is_own) {
-            Ok(read) => {
+        files.stamp = stamp;
+        match Trust::read(&self.ca_file, self.revocation_list.as_deref(), self.is_own) {
+            Ok(trust) => {
                 tracing::info!(
                     "agents' certificates are verified with new CA certificates or a new revocation list"
                 );
-                *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(read);
-                files.refused = None;
+                *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(trust);
+                files.refusal = None;
                 self.changed.send_replace(());
             }
             Err(error) => {
                 tracing::warn!(
                     error,
-                    "the CA certificates or the revocation list of agents have changed and are not used: the old files stay in use"
+                    "the CA certificates or the revocation list of agents have changed but cannot be used; the old files stay in use"
                 );
-                files.refused = Some(error);
+                files.refusal = Some(error);
             }
         }
     }
@@ -279,10 +281,11 @@ impl AgentTrust {
                 "its certificate is not valid yet; check the clocks of both machines".into()
             }
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                format!("the authority of its certificate is not in {}", self.authorities.display())
+                format!("the authority of its certificate is not in {}", self.ca_file.display())
             }
             CertificateError::UnknownRevocationStatus => {
-                let list = self.revoked.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+                let list =
+                    self.revocation_list.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
                 format!("the revocation list {list} was not issued by the authority of its certificate")
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
@@ -292,23 +295,23 @@ impl AgentTrust {
         }
     }
 
-    /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`].
+    /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`]. `None` if it has joined with a token.
     pub(crate) fn note_join(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
-        let mut seen = lock(&self.seen);
+        let mut joined = lock(&self.joined);
         match certificate {
             Some(certificate) => {
-                seen.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
+                joined.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
             }
             None => {
-                seen.remove(agent_id);
+                joined.remove(agent_id);
             }
         }
     }
 
     /// A warning that the certificate with which an agent last connected expires soon.
     pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
-        let seen = lock(&self.seen);
-        let (_, facts) = seen.get(agent_id)?;
+        let joined = lock(&self.joined);
+        let (_, facts) = joined.get(agent_id)?;
         expires_soon("its certificate", facts, crate::now())
     }
 
@@ -322,14 +325,14 @@ impl AgentTrust {
             let what = "the authority of agents' certificates";
             warnings.extend(authorities.iter().filter_map(|facts| expires_soon(what, facts, now)));
         }
-        if let Some(refused) = &lock(&self.files).refused {
+        if let Some(refusal) = &lock(&self.files).refusal {
             warnings.push(format!(
-                "the new CA certificates or revocation list of agents are not used: {refused}"
+                "the new CA certificates or revocation list of agents are not used: {refusal}"
             ));
         }
         warnings.extend(self.outdated_warning(now));
-        let seen = lock(&self.seen);
-        let expiring: Vec<_> = seen
+        let joined = lock(&self.joined);
+        let expiring: Vec<_> = joined
             .values()
             .filter_map(|(name, facts)| {
                 expires_soon(&format!("the certificate of the agent {name}"), facts, now)
@@ -347,6 +350,6 @@ impl AgentTrust {
 
 impl fmt::Debug for AgentTrust {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AgentTrust").field("authorities", &self.authorities).finish_non_exhaustive()
+        f.debug_struct("AgentTrust").field("ca_file", &self.ca_file).finish_non_exhaustive()
     }
 }

@@ -81,7 +81,7 @@ impl Authority {
         let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
         // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
-        let written = || -> std::io::Result<()> {
+        let write_folder = || -> std::io::Result<()> {
             crate::util::private_files::create_data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
             write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
@@ -90,7 +90,7 @@ impl Authority {
             fs::rename(&unfinished, &folder)?;
             File::open(data_dir)?.sync_all()
         };
-        written().map_err(|error| {
+        write_folder().map_err(|error| {
             let _ = fs::remove_dir_all(&unfinished);
             if folder.exists() {
                 format!(
@@ -120,7 +120,7 @@ impl Authority {
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
         let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
-        files::pair(&certificate, &key)?;
+        files::read_pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
             return Err(format!(
                 "the authority {} expired at {}; move the folder away, run `lockstep ca init`, and give the new certificate \
@@ -173,21 +173,22 @@ impl Authority {
         self.sign(Kind::Agent, name, &names, days)
     }
 
-    fn sign(&self, kind: Kind, first: &str, names: &[String], days: u32) -> Result<Issued, String> {
+    /// Signs a certificate for `names`, and records it. `subject` is its common name.
+    fn sign(&self, kind: Kind, subject: &str, names: &[String], days: u32) -> Result<Issued, String> {
         if !(1..=MAX_DAYS).contains(&days) {
             return Err(format!("a certificate must be valid for 1 to {MAX_DAYS} days"));
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
-        // An agent's certificate is valid from the moment it is issued. So a certificate that was issued before its name was revoked
-        // stays without effect.
+        // An agent's certificate is valid from the moment it is issued, because the server refuses certificates whose validity begins
+        // before a revocation of their name.
         let not_before = if kind == Kind::Agent { now } else { now - CLOCK_MARGIN };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
             let mut params = CertificateParams::new(names)?;
             params.distinguished_name = rcgen::DistinguishedName::new();
-            if first.len() <= COMMON_NAME_CHARS {
-                params.distinguished_name.push(DnType::CommonName, first);
+            if subject.len() <= COMMON_NAME_CHARS {
+                params.distinguished_name.push(DnType::CommonName, subject);
             }
             params.serial_number = Some(SerialNumber::from(serial.clone()));
             params.not_before = not_before;
@@ -210,7 +211,7 @@ impl Authority {
         // Recorded before it is returned, because a certificate that is not in the list is harder to revoke.
         self.add_record(Record {
             serial: serial_text(&serial),
-            name: first.to_owned(),
+            name: subject.to_owned(),
             kind,
             not_before: timestamp(not_before)?,
             not_after: timestamp(not_after)?,

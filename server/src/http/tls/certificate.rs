@@ -77,7 +77,7 @@ impl Facts {
             match name {
                 GeneralName::DNSName(name) => names.push(Name::Dns((*name).to_owned())),
                 GeneralName::IPAddress(bytes) => names.push(Name::Address(address(bytes)?)),
-                // DNS names and addresses. Other kinds are ignored.
+                // An invalid DNS name (tag 2) or address (tag 7). Names of other kinds are ignored.
                 GeneralName::Invalid(tag, _) if matches!(tag.0, 2 | 7) => return None,
                 _ => {}
             }

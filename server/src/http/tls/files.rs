@@ -26,7 +26,7 @@ pub(super) struct Loaded {
 /// A sentence that says what to change.
 pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
     let shown = certificate.display();
-    let certified = pair(certificate, key)?;
+    let certified = read_pair(certificate, key)?;
     let facts = first_facts(certificate, &certified.cert)?;
     if facts.names.is_empty() {
         return Err(format!(
@@ -54,7 +54,7 @@ pub(super) fn first_facts(path: &Path, chain: &[CertificateDer<'_>]) -> Result<F
 }
 
 /// Reads a chain, and the key of its first certificate.
-pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
+pub(super) fn read_pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
     let chain = read_certificates(certificate)?;
     CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
         rustls::Error::InconsistentKeys(_) => format!(
@@ -72,7 +72,7 @@ pub(super) fn minute(time: Timestamp) -> String {
     format!("{} UTC", text.get(..16).unwrap_or(&text).replace('T', " "))
 }
 
-/// Reads the revocation lists of a file (PEM, or one in DER), at least one.
+/// Reads the revocation lists of a file: one or more in PEM, or one in DER.
 pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
     const SEQUENCE: u8 = 0x30;
     let content = read(path, Readers::Anybody)?;

@@ -14,17 +14,17 @@ use crate::{
 use lockstep_protocol::access::Token;
 use std::sync::Arc;
 
-/// Returns the certificate with which an agent has joined; `None` if it has joined with a token. Also records how the agent has joined, and
-/// logs a warning about the certificate.
-pub(super) fn certificate(
+/// Records how an agent has joined, and logs a warning if its certificate expires soon. Returns the certificate with which the agent has
+/// joined; `None` if it has joined with a token.
+pub(super) fn record_join(
     ingress: &Ingress,
     caller: &Caller,
     peer: &Peer,
     agent: &AgentRow,
 ) -> Option<(Arc<AgentTrust>, Arc<ClientCertificate>)> {
     let uses_certificate = caller.token().is_some_and(is_certificate);
-    let joined = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
-    if let Some(trust) = ingress.agents() {
+    let joined = ingress.agent_trust().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
+    if let Some(trust) = ingress.agent_trust() {
         trust.note_join(&agent.id, &agent.name, joined.as_ref().map(|(_, certificate)| &**certificate));
         if let Some(warning) = trust.warning_of(&agent.id) {
             tracing::warn!(agent = agent.name, "{warning}");
@@ -41,7 +41,7 @@ pub(super) fn certificate(
 /// The reason why the agent is refused, for the agent's user.
 pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Result<(), String> {
     let Some(token) = caller.token() else { return Ok(()) };
-    let _one_at_a_time = auth.access.changing.lock().await;
+    let _one_at_a_time = auth.access.change_lock.lock().await;
     // Reads the token again, because an earlier connection may have bound it.
     let mut bound = auth.access.token(&token.id).ok_or("this agent's token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
@@ -78,8 +78,8 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     }
     // Also stores the earlier revocations of the certificate's name, which may be only in memory.
     if is_certificate(token) {
-        for past in auth.access.past_of(bound.token.agent.as_deref().unwrap_or_default()) {
-            auth.store.put_token(&past).await.map_err(failed)?;
+        for row in auth.access.earlier_revocations(bound.token.agent.as_deref().unwrap_or_default()) {
+            auth.store.put_token(&row).await.map_err(failed)?;
         }
     }
     bound.token.agent_id = Some(agent.id.clone());

@@ -19,7 +19,7 @@ pub(super) const TOO_MANY_ATTEMPTS: &str = "the agent reports more than 4096 att
 const MAX_DESCRIPTION_BYTES: usize = 500;
 
 /// Truncates a text of an agent to the maximum length.
-pub(super) fn shortened(mut text: String) -> String {
+pub(super) fn truncate_text(mut text: String) -> String {
     text.truncate(text.floor_char_boundary(MAX_DESCRIPTION_BYTES));
     text
 }
@@ -87,7 +87,7 @@ pub(super) fn check_hello(
     machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| ungrouped.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    let (no_work_reason, process) = (no_work.map(shortened), shortened(process));
+    let (no_work_reason, process) = (no_work.map(truncate_text), truncate_text(process));
     Ok((JoiningAgent { row, only_job, no_work_reason, process, address }, attempts))
 }
 

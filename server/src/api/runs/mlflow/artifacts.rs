@@ -54,7 +54,7 @@ fn list_folder(files: &[RunFile], folder: &str, prefix: &str) -> Value {
 }
 
 /// Lists the artifacts in a folder of a run, with their paths in the run, for `artifacts/list`.
-pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
+pub(super) async fn list_of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
     let files = files::run_files(config, &job.id);
     check_path(&files, path)?;
     let prefix = if path.is_empty() { String::new() } else { format!("{path}/") };
@@ -64,10 +64,7 @@ pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Resul
 
 /// Refuses a path outside the run's folder, with MLflow's text.
 fn check_path(files: &RunFiles, path: &str) -> Result<()> {
-    match path.is_empty() || files.disk_path(path).is_ok() {
-        true => Ok(()),
-        false => Err(invalid("Invalid path")),
-    }
+    if path.is_empty() || files.disk_path(path).is_ok() { Ok(()) } else { Err(invalid("Invalid path")) }
 }
 
 /// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: lists the files and folders directly in a folder, by name.

@@ -143,14 +143,14 @@ impl Authority {
         let now = crate::now();
         let mut records = self.issued()?;
         let serial = plain_serial(name_or_serial);
-        let is_named = |r: &Record| r.name == name_or_serial || r.serial == serial;
+        let is_meant = |r: &Record| r.name == name_or_serial || r.serial == serial;
         let mut revoked = Vec::new();
-        for record in records.iter_mut().filter(|r| is_named(r) && r.state(now) == "valid") {
+        for record in records.iter_mut().filter(|r| is_meant(r) && r.state(now) == "valid") {
             record.revoked_at = Some(now);
             revoked.push(record.clone());
         }
         if revoked.is_empty() {
-            if let Some(known) = records.iter().rev().find(|r| is_named(r)) {
+            if let Some(known) = records.iter().rev().find(|r| is_meant(r)) {
                 let when = known.revoked_at.unwrap_or(known.not_after);
                 return Err(format!(
                     "no certificate of {name_or_serial} is valid: the last is {} since {}",

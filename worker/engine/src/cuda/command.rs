@@ -37,7 +37,7 @@ pub(super) enum Region {
     /// Number of control blocks that the GPU has read.
     InputCounter,
     /// The same number as [`Region::InputCounter`], in host memory.
-    InputsTaken,
+    HostInputCounter,
     /// Control block of the current micro-batch.
     Control,
     /// Results of steps, in host memory.
@@ -118,7 +118,7 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// Absent; kernels see address 0.
+    /// An absent operand. Kernels get address 0.
     pub(super) const NONE: Self = Self { region: Region::Nowhere, offset: 0, bytes: 0 };
 
     pub(super) const fn new(region: Region, offset: usize, bytes: usize) -> Self {
@@ -166,9 +166,9 @@ pub(super) enum Arg {
 }
 
 impl Arg {
-    /// `InOut` if the kernel reads the old values (`changed`), else `Out`.
-    pub(super) fn out(operand: Operand, changed: bool) -> Self {
-        if changed { Arg::InOut(operand) } else { Arg::Out(operand) }
+    /// `InOut` if the kernel also reads the old values, else `Out`.
+    pub(super) fn out(operand: Operand, reads_old: bool) -> Self {
+        if reads_old { Arg::InOut(operand) } else { Arg::Out(operand) }
     }
 
     /// The same argument as [`Arg::Unused`].
@@ -185,7 +185,7 @@ impl Arg {
 pub(super) struct Geometry {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
-    /// Blocks per cluster along x; 1: no clusters.
+    /// Blocks per cluster along x; 1 without clusters.
     pub(super) cluster: u32,
     pub(super) shared_bytes: u32,
 }
@@ -225,7 +225,7 @@ impl StreamId {
 /// The ranks that take part in a collective or an exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Group {
-    /// All ranks.
+    /// All ranks of this rank's stage.
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
@@ -365,7 +365,7 @@ impl Command {
     }
 
     /// A collective among the ranks that divide the optimizer's state, in place: `at` has one part for each of them.
-    pub(super) fn in_parts(
+    pub(super) fn sharded(
         stream: StreamId,
         kind: Collective,
         share: Share,

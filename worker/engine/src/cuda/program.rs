@@ -18,7 +18,7 @@ use super::{
     profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
-    running::Running,
+    running_statistics::RunningLayout,
     state::State,
     statistics::{NormPass, Statistics},
     tuner::Tuner,
@@ -247,7 +247,7 @@ impl Program {
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,
-            computes_sums: &|convolution| self.tuner.has(convolution),
+            computes_sums: &|convolution| self.tuner.has_plan(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
     }
@@ -326,7 +326,7 @@ impl Program {
         let Some(share) = self.state.share else { return Ok(()) };
         let gather = |range: &Range<usize>| {
             let at = Operand::new(Region::Weights, 4 * range.start, 4 * range.len());
-            Command::in_parts(StreamId::Main, Collective::AllGather, share, at, DType::F32)
+            Command::sharded(StreamId::Main, Collective::AllGather, share, at, DType::F32)
         };
         let commands: Vec<_> = self.state.layout.buckets.iter().map(gather).collect();
         self.start(&commands, 0)

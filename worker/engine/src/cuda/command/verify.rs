@@ -312,7 +312,7 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::ScaleColumns
         | Region::InputRing
         | Region::InputCounter
-        | Region::InputsTaken
+        | Region::HostInputCounter
         | Region::ResultRing
         | Region::ResultCounter
         | Region::InputGradient

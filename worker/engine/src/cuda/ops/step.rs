@@ -31,7 +31,7 @@ impl Ops {
             Arg::Out(CONTROL),
             Arg::In(Operand::whole(Region::InputRing)),
             Arg::InOut(Operand::new(Region::InputCounter, 0, 4)),
-            Arg::Out(Operand::new(Region::InputsTaken, 0, 4)),
+            Arg::Out(Operand::new(Region::HostInputCounter, 0, 4)),
             Arg::U32(slots),
             Arg::U32(words),
             Arg::In(running),

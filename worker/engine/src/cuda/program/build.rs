@@ -46,11 +46,11 @@ impl Program {
             (LossScale::Static(scale), DType::F16) => (*scale, Some(false)),
             (LossScale::Named(_), DType::F16) => (INITIAL_LOSS_SCALE, Some(true)),
         };
-        let running = Running::for_network(&network, plan.norms());
-        let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
+        let running_layouts = RunningLayout::for_network(&network, plan.norms());
+        let (norms, norm_bytes) = norm_sites(&plan, &layout, &running_layouts);
         let state = State::new(
             device,
-            running,
+            running_layouts,
             layout.clone(),
             share,
             dtype,
@@ -267,7 +267,7 @@ impl Program {
         let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.waits());
         convolution.groups == 1
             && self.plan.dtype == DType::F16
-            && !self.tuner.deterministic
+            && !self.tuner.is_deterministic
             && !self.ops.norm_is_small(shape, waits)
     }
 }

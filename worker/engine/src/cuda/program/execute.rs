@@ -102,7 +102,7 @@ impl Program {
             Region::Nowhere => return Some(0),
             Region::Pictures => return Some(pictures),
             Region::InputRing => return Some(self.inputs.ring.device),
-            Region::InputsTaken => return Some(self.inputs.taken.device),
+            Region::HostInputCounter => return Some(self.inputs.host_counter.device),
             Region::ResultRing => return Some(self.results.ring.device),
             Region::Weights
             | Region::LowPrecision

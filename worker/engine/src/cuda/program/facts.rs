@@ -10,7 +10,7 @@ use crate::{
         dtype::DType,
         layout::{Layout, ParameterLayout},
         ops::{self, NormSite, Ops, ScaleTable},
-        running::Running,
+        running_statistics::RunningLayout,
         statistics::{NormPass, Statistics},
     },
     fuse::Norm,
@@ -212,7 +212,7 @@ impl Facts<'_> {
     /// Operands of the kernel that copies the running statistics before a step changes them.
     pub(super) fn keep_statistics(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
-        let bytes = Running::padded_bytes(end);
+        let bytes = RunningLayout::padded_bytes(end);
         ops::Keep {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
             kept: Operand::new(Region::KeptStatistics, 0, bytes),
@@ -279,7 +279,11 @@ pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of
 const VALUES: usize = 6;
 
 /// The memory of each batch norm, by index, and the size in bytes of [`Region::NormValues`].
-pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) -> (Vec<NormSite>, usize) {
+pub(super) fn norm_sites(
+    plan: &StepPlan,
+    layout: &Layout,
+    running: &[RunningLayout],
+) -> (Vec<NormSite>, usize) {
     let mut at = 0;
     let mut sites: Vec<(usize, NormSite)> = plan
         .norms()

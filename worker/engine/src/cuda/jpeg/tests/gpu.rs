@@ -49,9 +49,9 @@ fn gpu_crops_equal_the_host_s_bit_for_bit() {
                 (0..3).map(|to| Cropping::new(&encoded, on_device, to, &mut tables)).collect();
             let expected =
                 crop(&samples, &tables, &Cropping::new(&encoded, on_host, 0, &mut host_tables), size);
-            cropper.begin(&device, 3, size).unwrap();
+            cropper.allocate(&device, 3, size).unwrap();
             cropper.run(&device, &kernels, &croppings, &tables).unwrap();
-            cropper.end(3).unwrap();
+            cropper.start_download(3).unwrap();
             cropper.stream.0.synchronize().unwrap();
             let actual = cropper.pixels(3 * expected.len());
             let differ = actual

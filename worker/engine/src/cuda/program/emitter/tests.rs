@@ -95,7 +95,7 @@ impl Setting {
         let plan = plan(network, batch, dtype, capability);
         let (padded, parts) = ((plan.padded_input, plan.padded_classes), share.unwrap_or(Share::WHOLE).ranks);
         let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.folded, parts);
-        let (norms, _) = norm_sites(&plan, &layout, &Running::for_network(network, plan.norms()));
+        let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
             Ranks::Single => None,

@@ -46,7 +46,7 @@ impl GraphEmitter<'_> {
         match self.facts.share {
             None => self.all_reduce(stream, at, dtype),
             Some(share) => {
-                self.commands.push(Command::in_parts(stream, Collective::ReduceScatter, share, at, dtype));
+                self.commands.push(Command::sharded(stream, Collective::ReduceScatter, share, at, dtype));
             }
         }
     }
@@ -243,7 +243,7 @@ impl GraphEmitter<'_> {
                 _ => (Region::Weights, DType::F32),
             };
             let at = Operand::new(region, dtype.size() * range.start, dtype.size() * range.len());
-            self.commands.push(Command::in_parts(StreamId::Main, Collective::AllGather, share, at, dtype));
+            self.commands.push(Command::sharded(StreamId::Main, Collective::AllGather, share, at, dtype));
         }
     }
 }

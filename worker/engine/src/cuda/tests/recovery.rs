@@ -6,7 +6,7 @@ use super::*;
 use crate::{
     StateDict, StepResult,
     cuda::{
-        CudaEngine, MicroBatch, Phase, UnderWay,
+        CudaEngine, MicroBatch, PendingStep, Phase,
         command::{Access, Command, UPDATING},
         device::{Event, Pinned, Stream},
     },
@@ -109,7 +109,7 @@ impl Run {
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::close(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
-        engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
+        engine.pending_steps.push_back(PendingStep::OnGpu { divisor: None });
         engine.submitted_steps += 1;
         self.average();
         gate

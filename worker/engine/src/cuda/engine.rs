@@ -139,7 +139,7 @@ impl Engine for CudaEngine {
                 Some(groups) if engine.program.head().is_some() => {
                     gather_logits(&mut engine.program, groups, pictures)?
                 }
-                _ => engine.program.logits(pictures)?,
+                _ => engine.program.read_logits(pictures)?,
             });
             Ok(())
         })?;
@@ -293,7 +293,7 @@ impl Engine for CudaEngine {
 /// model group, each of which has some of the classes.
 fn gather_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let own_logits = program.own_logits(&head)?;
+    let own_logits = program.read_own_logits(&head)?;
     let (own_classes, max_classes) = (head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; max_classes - own_classes]].concat();

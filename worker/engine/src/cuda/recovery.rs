@@ -1,8 +1,8 @@
 //! Recovery of a rank's state after another rank is lost. The GPU may then wait in a collective forever, and the host is up to two steps
 //! ahead of the GPU.
 //!
-//! Nothing can end this wait safely, because an aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been aborted
-//! yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:
+//! Nothing can end this wait safely, because an aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been
+//! aborted yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:
 //!
 //! 1. The host sets `held`, in host memory, which stops further updates. One thread of the step reads `held`, so all kernels of the update
 //!    agree.
@@ -121,7 +121,7 @@ impl CudaEngine {
     /// Waits until the state has the running statistics after the last of the `finished_steps`.
     fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result<(), CudaError> {
         if self.started_steps == finished_steps {
-            let main = self.program.main.0;
+            let main = self.program.main_stream.0;
             return wait(deadline, "the started steps", || main.is_idle());
         }
         // The first kernel of the next step copies the statistics. It directly follows the finished work and waits for no other rank.

@@ -101,16 +101,16 @@ impl State {
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,
-        keeping_blocks: u32,
+        statistics_copy_blocks: u32,
     ) -> Result<Self, CudaError> {
         let slot_len = match share {
             None => layout.len,
             Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
         };
-        let planar_len = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
+        let planar_len = if dtype == DType::Bf16 { layout.split_matrix_len } else { 0 };
         let low_precision = match dtype {
             DType::F32 => None,
-            _ => Some(device.zeros((layout.matrices - planar_len) * dtype.size())?),
+            _ => Some(device.zeros((layout.matrix_len - planar_len) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
         let scaler = Scaler { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
@@ -126,7 +126,7 @@ impl State {
             low_precision,
             running_values: device.zeros(4 * RunningLayout::total_len(&running_layouts).max(1))?,
             kept_values: device.zeros(4 * RunningLayout::total_len(&running_layouts).max(1))?,
-            kept_steps: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
+            kept_steps: device.upload(&vec![NO_STEP; statistics_copy_blocks as usize])?,
             is_unfinished: false,
             running_layouts,
             scaler: device.upload(&[scaler])?,
@@ -348,7 +348,7 @@ impl State {
 
     /// A kernel that converts the matrices, except those in planes, to `low_precision`. `None` with float32.
     fn convert_kernel(&self, ops: &Ops) -> Option<Kernel> {
-        let copied = self.planar_len..self.layout.matrices;
+        let copied = self.planar_len..self.layout.matrix_len;
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;

@@ -81,7 +81,7 @@ impl CudaEngine {
             return Ok(());
         }
         let key = GraphKey { image_size: self.network.image_size, phase, input };
-        let main = self.program.main.0;
+        let main = self.program.main_stream.0;
         match self.graphs.get(&key) {
             Some(CapturedGraph::Graph(graph)) => graph.launch(main)?,
             Some(CapturedGraph::RunOnce) => {
@@ -140,7 +140,7 @@ impl CudaEngine {
                 CudaError::Unsupported("there is no buffer for pictures (a bug in lockstep)".into()).into()
             );
         };
-        staging.send(self.program.main.0, batch)?;
+        staging.send(self.program.main_stream.0, batch)?;
         Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
     }
 
@@ -191,7 +191,7 @@ impl CudaEngine {
         }
         self.program.gather_weights()?;
         // The next read of the weights reports an error of the GPU.
-        self.wait_on_gpu(|program| program.main.0.is_idle().unwrap_or(true))
+        self.wait_on_gpu(|program| program.main_stream.0.is_idle().unwrap_or(true))
     }
 
     /// Waits until the GPU has done the work that `is_done` checks. While waiting, checks that the other ranks are alive.
@@ -201,7 +201,7 @@ impl CudaEngine {
         let time_limit = if is_alone { Duration::from_secs(600) } else { self.comm.timeout() };
         let (program, comm) = (&self.program, self.comm.as_ref());
         let check_alive = || -> Result<(), EngineError> {
-            program.main.0.check_failure()?;
+            program.main_stream.0.check_failure()?;
             // On one machine NCCL does not detect a dead rank, but the connection of the ring does, immediately.
             comm.check(OPERATION)?;
             let Some(reducer) = &program.reducer else { return Ok(()) };
@@ -245,8 +245,8 @@ fn wait_until(
     Ok(())
 }
 
-/// After NCCL has detected a failure: the ring's error, which names the rank that has ended. `None` if the ring detects no ended rank within
-/// [`RING_DETECTION_LIMIT`].
+/// After NCCL has detected a failure: the ring's error, which names the rank that has ended. `None` if the ring detects no ended rank
+/// within [`RING_DETECTION_LIMIT`].
 fn ring_error(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
     let deadline = Instant::now() + RING_DETECTION_LIMIT;
     loop {

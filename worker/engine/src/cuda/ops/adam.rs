@@ -6,8 +6,9 @@ use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, pla
 /// `Scaler::updates`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Moments {
-    /// float32, with the length of the weights.
+    /// The mean of the gradient: float32, with the length of the weights.
     pub(in crate::cuda) first: Operand,
+    /// The mean of the gradient's square: float32, with the length of the weights.
     pub(in crate::cuda) second: Operand,
     pub(in crate::cuda) beta1: f64,
     pub(in crate::cuda) beta2: f64,
@@ -15,9 +16,8 @@ pub(in crate::cuda) struct Moments {
 }
 
 impl Moments {
-    /// Kernel arguments. `writes`: the kernel also writes the moments.
-    fn args(self, writes: bool) -> [Arg; 5] {
-        let moment = if writes { Arg::InOut } else { Arg::In };
+    /// The kernel arguments. `moment` is `Arg::InOut` if the kernel also writes the moments, otherwise `Arg::In`.
+    fn args(self, moment: fn(Operand) -> Arg) -> [Arg; 5] {
         [
             moment(self.first),
             moment(self.second),
@@ -33,29 +33,30 @@ impl Ops {
     /// gradients, writes the low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, flat: Flat, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
-        args.extend(moments.args(true));
+        args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
         args.extend([Arg::In(CONTROL), Arg::In(SCALER)]);
         args.extend(flat.decay.map(Arg::F32));
         kernel(
-            if flat.planar { "adamw_planes" } else { "adamw" },
-            self.items(flat.gradients.length / 8, 6),
+            if flat.is_planar { "adamw_planes" } else { "adamw" },
+            self.per_item(flat.gradients.length / 8, 6),
             args,
         )
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Updates the moments, and sums the squares of each parameter's weights and of its update into
-    /// `rates.squares`. Memory traffic: reads weights and gradients, reads and writes moments.
+    /// Updates the moments, and sums the squares of each parameter's weights and of its update into `rates.squares`. Runs after
+    /// [`Ops::gradient_norm`]. Memory traffic: reads weights and gradients, reads and writes moments.
     pub(in crate::cuda) fn lamb_moments(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
-        args.extend(moments.args(true));
+        args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
         args.extend([Arg::In(SCALER), Arg::F32(flat.decay[0])]);
         args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
         kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_moments`]. `decay`: weight decay of the parameters whose rate LAMB scales by norm(weights) / norm(update).
+    /// Computes the rate of each parameter. Runs after [`Ops::lamb_moments`]. `decay` is the weight decay of the parameters whose rate LAMB
+    /// scales by norm(weights) / norm(update).
     pub(in crate::cuda) fn lamb_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let (segments, count) = (Arg::In(rates.segments), Arg::U32(rates.count));
         let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.per_parameter)];
@@ -66,10 +67,10 @@ impl Ops {
     /// low-precision copy of the weights.
     pub(in crate::cuda) fn lamb(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
-        args.extend(moments.args(false));
+        args.extend(moments.args(Arg::In));
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
         args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::In(rates.segments)]);
         args.extend([Arg::In(rates.per_parameter), Arg::U32(rates.count)]);
-        kernel("lamb", self.items(flat.gradients.length / 8, 6), args)
+        kernel("lamb", self.per_item(flat.gradients.length / 8, 6), args)
     }
 }

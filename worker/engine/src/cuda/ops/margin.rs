@@ -40,7 +40,7 @@ impl Ops {
         scale: f32,
     ) -> Kernel {
         let args = [Arg::In(rows), Arg::Out(factors), Arg::U32(count), Arg::U32(width), Arg::F32(scale)];
-        kernel("row_factors", self.items(32 * u64::from(count), 8), args)
+        kernel("row_factors", self.per_item(32 * u64::from(count), 8), args)
     }
 
     /// Traffic: the values twice.
@@ -55,7 +55,7 @@ impl Ops {
             Arg::U64(groups),
             Arg::In(p.label_logits),
         ];
-        kernel("scale_cosines", self.items(groups, 8), args)
+        kernel("scale_cosines", self.per_item(groups, 8), args)
     }
 
     /// Applies the margin to the logit of each row's label, and writes to `label_logits` the derivative and the logit
@@ -97,6 +97,6 @@ impl Ops {
         [count, width]: [u32; 2],
     ) -> Kernel {
         let args = [Arg::In(rows), Arg::InOut(gradient), Arg::U32(count), Arg::U32(width)];
-        kernel("remove_along", self.items(32 * u64::from(count), 8), args)
+        kernel("remove_along", self.per_item(32 * u64::from(count), 8), args)
     }
 }

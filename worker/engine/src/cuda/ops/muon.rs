@@ -78,7 +78,7 @@ impl Ops {
             Arg::In(rates.per_parameter),
             Arg::In(p.iterates[STEPS % 2]),
         ]);
-        kernels.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
+        kernels.push(kernel("muon_update", self.per_item(flat.gradients.length / 8, 6), args));
         kernels
     }
 }

@@ -13,7 +13,7 @@ mod forward;
 pub(in crate::cuda) use backward::{Gradient, NormBackward};
 pub(in crate::cuda) use forward::NormForward;
 
-/// An activation: rows = pictures x pixels.
+/// The shape of an activation, which has pictures x pixels rows.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Shape {
     pub(in crate::cuda) pictures: u32,
@@ -34,14 +34,14 @@ impl Shape {
 pub(in crate::cuda) struct NormSite {
     pub(in crate::cuda) gamma: Operand,
     pub(in crate::cuda) beta: Operand,
-    /// If absent, the running statistics are not updated.
+    /// May be absent: the running statistics are then not updated.
     pub(in crate::cuda) running_mean: Operand,
     pub(in crate::cuda) running_var: Operand,
     /// Share of a new batch in the running statistics, 0 to 1.
     pub(in crate::cuda) running_momentum: f32,
     /// Mean of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) mean: Operand,
-    /// 1 / standard deviation of the batch, as `mean`.
+    /// 1 / standard deviation of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) inv_std: Operand,
     /// y = scale x + bias; written by the forward pass, read by the application and by the backward pass.
     pub(in crate::cuda) scale: Operand,
@@ -62,16 +62,16 @@ pub(in crate::cuda) enum Reduce {
     /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
     /// continues from there.
     Leave { sums: Operand },
-    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers`: struct Peers in device memory.
-    /// `at`: this site's byte offset in every rank's exchange buffer, for 2 slots x ranks x 2 C values of 8
-    /// bytes. `sequence`: `u32 [2 C]`. Buffers and sequences are zero at first and are never reset; forward and
-    /// backward of a site may share them. All ranks must launch the same shapes.
+    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this site's byte
+    /// offset in every rank's exchange buffer, where it has 2 slots x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
+    /// and sequences are zero at first and are never reset. The forward and the backward pass of a site may share them. All ranks must
+    /// launch the same shapes.
     Exchange { peers: Operand, at: u64, sequence: Operand },
 }
 
 impl Reduce {
     /// Whether the kernel waits for other ranks.
-    fn waits(self) -> bool {
+    fn waits_for_ranks(self) -> bool {
         matches!(self, Reduce::Exchange { .. })
     }
 
@@ -155,15 +155,16 @@ pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
 const SMALL_ROWS_PER_THREAD: u32 = 4;
 /// Maximum number of groups of 8 channels per block in the one-launch variant.
 pub(in crate::cuda) const SMALL_GROUPS: u32 = 4;
+
 impl Ops {
     /// Geometry of the one-launch variant, if that variant is faster.
     ///
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
-    /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
-    /// once: the grid has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
-    fn one_launch_geometry(&self, shape: Shape, waits: bool) -> Option<Geometry> {
+    /// rows / (256 k) rows. If the kernel waits for other ranks (`waits_for_ranks`), all clusters have to be resident at once. The grid
+    /// then has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
+    fn one_launch_geometry(&self, shape: Shape, waits_for_ranks: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
-        let reserved_blocks = if waits { nccl::MAX_BLOCKS } else { 0 };
+        let reserved_blocks = if waits_for_ranks { nccl::MAX_BLOCKS } else { 0 };
         let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
         let x = match groups {
             0 => return None,
@@ -189,9 +190,9 @@ impl Ops {
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
     }
 
-    /// Whether [`Ops::norm_forward`] uses the one-launch variant. `waits`: the kernel waits for other ranks.
-    pub(in crate::cuda) fn norm_is_small(&self, shape: Shape, waits: bool) -> bool {
-        self.one_launch_geometry(shape, waits).is_some()
+    /// Whether [`Ops::norm_forward`] uses the one-launch variant, in which the kernel waits for other ranks if `waits_for_ranks`.
+    pub(in crate::cuda) fn is_norm_small(&self, shape: Shape, waits_for_ranks: bool) -> bool {
+        self.one_launch_geometry(shape, waits_for_ranks).is_some()
     }
 }
 

@@ -167,6 +167,6 @@ impl Ops {
     /// to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.
     pub(in crate::cuda) fn sum_parts(&self, parts: Operand, to: Operand, length: u64, count: u32) -> Kernel {
         let args = [Arg::In(parts), Arg::Out(to), Arg::U64(length), Arg::U32(count)];
-        kernel("sum_parts", self.items(length / 8, 8), args)
+        kernel("sum_parts", self.per_item(length / 8, 8), args)
     }
 }

@@ -84,7 +84,7 @@ struct GraphEmitter<'a> {
     /// The operands of the gradient of a split head's weights, if the update computes this gradient.
     features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
-    sampled: Option<sampled_head::SampledHead>,
+    sampled_head: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
     cosines: Option<margin::HeadCosines>,
     /// The newest convolution output whose channel sums the convolution itself has computed, until a batch norm uses the sums.
@@ -147,7 +147,7 @@ impl<'a> GraphEmitter<'a> {
             shared: Vec::new(),
             sent_buckets: 0,
             features_and_dlogits: None,
-            sampled: None,
+            sampled_head: None,
             cosines: None,
             summed: None,
             forward_commands: 0,
@@ -210,7 +210,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Starts kernels on the main stream.
     fn main(&mut self, kernels: impl IntoIterator<Item = Kernel>) {
-        self.start(StreamId::Main, kernels);
+        self.push_on(StreamId::Main, kernels);
     }
 
     fn record(&mut self, stream: StreamId, event: EventId) {
@@ -263,7 +263,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Bytes of a tensor of the whole batch.
     fn tensor_bytes(&self, tensor: TensorId) -> usize {
-        self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size()
+        self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor) * self.plan.dtype.size()
     }
 
     /// Frees an allocation, which may have two owners that each call this function.
@@ -320,7 +320,7 @@ impl<'a> GraphEmitter<'a> {
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
-    let only = MicroBatch { first: true, last: true, is_full: true, pass: None };
+    let only = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
         Ok(emit(facts, phase, input, side_stream)?.arena_bytes)

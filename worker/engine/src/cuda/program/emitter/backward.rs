@@ -56,7 +56,7 @@ impl<'a> GraphEmitter<'a> {
         dgrad_in_norm: bool,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
-        let Some((convolution, first)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some((convolution, reads_pictures)) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
@@ -67,13 +67,13 @@ impl<'a> GraphEmitter<'a> {
         self.fork();
         let stream = self.weight_gradient_stream();
         if weight.is_fixed {
-            self.start(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
+            self.push_on(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
         } else {
             self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }
-        if first && self.plan.folded {
+        if reads_pictures && self.plan.is_folded {
             let values = weight.range.len();
-            self.start(stream, facts.ops.fold_gradient(w, values as u32));
+            self.push_on(stream, facts.ops.fold_gradient(w, values as u32));
         }
         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
         if is_head {
@@ -84,7 +84,7 @@ impl<'a> GraphEmitter<'a> {
         let w = facts.matrix(name);
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
-        } else if !first {
+        } else if !reads_pictures {
             let dx = self.alloc(input, Content::Gradient);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
             self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
@@ -108,7 +108,7 @@ impl<'a> GraphEmitter<'a> {
     fn norm_backward(
         &mut self,
         node: &Norm,
-        MicroBatch { first, .. }: MicroBatch,
+        MicroBatch { is_first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
         let [Some(dy), more] = self.gradients_of_norm(node)? else {
@@ -121,9 +121,9 @@ impl<'a> GraphEmitter<'a> {
         let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
         let operands = Incoming { dy: at(Some(dy)), more: at(more), mask: optional(self.masks[node.norm]) };
         if node.pooled {
-            self.norm_backward_pooled(node, [x, dx], operands, first);
+            self.norm_backward_pooled(node, [x, dx], operands, is_first);
         } else {
-            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), first);
+            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), is_first);
         }
         self.clear_padding(node.input, Some(dx));
         let mut done = vec![dy];
@@ -166,7 +166,7 @@ impl<'a> GraphEmitter<'a> {
         gradient: Gradient,
         Incoming { dy, more, mask }: Incoming,
         dz: Operand,
-        first: bool,
+        is_first: bool,
     ) {
         let ops = self.facts.ops;
         let pooled = matches!(gradient, Gradient::Pooled(_));
@@ -183,11 +183,11 @@ impl<'a> GraphEmitter<'a> {
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
-            accumulate: !first,
+            accumulate: !is_first,
             reduce: self.facts.reduction(node, NormPass::Backward),
         };
         if node.is_frozen() {
-            return self.main(ops.norm_backward_frozen(backward));
+            return self.push(ops.norm_backward_frozen(backward));
         }
         let is_summed = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
@@ -198,20 +198,20 @@ impl<'a> GraphEmitter<'a> {
         };
         let is_single_call = through.is_none() && !is_summed && !node.backward_in_conv;
         if let Some(through) = through {
-            self.main(ops.norm_backward_through(backward, through));
+            self.push(ops.norm_backward_through(backward, through));
         } else if is_single_call {
-            self.main(ops.norm_backward(backward));
+            self.push(ops.norm_backward(backward));
         } else if !is_summed {
-            self.main(ops.norm_backward_sums(backward));
+            self.push(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
         let reduced_sums = self.reduce_sums(backward.reduce, node);
         if let Some(sums) = reduced_sums {
             let of_all_ranks = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
-            self.main(ops.norm_backward_finish(sums, of_all_ranks));
+            self.push(ops.norm_backward_finish(sums, of_all_ranks));
         }
         if !node.backward_in_conv && (!is_single_call || reduced_sums.is_some()) {
-            self.main(ops.norm_backward_apply(local));
+            self.push(ops.norm_backward_apply(local));
         }
     }
 
@@ -239,12 +239,12 @@ impl<'a> GraphEmitter<'a> {
         node: &Norm,
         [x, dx]: [Allocation; 2],
         Incoming { dy, more, mask: argmax }: Incoming,
-        first: bool,
+        is_first: bool,
     ) {
         let ops = self.facts.ops;
         if !more.is_none() {
-            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
-            self.main(ops.add(dy, more, values as u64));
+            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
+            self.push(ops.add(dy, more, values as u64));
         }
         let backward = ops::NormBackward {
             x: x.operand(),
@@ -254,15 +254,15 @@ impl<'a> GraphEmitter<'a> {
             control: self.control_of(node.input),
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
-            accumulate: !first,
+            accumulate: !is_first,
             reduce: self.facts.reduction(node, NormPass::Backward),
         };
         let pool = self.pool(node.input);
-        self.main(ops.norm_backward_max_pool(backward, argmax, pool));
+        self.push(ops.norm_backward_max_pool(backward, argmax, pool));
         if let Some(sums) = self.reduce_sums(backward.reduce, node) {
             let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-            self.main(ops.norm_backward_finish(sums, local));
-            self.main(ops.norm_backward_apply_max_pool(backward, argmax, pool));
+            self.push(ops.norm_backward_finish(sums, local));
+            self.push(ops.norm_backward_apply_max_pool(backward, argmax, pool));
         }
     }
 

@@ -15,17 +15,17 @@ impl<'a> GraphEmitter<'a> {
         let tensor = self.plan.network.input();
         let pictures = self.alloc_activation(tensor);
         self.read_pictures(phase, input, pictures);
-        self.begin_group();
+        self.gather_group_control();
         Ok(())
     }
 
     /// Fetches the next control block, and records the time at which the micro-batch begins.
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
-        let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        let keeps = begins_step.then(|| facts.keep_statistics());
-        self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
-        self.main(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
+        let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
+        let copy = begins_step.then(|| facts.statistics_copy());
+        self.push(facts.ops.fetch(rings::SLOTS as u32, self.words(), copy));
+        self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
     /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
@@ -35,21 +35,20 @@ impl<'a> GraphEmitter<'a> {
         let (pictures, to) = (plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
-        let folded = plan.folded;
-        if folded {
-            self.main(facts.ops.fold_border(to, pictures, side));
+        if plan.is_folded {
+            self.push(facts.ops.fold_border(to, pictures, side));
         }
-        let batch = ops::BatchInput { pictures, side, channels, to, padded, folded };
+        let batch = ops::BatchInput { pictures, side, channels, to, padded, is_folded: plan.is_folded };
         let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
-                return self.main(facts.ops.pad_channels(batch));
+                return self.push(facts.ops.pad_channels(batch));
             }
             Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], GatherMode::InOrder, None),
             Input::Dataset { height, width, mode, .. } => {
                 ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };
-        self.main(facts.ops.gather(batch, size, mode, scaling));
+        self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
@@ -91,7 +90,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
-                self.main(self.facts.ops.global_average(x.operand(), y.operand(), shape));
+                self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
                 if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
@@ -168,7 +167,7 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
-        let values = self.plan.pictures(node.output) * self.plan.values(node.output);
+        let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
         let mask = match (node.pooled, node.shortcut) {
             (true, _) => Some(self.alloc_bytes(values, Content::Argmax(node.norm))),
             (false, None) => None,
@@ -180,7 +179,7 @@ impl<'a> GraphEmitter<'a> {
         if node.pooled {
             self.statistics(norm, node);
             let operands = [x.operand(), y.operand(), mask];
-            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
@@ -190,19 +189,19 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if has_statistics {
-            self.main(ops.norm_apply(norm));
+            self.push(ops.norm_apply(norm));
             return Ok(());
         }
         let is_summed = self.summed == Some(node.input);
         if is_summed && matches!(norm.reduce, ops::Reduce::Local) {
             self.summed = None;
             let [sum, square] = halves(self.facts.channel_sums(node.input));
-            self.main(ops.norm_finish_apply(sum, square, norm));
+            self.push(ops.norm_finish_apply(sum, square, norm));
         } else if is_summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node);
-            self.main(ops.norm_apply(norm));
+            self.push(ops.norm_apply(norm));
         } else {
-            self.main(ops.norm_forward(norm));
+            self.push(ops.norm_forward(norm));
         }
         Ok(())
     }
@@ -213,13 +212,13 @@ impl<'a> GraphEmitter<'a> {
         // A convolution's sums are used once: NCCL reduces them in place, and the next convolution replaces them.
         let is_summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
         if !is_summed {
-            self.main(self.facts.ops.norm_statistics(norm));
+            self.push(self.facts.ops.norm_statistics(norm));
         }
         if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.finish_statistics(norm, node);
         } else if is_summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
-            self.main(self.facts.ops.norm_finish(sum, square, norm));
+            self.push(self.facts.ops.norm_finish(sum, square, norm));
         }
     }
 
@@ -230,7 +229,7 @@ impl<'a> GraphEmitter<'a> {
         let shape = self.whole_shape(node.input);
         let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };
         let [sum, square] = halves(sums);
-        self.main(self.facts.ops.norm_finish(sum, square, norm));
+        self.push(self.facts.ops.norm_finish(sum, square, norm));
     }
 
     /// A batch norm without the operations that are fused with it.
@@ -242,22 +241,22 @@ impl<'a> GraphEmitter<'a> {
     /// A batch norm with running statistics: in evaluation, or frozen, where training keeps the ReLU's mask for the backward pass.
     fn norm_with_running_statistics(&mut self, node: &Norm, training: bool) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
-        self.main(ops.norm_fold(&self.facts.norms[node.norm]));
+        self.push(ops.norm_fold(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
             let operands = [x.operand(), y.operand(), Operand::NONE];
-            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if training && node.shortcut.is_some() {
-            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
+            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
         let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;
-        self.main(ops.norm_apply(norm));
+        self.push(ops.norm_apply(norm));
         Ok(())
     }
 
@@ -298,7 +297,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn shape(&self, tensor: TensorId) -> ops::Shape {
         let shape = self.plan.network.tensors[tensor];
         ops::Shape {
-            pictures: self.plan.pictures(tensor) as u32,
+            pictures: self.plan.picture_count(tensor) as u32,
             pixels: shape.pixels() as u32,
             channels: shape.channels as u32,
         }
@@ -313,7 +312,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn pool(&self, tensor: TensorId) -> ops::Pool {
         let shape = self.plan.network.tensors[tensor];
         ops::Pool {
-            pictures: self.plan.pictures(tensor) as u32,
+            pictures: self.plan.picture_count(tensor) as u32,
             height: shape.height as u32,
             width: shape.width as u32,
             channels: shape.channels as u32,

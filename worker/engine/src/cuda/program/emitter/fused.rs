@@ -24,7 +24,7 @@ impl<'a> GraphEmitter<'a> {
             after: facts.norms[after.norm],
             reduce: facts.reduction(after, NormPass::Forward),
         };
-        self.main(facts.ops.bottleneck_forward(bottleneck));
+        self.push(facts.ops.bottleneck_forward(bottleneck));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
@@ -38,7 +38,7 @@ impl<'a> GraphEmitter<'a> {
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
-        self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
+        self.push(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
@@ -78,11 +78,11 @@ impl<'a> GraphEmitter<'a> {
             shape: self.shape(input),
             before: before.map(|n| ops::Before {
                 norm: facts.norms[n.norm],
-                accumulate: !micro_batch.first,
+                accumulate: !micro_batch.is_first,
                 reduce: facts.reduction(n, NormPass::Backward),
             }),
         };
-        self.main(facts.ops.bottleneck_backward(bottleneck));
+        self.push(facts.ops.bottleneck_backward(bottleneck));
         let has_other_ranks = facts.statistics.is_some();
         if has_other_ranks {
             // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.

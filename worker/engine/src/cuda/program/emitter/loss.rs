@@ -7,7 +7,7 @@ use super::*;
 const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {
-    pub(super) fn loss(&mut self, MicroBatch { first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn loss(&mut self, MicroBatch { is_first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
         if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
         }
@@ -28,7 +28,7 @@ impl GraphEmitter<'_> {
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
             dbias: self.facts.layout.vector_gradient(self.plan.last_layer(), "bias"),
-            accumulate: !first,
+            accumulate: !is_first,
             class_weights: match self.facts.has_class_weights {
                 true => Operand::whole(Region::ClassWeights),
                 false => Operand::NONE,
@@ -36,7 +36,7 @@ impl GraphEmitter<'_> {
             label_logits: self.put_margin(unsplit_logits(&loss)),
             ..loss
         };
-        self.main(self.facts.ops.cross_entropy(loss));
+        self.push(self.facts.ops.cross_entropy(loss));
         self.cosine_gradient(gradient.operand());
         self.drop_activation(logits);
         self.gradients[logits].push(Gradient::Whole(gradient));
@@ -55,9 +55,9 @@ impl GraphEmitter<'_> {
         if self.uses_split_loss() {
             self.split_loss(0.0, None)?;
         } else {
-            self.main(self.facts.ops.cross_entropy(loss));
+            self.push(self.facts.ops.cross_entropy(loss));
         }
-        self.main(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
+        self.push(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
         Ok(())
     }
 

@@ -27,7 +27,7 @@ impl GraphEmitter<'_> {
             let factors = self.alloc_bytes(4 * count, Content::Head);
             memory.push(factors);
             let factors = factors.operand();
-            self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
+            self.push(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
             factors
         };
         let row_factors = factors_of(x, batch, 1.0);
@@ -41,7 +41,7 @@ impl GraphEmitter<'_> {
             chunk: out_c as u32,
             chunks: part.chunks as u32,
         };
-        self.main(ops.scale_cosines(cosines));
+        self.push(ops.scale_cosines(cosines));
         if training {
             self.cosines = Some(HeadCosines { cosines, memory });
         } else {
@@ -57,7 +57,7 @@ impl GraphEmitter<'_> {
             return Operand::NONE;
         };
         let label_logits = self.alloc_bytes(logits.label_bytes(), Content::Head);
-        self.main(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
+        self.push(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
         head.cosines.label_logits = label_logits.operand();
         head.memory.push(label_logits);
         self.cosines = Some(head);
@@ -67,7 +67,7 @@ impl GraphEmitter<'_> {
     /// Converts the gradient of the logits to the gradient of the products of features and weights.
     pub(super) fn cosine_gradient(&mut self, values: Operand) {
         let Some(HeadCosines { cosines, memory }) = self.cosines.take() else { return };
-        self.main(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
+        self.push(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
         memory.into_iter().for_each(|at| self.free_now(at));
     }
 
@@ -81,7 +81,7 @@ impl GraphEmitter<'_> {
     ) {
         if self.plan.margin.is_some() {
             let kernel = self.facts.ops.remove_along(rows, gradient, [count as u32, width as u32]);
-            self.start(stream, kernel);
+            self.push_on(stream, kernel);
         }
     }
 }

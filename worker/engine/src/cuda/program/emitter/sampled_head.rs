@@ -30,14 +30,14 @@ impl GraphEmitter<'_> {
     /// If steps sample classes: gathers the labels of the group, samples classes of the layer `name`, and gathers their weights and biases.
     pub(super) fn sample_classes(&mut self, name: &str) {
         let (facts, plan) = (self.facts, self.plan);
-        let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
+        let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled_classes()) else { return };
         self.gather_controls();
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
         let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
         let [label_positions, scratch] =
             [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
         let own = head.own_classes();
-        self.main(facts.ops.sample_classes(ops::SampleClasses {
+        self.push(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
             words: self.words(),
             batch: plan.batch as u32,
@@ -55,15 +55,16 @@ impl GraphEmitter<'_> {
         let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
         let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
         let (gradient, bias_gradient) = (None, None);
-        self.sampled = Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
+        self.sampled_head =
+            Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
     }
 
     /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
-        let (plan, memory) = (self.plan, self.sampled.as_ref()?);
+        let (plan, memory) = (self.plan, self.sampled_head.as_ref()?);
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
-            chunks: plan.sampled()?.chunks,
+            chunks: plan.sampled_classes()?.chunks,
             w: memory.weights.operand(),
             bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
             sample: memory.sample.operand(),
@@ -73,30 +74,30 @@ impl GraphEmitter<'_> {
 
     /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
-        let bytes = self.sampled.as_ref()?.weights.bytes;
+        let bytes = self.sampled_head.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
-        self.sampled.as_mut()?.gradient = Some(at);
+        self.sampled_head.as_mut()?.gradient = Some(at);
         Some(at)
     }
 
     /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
-        let bytes = self.sampled.as_ref()?.bias.bytes;
+        let bytes = self.sampled_head.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
-        self.sampled.as_mut()?.bias_gradient = Some(at);
+        self.sampled_head.as_mut()?.bias_gradient = Some(at);
         Some(at)
     }
 
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
-        let (memory, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
+        let (memory, capacity) = (self.sampled_head.as_ref()?, self.plan.sampled_classes()?.capacity as u64);
         let first_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
             first: memory.gradient?.operand(),
             second: memory.bias_gradient?.operand(),
             first_length,
             length: first_length + capacity,
-            in_float32: self.plan.dtype == DType::F32,
+            is_float32: self.plan.dtype == DType::F32,
         })
     }
 
@@ -104,7 +105,7 @@ impl GraphEmitter<'_> {
     pub(super) fn update_sampled(&mut self, memory: SampledHead) {
         let (facts, plan) = (self.facts, self.plan);
         let (Some(sampled), [Some(gradient), Some(bias_gradient)]) =
-            (plan.sampled(), [memory.gradient, memory.bias_gradient])
+            (plan.sampled_classes(), [memory.gradient, memory.bias_gradient])
         else {
             return;
         };
@@ -144,7 +145,7 @@ impl GraphEmitter<'_> {
                 second: if is_matrix { Operand::NONE } else { gradient.operand() },
                 first_length: if is_matrix { length } else { 0 },
                 length,
-                in_float32: plan.dtype == DType::F32,
+                is_float32: plan.dtype == DType::F32,
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
             let mut optimizer_slots = [Operand::NONE; 2];
@@ -156,7 +157,7 @@ impl GraphEmitter<'_> {
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for (all, gathered, row_bytes) in rows {
                 let rows = self.sampled_rows(all, gathered, row_bytes);
-                self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));
+                self.push(facts.ops.scatter_rows(rows, memory.sample.operand()));
                 self.free_now(gathered);
             }
             self.free_now(gradient);
@@ -166,16 +167,16 @@ impl GraphEmitter<'_> {
     }
 
     fn sampled_rows(&self, all: Operand, gathered: Allocation, row_bytes: usize) -> ops::Rows {
-        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
+        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
         ops::Rows { all, sampled: gathered.operand(), row_bytes, capacity }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
-        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
+        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
         let gathered = self.alloc_bytes(capacity * row_bytes, Content::Head);
         let rows = self.sampled_rows(all, gathered, row_bytes);
-        self.main(self.facts.ops.gather_rows(rows, sample.operand()));
+        self.push(self.facts.ops.gather_rows(rows, sample.operand()));
         gathered
     }
 }

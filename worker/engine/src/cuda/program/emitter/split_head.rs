@@ -52,7 +52,7 @@ impl GraphEmitter<'_> {
         }
         if let Some(parts) = parts {
             let length = (bytes / self.plan.dtype.size()) as u64;
-            self.main(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
+            self.push(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
             self.free_now(parts);
         }
         let size = [convolution.batch, convolution.in_c];
@@ -82,7 +82,7 @@ impl GraphEmitter<'_> {
         let plan = self.plan;
         let Some(head) = &plan.head else { return Some(unsplit_logits(&self.cross_entropy(logits))) };
         let part = self.head_part(plan.ops.last()?, plan.network.head())?;
-        if self.sampled.is_none() && !plan.splits_operators {
+        if self.sampled_head.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
         let own = head.own_classes();
@@ -114,18 +114,18 @@ impl GraphEmitter<'_> {
         let label_logits = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
         let records = self.alloc_bytes(bytes, Content::Head);
-        self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
+        self.push(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
         let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
         if let Some(all) = all {
             self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         }
         let class_rows = first.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
         let (all_records, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
-        self.main(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
+        self.push(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
         if let (Some(first), Some(class_rows)) = (first, class_rows) {
             let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
-            self.main(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, !first));
+            self.push(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, !first));
             self.cosine_gradient(logits.operand());
         }
         [parts, records].into_iter().chain(all).chain(class_rows).for_each(|at| self.free_now(at));
@@ -137,7 +137,7 @@ impl GraphEmitter<'_> {
         if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
         }
-        let matrices = if split.in_float32 { DType::F32 } else { self.plan.dtype };
+        let matrices = if split.is_float32 { DType::F32 } else { self.plan.dtype };
         let all = [(split.first, matrices), (split.second, DType::F32)];
         for (at, dtype) in all.into_iter().filter(|(at, _)| at.bytes > 0) {
             self.commands.push(Command::all_reduce(StreamId::Main, Group::Data, at, dtype));
@@ -152,18 +152,18 @@ impl GraphEmitter<'_> {
         let ops = self.facts.ops;
         if !self.facts.recomputes_head_gradient() {
             let at = self.alloc_bytes(8, Content::Head);
-            self.main(ops.gradient_squares(split, at.operand()));
+            self.push(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
         }
         let (chunks, _) = self.plan.chunks();
         let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
         let sum_at = |index: usize| at.operand().part(8 * index, 8);
         self.each_chunk(|emitter, chunk, gradients| {
-            emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
+            emitter.push(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
         let length = split.length - split.first_length;
         let vectors = ops::Gradients { first: Operand::NONE, first_length: 0, length, ..split };
-        self.main(ops.gradient_squares(vectors, sum_at(chunks)));
+        self.push(ops.gradient_squares(vectors, sum_at(chunks)));
         Ok(Some(Squares { at, count: chunks + 1 }))
     }
 
@@ -186,8 +186,8 @@ impl GraphEmitter<'_> {
                 emitter.update_weights(&[emitter.facts.updated_range(gradients, from, from)]);
             })?;
         } else if self.plan.is_split() {
-            let none = layout.matrices..layout.matrices;
-            let gradients = gradients.part(0..layout.split_matrices, none);
+            let none = layout.matrix_len..layout.matrix_len;
+            let gradients = gradients.part(0..layout.split_matrix_len, none);
             self.update_weights(&[self.facts.updated_range(gradients, 0, 0)]);
         }
         self.features_and_dlogits.take().into_iter().flatten().for_each(|at| self.free_now(at));
@@ -212,7 +212,7 @@ impl GraphEmitter<'_> {
             second: Operand::NONE,
             first_length: length,
             length,
-            in_float32: self.plan.dtype == DType::F32,
+            is_float32: self.plan.dtype == DType::F32,
         };
         let weights = self.facts.matrix(self.plan.network.head());
         for chunk in 0..self.plan.chunks().0 {

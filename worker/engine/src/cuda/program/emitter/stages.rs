@@ -50,7 +50,7 @@ impl GraphEmitter<'_> {
     /// [`Region::InputGradient`], so that the memory of the micro-batch can be reused.
     pub(super) fn keep_input_gradient(
         &mut self,
-        MicroBatch { last, .. }: MicroBatch,
+        MicroBatch { is_last, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         if self.plan.network.stage().0 == 0 {
             return Ok(());
@@ -59,7 +59,7 @@ impl GraphEmitter<'_> {
         let to = self.input_gradient();
         let values = (to.bytes / self.plan.dtype.size()) as u64;
         // A copy: the factor is 1.
-        self.main(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
+        self.push(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
         self.free(dx);
         if last {
             self.send_input_gradient();
@@ -82,7 +82,7 @@ impl GraphEmitter<'_> {
         }
         let at = self.alloc_bytes(8 * stages, Content::Stages);
         let square_of = |stage: usize| at.operand().part(8 * stage, 8);
-        self.main(self.facts.ops.gradient_squares(gradients, square_of(stage)));
+        self.push(self.facts.ops.gradient_squares(gradients, square_of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);
         let mut sends: Vec<_> = others().map(|other| (other as u32, square_of(stage))).collect();
         let mut receives: Vec<_> = others().map(|other| (other as u32, square_of(other))).collect();

@@ -10,7 +10,7 @@ impl GraphEmitter<'_> {
     pub(super) fn send_completed_bucket(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
         // With accumulation, `finish` sends the sums.
-        if !micro_batch.last || accumulates {
+        if !micro_batch.is_last || accumulates {
             return;
         }
         let Some(statistics) = self.facts.statistics else { return };
@@ -64,7 +64,10 @@ impl GraphEmitter<'_> {
 
     /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
     /// reduces the gradients that are not reduced yet, updates the weights and records the result.
-    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn finish(
+        &mut self,
+        MicroBatch { is_first, is_last, .. }: MicroBatch,
+    ) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
             self.join();
@@ -76,20 +79,20 @@ impl GraphEmitter<'_> {
         // Gradients of the parameters that a model group splits, and of the parameters that every rank has whole.
         let [split, whole] = [0, 1].map(|which| {
             let [matrices, vectors] = &layout.split_and_whole()[which];
-            gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
+            gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained_len))
         });
         let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
-            let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
-            self.main(ops.accumulate_gradients(gradients.first, latest, layout.matrices as u64, first));
+            let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrix_len);
+            self.push(ops.accumulate_gradients(gradients.first, latest, layout.matrix_len as u64, first));
         }
         if !last {
             return Ok(());
         }
         let recomputes_head_gradient = self.facts.recomputes_head_gradient();
         let mut split_squares = None;
-        self.main(ops.stamp(Stamp::BackwardDone.operand(), Operand::NONE));
+        self.push(ops.stamp(Stamp::BackwardDone.operand(), Operand::NONE));
         if let Some(statistics) = self.facts.statistics {
             if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
@@ -124,30 +127,30 @@ impl GraphEmitter<'_> {
             None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
-        self.main(ops.stamp(Stamp::Reduced.operand(), UPDATING));
+        self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
         let dynamic = self.facts.dynamic_scale;
         match (split_squares, all_squares) {
-            (None, None) => self.main(ops.gradient_norm(gradients, dynamic)),
+            (None, None) => self.push(ops.gradient_norm(gradients, dynamic)),
             (None, Some((squares, count))) => {
-                let none = gradients.part(0..0, layout.matrices..layout.matrices);
-                self.main(ops.gradient_norm_of_parts(none, dynamic, squares, count as u32));
+                let none = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
+                self.push(ops.gradient_norm_of_parts(none, dynamic, squares, count as u32));
             }
             (Some(Squares { at, count }), _) => {
-                self.main(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
+                self.push(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
                 self.free_now(at);
             }
         }
         stage_squares.into_iter().for_each(|squares| self.free_now(squares.at));
         self.update_weights(&updated);
-        match self.sampled.take() {
+        match self.sampled_head.take() {
             Some(sampled) => self.update_sampled(sampled),
             None => self.update_head(gradients)?,
         }
         if let Some(share) = self.facts.share {
             self.gather_weights(share);
         }
-        self.main(ops.stamp(Stamp::End.operand(), Operand::NONE));
-        self.main(ops.record(rings::RESULTS as u32, rings::TOTALS));
+        self.push(ops.stamp(Stamp::End.operand(), Operand::NONE));
+        self.push(ops.record(rings::RESULTS as u32, rings::TOTALS));
         Ok(())
     }
 
@@ -155,7 +158,7 @@ impl GraphEmitter<'_> {
     fn bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
-            self.main(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
+            self.push(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
         }
         self.all_reduce(StreamId::Main, all, DataType::F64);
         all
@@ -177,28 +180,28 @@ impl GraphEmitter<'_> {
         let (rates, decay) = (facts.all_rates(), optimizer.weight_decay);
         match optimizer.kind {
             OptimizerKind::Momentum => {
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Momentum)));
             }
             OptimizerKind::Nesterov => {
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Nesterov)));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Nesterov)));
             }
             OptimizerKind::Lars => {
-                updated.iter().for_each(|part| self.main(ops.lars_norms(part.flat, part.rates)));
+                updated.iter().for_each(|part| self.push(ops.lars_norms(part.flat, part.rates)));
                 self.add_up_norms(rates);
-                self.main(ops.lars_rates(rates, decay));
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Lars(part.rates))));
+                self.push(ops.lars_rates(rates, decay));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Lars(part.rates))));
             }
             OptimizerKind::AdamW => {
-                updated.iter().for_each(|part| self.main(ops.adamw(part.flat, moments(part))));
+                updated.iter().for_each(|part| self.push(ops.adamw(part.flat, moments(part))));
             }
             OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
             OptimizerKind::Lamb => {
                 let each = |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.main(each(part)));
+                updated.iter().for_each(|part| self.push(each(part)));
                 self.add_up_norms(rates);
-                self.main(ops.lamb_rates(rates, decay));
+                self.push(ops.lamb_rates(rates, decay));
                 let each = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.main(each(part)));
+                updated.iter().for_each(|part| self.push(each(part)));
             }
         }
     }
@@ -207,11 +210,11 @@ impl GraphEmitter<'_> {
     fn muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
-        let gram_len = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
-        let [iterates, grams] = [facts.layout.matrices, gram_len]
+        let gram_len = filters.last().map_or(0, |last| last.gram_offset + last.side().pow(2));
+        let [iterates, grams] = [facts.layout.matrix_len, gram_len]
             .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::Update)));
         let [of_filters, policies] = facts.policies(filters.len());
-        self.main(facts.ops.muon(ops::Muon {
+        self.push(facts.ops.muon(ops::Muon {
             flat: part.flat,
             velocity: part.optimizer_slots[0],
             momentum: optimizer.momentum,
@@ -239,7 +242,7 @@ impl GraphEmitter<'_> {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);
         for range in layout.reduced_ranges().filter(|range| !range.is_empty()) {
             let (region, dtype) = match dtype {
-                DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
+                DType::F16 | DType::Bf16 if range.start < layout.matrix_len => (Region::LowPrecision, dtype),
                 _ => (Region::Weights, DType::F32),
             };
             let at = Operand::new(region, dtype.size() * range.start, dtype.size() * range.len());

@@ -95,7 +95,7 @@ pub(super) enum Region {
     EvaluatedLogits,
     /// Range of each parameter.
     Segments,
-    /// Learning rate of each parameter.
+    /// Learning rate and weight decay of each parameter with LARS and LAMB; with Muon, the norms of each filter.
     Rates,
     /// For Muon: the matrix of each convolution, then the learning rate and weight decay of each parameter.
     Policies,
@@ -263,14 +263,16 @@ pub(super) enum EventId {
     CollectivesDone,
 }
 
-/// Initial content of an allocation in the arena. A batch norm's backward pass may overwrite its input with the input's gradient.
+/// Initial content of an allocation in the arena. It may change, because a batch norm's backward pass may overwrite its input with the
+/// input's gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// Of the batch norm with this index: one bit per value.
+    /// The ReLU's mask of the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// Of the batch norm or tensor with this index: one byte per value.
+    /// The argmax of the pooled batch norm with this index, or of the max pooling that computes the tensor with this index: one byte per
+    /// value.
     Argmax(usize),
     /// Memory of a split head or of cosines, except the logits (an [`Content::Activation`]) and their gradient (a [`Content::Gradient`]).
     Head,
@@ -284,20 +286,21 @@ pub(super) enum Content {
     Update,
 }
 
-/// A part of the step. Groups the commands in printed lists and in profiles.
+/// A part of the step, by which commands are grouped in printed lists and in profiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,
     /// Forward pass of the fused operation with this index.
     Forward(usize),
     Loss,
+    /// Backward pass of the fused operation with this index.
     Backward(usize),
     Update,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Command {
-    /// The following commands belong to this part. Launches nothing.
+    /// The following commands belong to this part of the step. Launches nothing.
     Part(Part),
     /// Allocates a range of the arena. Launches nothing.
     Alloc {

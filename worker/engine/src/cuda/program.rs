@@ -244,7 +244,7 @@ impl Program {
             statistics: self
                 .reducer
                 .as_ref()
-                .filter(|reducer| reducer.reduces())
+                .filter(|reducer| reducer.reduces_gradients())
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,

@@ -25,9 +25,9 @@ const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Control {
-    /// Number of real pictures; the remaining pictures are padding.
+    /// Number of real pictures. The remaining pictures of the batch are padding.
     pub(super) valid: u32,
-    /// Whether mixup or cutmix applies.
+    /// 1 if mixup or cutmix applies, otherwise 0.
     pub(super) mixed: u32,
     /// Number of pictures in batch norm's statistics.
     pub(super) stat_pictures: f32,
@@ -37,18 +37,19 @@ pub(super) struct Control {
     pub(super) lr: f32,
     /// Share of the batch's picture in a mixed picture, 0 to 1. The picture that is mixed in has the rest.
     pub(super) lambda: f32,
-    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
+    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first picture. Each
     /// other picture is mixed with its predecessor.
     pub(super) before: [u32; 2],
-    /// cutmix: start and end, in rows and columns, of the other picture's rectangle. Zeros for mixup.
+    /// With cutmix: first row of the other picture's rectangle, and the row after its last. Zeros with mixup.
     pub(super) cut_rows: [u32; 2],
+    /// The same for columns.
     pub(super) cut_columns: [u32; 2],
 }
 
 impl Control {
     /// Adds the values with which the GPU mixes pictures of the dataset.
-    pub(super) fn with_mix(self, drawn: Option<&MixParams>) -> Self {
-        let Some(MixParams { mix, before_index, before_params }) = drawn else { return self };
+    pub(super) fn with_mix(self, params: Option<&MixParams>) -> Self {
+        let Some(MixParams { mix, before_index, before_params }) = params else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
@@ -77,7 +78,7 @@ pub(super) struct Record {
     /// L2 norm of the gradient.
     pub(super) grad_norm: f32,
     pub(super) loss_scale: f32,
-    /// Whether the gradient was finite. With fp16, a step whose gradient is not finite is skipped.
+    /// 1 if the gradient was finite. With fp16, a step whose gradient is not finite is skipped.
     pub(super) finite: u32,
     pub(super) pad: u32,
     /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.

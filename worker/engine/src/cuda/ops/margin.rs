@@ -4,34 +4,34 @@ use super::{Arg, Kernel, Operand, Ops, SplitLogits, kernel, plain};
 use crate::loss::{Margin, MarginTerms};
 
 /// Size in bytes of `LabelLogit` in `loss.cu`.
-const LABEL_BYTES: usize = 16;
+const LABEL_LOGIT_BYTES: usize = 16;
 
-/// Scales products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the
-/// products.
+/// Converts products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the products.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Cosines {
     /// T, in chunks of classes: each `[rows, chunk]`.
     pub(in crate::cuda) values: Operand,
-    /// Results of [`Ops::row_factors`] for features and for weights.
+    /// Result of [`Ops::row_factors`] for features.
     pub(in crate::cuda) row_factors: Operand,
+    /// Result of [`Ops::row_factors`] for weights.
     pub(in crate::cuda) class_factors: Operand,
     /// Result of [`Ops::put_margin`], for a gradient; may be absent.
     pub(in crate::cuda) label_logits: Operand,
     pub(in crate::cuda) rows: u32,
-    /// Classes of a chunk, a multiple of 8.
+    /// Number of classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
     pub(in crate::cuda) chunks: u32,
 }
 
 impl SplitLogits {
     /// Bytes of the result of [`Ops::put_margin`].
-    pub(in crate::cuda) fn label_bytes(&self) -> usize {
-        self.rows() as usize * LABEL_BYTES
+    pub(in crate::cuda) fn label_logit_bytes(&self) -> usize {
+        self.rows() as usize * LABEL_LOGIT_BYTES
     }
 }
 
 impl Ops {
-    /// float32 `[count]`: `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
+    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -43,7 +43,7 @@ impl Ops {
         kernel("row_factors", self.per_item(32 * u64::from(count), 8), args)
     }
 
-    /// Traffic: the values twice.
+    /// Scales all values by the factors of their row and class. Traffic: the values twice.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
         let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
         let args = [

@@ -3,6 +3,7 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
+    /// The backward pass of the operation with this index.
     pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
         let op = &self.plan.ops[index];
         match op {
@@ -47,7 +48,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// wgrad, and dgrad unless the preceding batch norm's kernel computes it.
+    /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it (`dgrad_in_norm`).
     fn convolution_backward(
         &mut self,
         op: &FusedOp,
@@ -80,7 +81,7 @@ impl<'a> GraphEmitter<'a> {
             self.remove_along(stream, facts.matrix(name), w, [convolution.out_c, convolution.in_c]);
         }
         self.send_completed_bucket(name, micro_batch);
-        self.readers[input] -= 1;
+        self.remaining_readers[input] -= 1;
         let w = facts.matrix(name);
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
@@ -94,17 +95,17 @@ impl<'a> GraphEmitter<'a> {
             }
             self.gradients[input].push(Gradient::Whole(dx));
         }
-        // `norm_backward` still reads `dy`, and frees it.
+        // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
         let mut read = if dgrad_in_norm { Vec::new() } else { vec![dy] };
-        if self.readers[input] == 0 {
+        if self.remaining_readers[input] == 0 {
             read.extend(self.activations[input].take());
         }
         self.free_after_weight_gradient(read);
         Ok(())
     }
 
-    /// The backward pass of a batch norm and of the ReLU after it. The gradient of the input overwrites the input, is in new memory, or is
-    /// computed by the preceding convolution's backward pass.
+    /// The backward pass of a batch norm and of the ReLU after it. It writes the gradient of the input over the input or into new memory,
+    /// unless the preceding convolution's backward pass computes this gradient.
     fn norm_backward(
         &mut self,
         node: &Norm,
@@ -114,7 +115,6 @@ impl<'a> GraphEmitter<'a> {
         let [Some(dy), more] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
         };
-        let deferred = node.backward_in_conv;
         // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
@@ -126,19 +126,19 @@ impl<'a> GraphEmitter<'a> {
             self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), is_first);
         }
         self.clear_padding(node.input, Some(dx));
-        let mut done = vec![dy];
-        done.extend(more);
-        self.gradients[node.input].push(if deferred {
+        let mut used = vec![dy];
+        used.extend(more);
+        self.gradients[node.input].push(if node.backward_in_conv {
             if let Some(dz) = dz {
-                self.shared.push(dz);
+                self.shared_allocations.push(dz);
             } else {
-                done.clear();
+                used.clear();
             }
             Gradient::Deferred { g: dz.unwrap_or(dy.allocation()), x, norm: node.norm }
         } else {
             Gradient::Whole(dx)
         });
-        for gradient in done {
+        for gradient in used {
             match gradient {
                 Gradient::ThroughConv { dy, .. } => self.free_with_newest(dy),
                 gradient => self.free(gradient.allocation()),
@@ -150,7 +150,7 @@ impl<'a> GraphEmitter<'a> {
         if node.overwrites_input {
             self.activations[node.input] = None;
         } else {
-            self.read_in_backward(node.input);
+            self.note_read_in_backward(node.input);
         }
         if let (Some(dz), Some(shortcut)) = (dz, node.shortcut) {
             self.gradients[shortcut.tensor].push(Gradient::Whole(dz));
@@ -169,14 +169,16 @@ impl<'a> GraphEmitter<'a> {
         is_first: bool,
     ) {
         let ops = self.facts.ops;
-        let pooled = matches!(gradient, Gradient::Pooled(_));
         let backward = ops::NormBackward {
             x: x.operand(),
-            gradient: match (node.relu, mask.is_none(), pooled) {
-                (false, ..) => ops::Gradient::All { dy },
-                (true, true, _) => ops::Gradient::Relu { dy, more },
-                (true, false, false) => ops::Gradient::Mask { dy, more, mask },
-                (true, false, true) => ops::Gradient::MaskPooled { dy, mask },
+            gradient: if !node.relu {
+                ops::Gradient::All { dy }
+            } else if mask.is_none() {
+                ops::Gradient::Relu { dy, more }
+            } else if matches!(gradient, Gradient::Pooled(_)) {
+                ops::Gradient::MaskPooled { dy, mask }
+            } else {
+                ops::Gradient::Mask { dy, more, mask }
             },
             dz,
             dx: dx.operand(),
@@ -189,19 +191,19 @@ impl<'a> GraphEmitter<'a> {
         if node.is_frozen() {
             return self.push(ops.norm_backward_frozen(backward));
         }
-        let is_summed = matches!(gradient, Gradient::Summed(_));
+        let has_sums = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
             Gradient::ThroughConv { weights, outputs, .. } => {
                 Some(ops::Through { dy, weights, inner: outputs as u32, more, mask })
             }
             _ => None,
         };
-        let is_single_call = through.is_none() && !is_summed && !node.backward_in_conv;
+        let is_single_call = through.is_none() && !has_sums && !node.backward_in_conv;
         if let Some(through) = through {
             self.push(ops.norm_backward_through(backward, through));
         } else if is_single_call {
             self.push(ops.norm_backward(backward));
-        } else if !is_summed {
+        } else if !has_sums {
             self.push(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
@@ -215,15 +217,16 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradients of a batch norm's output for its backward pass: one gradient, or two that its kernels add.
+    /// The gradients of a batch norm's output for its backward pass: one, or two that its kernels add. Adds further gradients first.
     fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
         // A gradient through a convolution comes first.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));
-        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so neither gradient may be shared.
-        let adds =
-            node.relu && !(node.pooled && incoming.iter().any(|g| self.shared.contains(&g.allocation())));
-        let max = if adds { 2 } else { 1 };
+        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so no gradient may be shared.
+        let kernel_adds = node.relu
+            && !(node.pooled
+                && incoming.iter().any(|other| self.shared_allocations.contains(&other.allocation())));
+        let max = if kernel_adds { 2 } else { 1 };
         if incoming.len() > max {
             let rest = incoming.split_off(max - 1);
             let sum = self.add_gradients(node.output, rest)?;
@@ -266,32 +269,33 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// If NCCL and not the kernels reduce the backward pass's sums: reduces them over all ranks, and returns them.
+    /// If NCCL reduces the backward pass's sums, and not the kernels: reduces the sums over all ranks, and returns them.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)
     }
 
-    /// Frees the allocations that the newest weight gradient reads: at once, or after the weight gradient on the side stream.
+    /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
+    /// once.
     pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
-        if !self.side_stream {
+        if !self.uses_side_stream {
             read.into_iter().for_each(|allocation| self.free(allocation));
             return;
         }
-        self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradients));
-        self.pending.push_back((self.weight_gradients, read));
-        self.weight_gradients += 1;
+        self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradient_count));
+        self.pending_weight_gradients.push_back((self.weight_gradient_count, read));
+        self.weight_gradient_count += 1;
     }
 
     /// The stream on which weight gradients run.
     pub(super) fn weight_gradient_stream(&self) -> StreamId {
-        if self.side_stream { StreamId::Side } else { StreamId::Main }
+        if self.uses_side_stream { StreamId::Side } else { StreamId::Main }
     }
 
     /// Makes the side stream wait for the main stream's commands so far.
     pub(super) fn fork(&mut self) {
-        if self.side_stream {
+        if self.uses_side_stream {
             self.record(StreamId::Main, EventId::SideBegin);
             self.wait(StreamId::Side, EventId::SideBegin);
         }

@@ -93,9 +93,9 @@ impl GraphEmitter<'_> {
         let all_rows = plan.model_ranks * rows;
         let values = plan.batch * plan.values_per_picture(after);
         match &placements {
-            [Batch, Whole] => self.in_group(Collective::AllGather, x.operand(), y.operand(), values, dtype),
+            [Batch, Whole] => self.collective(Collective::AllGather, x.operand(), y.operand(), values, dtype),
             [Partial, Batch] => {
-                self.in_group(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
+                self.collective(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
             }
             [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {

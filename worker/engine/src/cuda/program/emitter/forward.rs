@@ -3,7 +3,8 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// Reads the next micro-batch, whose pictures are the network's input. Later stages receive the activation of the preceding stage.
+    /// Reads the pictures of the next micro-batch, which are the network's input. Later stages receive the activation of the preceding
+    /// stage instead.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
@@ -51,65 +52,68 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
+    /// The forward pass of the operation with this index.
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
-        let training = matches!(phase, Phase::Train(_));
+        let trains = matches!(phase, Phase::Train(_));
         let op = &self.plan.ops[index];
         match op {
             FusedOp::Conv(conv) => match conv.forward {
-                ConvForward::WithBlockEnd { block_end } if training => self.block_end(conv, block_end)?,
-                ConvForward::WithNorms { norm_before } if training => {
+                ConvForward::WithBlockEnd { block_end } if trains => {
+                    self.block_end_forward(conv, block_end)?
+                }
+                ConvForward::WithNorms { norm_before } if trains => {
                     self.bottleneck_forward(conv, norm_before)?;
                 }
-                ConvForward::Plain { early_statistics: true } if training => {
+                ConvForward::Plain { early_statistics: true } if trains => {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
                     // Another convolution's sums would replace these sums before the batch norm uses them.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
-                    self.statistics(norm, node);
+                    self.compute_statistics(norm, node);
                 }
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
-                if training {
+                if trains {
                     self.sample_classes(name);
                 }
                 self.split_forward(op, name, [*input, *output])?;
-                self.cosines(op, name, [*input, *output], training)?;
+                self.scale_to_cosines(op, name, [*input, *output], trains)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                match *is_head {
-                    true => self.cosines(op, name, [*input, *output], training)?,
-                    // The loss adds the bias, also to a sum over ranks.
-                    false if self.plan.network.has_logits(*output) => {}
-                    false => self.add_bias(name, *output)?,
+                // The loss adds the bias of the last layer, also to a sum over ranks.
+                if *is_head {
+                    self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                } else if !self.plan.network.has_logits(*output) {
+                    self.add_bias(name, *output)?;
                 }
             }
-            FusedOp::Norm(norm) if training && !norm.is_frozen() => self.norm_forward(norm)?,
-            FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, training)?,
+            FusedOp::Norm(norm) if trains && !norm.is_frozen() => self.norm_forward(norm)?,
+            FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, trains)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
                 self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
-                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
+                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
-                self.plain_forward(op, training)?;
+                self.plain_forward(op, trains)?;
             }
             FusedOp::Redistribute { input, output } => {
                 self.redistribute_forward(*input, *output)?;
-                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
+                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
             FusedOp::Halo { input, output, lowest } => self.halo_forward(*input, *output, *lowest)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
-        if !training {
-            op.reads().into_iter().for_each(|tensor| self.read_in_evaluation(tensor));
+        if !trains {
+            op.reads().into_iter().for_each(|tensor| self.note_read_in_evaluation(tensor));
             return Ok(());
         }
         if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
@@ -138,7 +142,7 @@ impl<'a> GraphEmitter<'a> {
         let computes_sums = is_full && feeds_norm && (self.facts.computes_sums)(&with_sums);
         let convolution = if computes_sums { with_sums } else { convolution };
         if computes_sums {
-            self.summed = Some(output);
+            self.tensor_with_sums = Some(output);
         }
         let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
         let tensors = Tensors { x: x.operand(), w, y: y.operand(), channel_sums };
@@ -146,6 +150,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
+    /// Appends a convolution.
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
         // Weight gradients may run concurrently with other convolutions, so they have their own workspace.
         let workspace = Operand::whole(match convolution.direction {
@@ -155,36 +160,37 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Convolution { stream, convolution, tensors, workspace });
     }
 
-    /// A batch norm in training: the statistics of its input, and their application, unless fused with another operation.
+    /// A batch norm in training: computes the statistics of its input and applies them, as far as no other operation does so.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
         let has_statistics = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
             if !has_statistics {
                 let norm = self.norm_without_fusion(node)?;
-                self.statistics(norm, node);
+                self.compute_statistics(norm, node);
             }
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
         let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
-        let mask = match (node.pooled, node.shortcut) {
-            (true, _) => Some(self.alloc_bytes(values, Content::Argmax(node.norm))),
-            (false, None) => None,
-            (false, Some(_)) => Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm))),
+        // Without a shortcut, the backward pass recomputes the ReLU's mask.
+        let mask = if node.pooled {
+            Some(self.alloc_bytes(values, Content::Argmax(node.norm)))
+        } else {
+            node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)))
         };
         self.masks[node.norm] = mask;
         let (ops, mask) = (self.facts.ops, optional(mask));
         let norm = self.norm(node, x, y.operand(), mask)?;
         if node.pooled {
-            self.statistics(norm, node);
+            self.compute_statistics(norm, node);
             let operands = [x.operand(), y.operand(), mask];
             self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
             if !has_statistics {
-                self.statistics(norm, node);
+                self.compute_statistics(norm, node);
             }
             return Ok(());
         }
@@ -192,13 +198,13 @@ impl<'a> GraphEmitter<'a> {
             self.push(ops.norm_apply(norm));
             return Ok(());
         }
-        let is_summed = self.summed == Some(node.input);
+        let is_summed = self.tensor_with_sums == Some(node.input);
         if is_summed && matches!(norm.reduce, ops::Reduce::Local) {
-            self.summed = None;
+            self.tensor_with_sums = None;
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.push(ops.norm_finish_apply(sum, square, norm));
         } else if is_summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
-            self.statistics(norm, node);
+            self.compute_statistics(norm, node);
             self.push(ops.norm_apply(norm));
         } else {
             self.push(ops.norm_forward(norm));
@@ -206,11 +212,11 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The statistics of a batch norm without their application, over all ranks if they are synchronised. The convolution may already have
-    /// computed the sums.
-    fn statistics(&mut self, norm: ops::NormForward, node: &Norm) {
+    /// Computes the statistics of a batch norm's input, over all ranks if they are synchronised. The convolution may already have computed
+    /// the sums.
+    fn compute_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         // A convolution's sums are used once: NCCL reduces them in place, and the next convolution replaces them.
-        let is_summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
+        let is_summed = self.tensor_with_sums.take_if(|tensor| *tensor == node.input).is_some();
         if !is_summed {
             self.push(self.facts.ops.norm_statistics(norm));
         }
@@ -222,7 +228,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// If kernels do not reduce sums: lets NCCL reduce the sums that a kernel has stored, and computes the statistics of all ranks.
+    /// If NCCL reduces the sums, and not the kernels: reduces the sums that a kernel has stored, and computes the statistics of all ranks.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
@@ -232,14 +238,15 @@ impl<'a> GraphEmitter<'a> {
         self.push(self.facts.ops.norm_finish(sum, square, norm));
     }
 
-    /// A batch norm without the operations that are fused with it.
+    /// The kernel's description of a batch norm without the operations that are fused with it.
     pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
         let alone = Norm { shortcut: None, ..node.clone() };
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// A batch norm with running statistics: in evaluation, or frozen, where training keeps the ReLU's mask for the backward pass.
-    fn norm_with_running_statistics(&mut self, node: &Norm, training: bool) -> Result<(), EngineError> {
+    /// A batch norm that applies running statistics: in evaluation, or frozen in training, which keeps the ReLU's mask for the backward
+    /// pass.
+    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
         self.push(ops.norm_fold(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
@@ -251,7 +258,7 @@ impl<'a> GraphEmitter<'a> {
             self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
-        if training && node.shortcut.is_some() {
+        if trains && node.shortcut.is_some() {
             let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
@@ -260,7 +267,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// A batch norm with the operations that are fused with it.
+    /// The kernel's description of a batch norm with the operations that are fused with it.
     pub(super) fn norm(
         &self,
         node: &Norm,

@@ -12,12 +12,12 @@ impl<'a> GraphEmitter<'a> {
     ) -> Result<(), EngineError> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
-        let from = self.activation(before.map_or(conv.input, |n| n.input))?;
+        let from = self.activation(before.map_or(conv.input, |node| node.input))?;
         let y = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
             input: from.operand(),
-            before: before.map(|n| facts.norms[n.norm]),
+            before: before.map(|node| facts.norms[node.norm]),
             weights: facts.matrix(&conv.name),
             y: y.operand(),
             shape: self.shape(conv.input),
@@ -30,7 +30,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
-    pub(super) fn block_end(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
+    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(norm_at_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
@@ -50,8 +50,8 @@ impl<'a> GraphEmitter<'a> {
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
     }
 
-    /// A convolution's dgrad and wgrad. Fused with them: the last part of the backward pass of the batch norm after the convolution, and
-    /// the backward sums of the batch norm before it.
+    /// A convolution's dgrad and wgrad, fused with the last part of the backward pass of the batch norm after the convolution, and with the
+    /// backward sums of the batch norm before it.
     pub(super) fn bottleneck_backward(
         &mut self,
         conv: &Conv,
@@ -64,7 +64,7 @@ impl<'a> GraphEmitter<'a> {
         };
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
-        let from = self.activation(before.map_or(input, |n| n.input))?;
+        let from = self.activation(before.map_or(input, |node| node.input))?;
         let dinput = self.alloc(input, Content::Gradient);
         let facts = self.facts;
         let bottleneck = ops::Bottleneck {
@@ -76,10 +76,10 @@ impl<'a> GraphEmitter<'a> {
             dinput: dinput.operand(),
             dweights: facts.matrix_gradient(&conv.name),
             shape: self.shape(input),
-            before: before.map(|n| ops::Before {
-                norm: facts.norms[n.norm],
+            before: before.map(|node| ops::Before {
+                norm: facts.norms[node.norm],
                 accumulate: !micro_batch.is_first,
-                reduce: facts.reduction(n, NormPass::Backward),
+                reduce: facts.reduction(node, NormPass::Backward),
             }),
         };
         self.push(facts.ops.bottleneck_backward(bottleneck));
@@ -95,7 +95,7 @@ impl<'a> GraphEmitter<'a> {
         });
         self.free(g);
         self.free(x);
-        self.read_in_backward(input);
+        self.note_read_in_backward(input);
         Ok(())
     }
 }

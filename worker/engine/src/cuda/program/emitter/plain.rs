@@ -4,7 +4,7 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
-    pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
+    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result<(), EngineError> {
         let output = op.output();
         let y = self.alloc_activation(output);
         let (ops, length) = (self.facts.ops, self.length(output));
@@ -27,7 +27,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
-                let argmax = training.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
+                let argmax = trains.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
                 self.argmax[output] = argmax;
                 let operands = [x.operand(), y.operand(), optional(argmax)];
                 self.push(ops.plain_max_pool(operands, self.plain_pool(op)));
@@ -51,7 +51,7 @@ impl<'a> GraphEmitter<'a> {
                 let y = self.activation(output)?;
                 let dx = self.alloc(input, Content::Gradient);
                 self.push(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
-                self.readers[output] -= 1;
+                self.remaining_readers[output] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Gelu { ref bias, input, .. } => {
@@ -64,14 +64,14 @@ impl<'a> GraphEmitter<'a> {
                         self.push(ops.row_sums(dx.operand(), dbias, self.shape(input), !is_first));
                     }
                 }
-                self.readers[input] -= 1;
+                self.remaining_readers[input] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 // The gradient of the sum is the gradient of both operands.
                 self.gradients[branch].push(Gradient::Whole(dy));
                 self.gradients[shortcut].push(Gradient::Whole(dy));
-                self.shared.push(dy);
+                self.shared_allocations.push(dy);
                 return Ok(());
             }
             FusedOp::MaxPool { input, .. } => {
@@ -146,7 +146,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(sum)
     }
 
-    /// Number of values of the whole batch.
+    /// Number of values of a tensor of the whole batch.
     fn length(&self, tensor: TensorId) -> u64 {
         (self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor)) as u64
     }

@@ -97,7 +97,7 @@ impl<'a> GraphEmitter<'a> {
         };
         let is_read_later = |tensor: TensorId| ops[index + 1..].iter().any(|op| op.reads().contains(&tensor));
         for tensor in ops[index].reads() {
-            if self.readers[tensor] == 0 && is_of_halo(tensor) && !is_read_later(tensor) {
+            if self.remaining_readers[tensor] == 0 && is_of_halo(tensor) && !is_read_later(tensor) {
                 self.drop_activation(tensor);
             }
         }

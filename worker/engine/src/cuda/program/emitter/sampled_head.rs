@@ -10,15 +10,24 @@ use crate::cuda::program::facts::UpdatedRange;
 /// Memory of a step for the sampled classes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SampledHead {
+    /// The sampled classes.
     sample: Allocation,
     /// Positions of the labels in the sample.
     label_positions: Allocation,
-    /// Rows of the weights, in the activations' format.
+    /// The sampled rows of the weights, in the activations' format.
     weights: Allocation,
-    /// Rows of the biases, float32.
+    /// The sampled biases, float32.
     bias: Allocation,
     gradient: Option<Allocation>,
     bias_gradient: Option<Allocation>,
+}
+
+/// All rows of a parameter or of an optimizer slot, and a copy of the sampled rows.
+#[derive(Debug, Clone, Copy)]
+struct GatheredRows {
+    all: Operand,
+    sampled: Allocation,
+    row_bytes: usize,
 }
 
 impl GraphEmitter<'_> {
@@ -52,8 +61,8 @@ impl GraphEmitter<'_> {
         }));
         self.free_now(scratch);
         let row_bytes = plan.dtype.size() * self.row_values();
-        let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
-        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
+        let weights = self.gather_rows(sample, facts.matrix(name), row_bytes).sampled;
+        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4).sampled;
         let (gradient, bias_gradient) = (None, None);
         self.sampled_head =
             Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
@@ -118,26 +127,31 @@ impl GraphEmitter<'_> {
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all_rows = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
-            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the
-            // optimizer's slots.
+            // Rows of the trained weights first, then of their copy in the activations' format, then of the optimizer's slots.
             let mut rows = Vec::new();
-            let planar = is_matrix && plan.is_planar();
+            let is_planar = is_matrix && plan.is_planar();
             let has_copy = is_matrix && plan.dtype != DType::F32;
             if has_copy {
-                let (trained, bytes) = match planar {
-                    true => (facts.layout.planes(range.clone())[1], 2 * width),
-                    false => (all_rows(Operand::whole(Region::Weights)), 4 * width),
+                let (trained, row_bytes) = if is_planar {
+                    (facts.layout.planes(range.clone())[1], 2 * width)
+                } else {
+                    (all_rows(Operand::whole(Region::Weights)), 4 * width)
                 };
-                rows.push((trained, self.gather_rows(memory.sample, trained, bytes), bytes));
+                rows.push(self.gather_rows(memory.sample, trained, row_bytes));
             }
-            rows.push(match is_matrix {
-                true => (facts.matrix(name), own, plan.dtype.size() * width),
-                false => (facts.layout.vector(name, "bias"), own, 4),
+            rows.push(if is_matrix {
+                GatheredRows { all: facts.matrix(name), sampled: own, row_bytes: plan.dtype.size() * width }
+            } else {
+                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
             });
-            let before_slots = rows.len();
-            for slot in 0..facts.optimizer.slots().len() {
-                let slot = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
-                rows.push((slot, self.gather_rows(memory.sample, slot, 4 * width), 4 * width));
+            let weights = rows[0].sampled.operand();
+            let mut optimizer_slots = [Operand::NONE; 2];
+            let slot_count = facts.optimizer.slots().len();
+            for (slot, operand) in optimizer_slots.iter_mut().enumerate().take(slot_count) {
+                let all = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
+                let gathered = self.gather_rows(memory.sample, all, 4 * width);
+                *operand = gathered.sampled.operand();
+                rows.push(gathered);
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
@@ -148,17 +162,12 @@ impl GraphEmitter<'_> {
                 is_float32: plan.dtype == DType::F32,
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
-            let mut optimizer_slots = [Operand::NONE; 2];
-            for (slot, (_, gathered, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
-                *slot = gathered.operand();
-            }
             let whole_range = facts.updated_range(gradients, range.start, range.start);
-            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..whole_range.flat };
+            let flat = ops::Flat { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
-            for (all, gathered, row_bytes) in rows {
-                let rows = self.sampled_rows(all, gathered, row_bytes);
-                self.push(facts.ops.scatter_rows(rows, memory.sample.operand()));
-                self.free_now(gathered);
+            for gathered in rows {
+                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample.operand()));
+                self.free_now(gathered.sampled);
             }
             self.free_now(gradient);
         }
@@ -166,17 +175,21 @@ impl GraphEmitter<'_> {
         self.free_now(memory.sample);
     }
 
-    fn sampled_rows(&self, all: Operand, gathered: Allocation, row_bytes: usize) -> ops::Rows {
-        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
-        ops::Rows { all, sampled: gathered.operand(), row_bytes, capacity }
+    /// Maximum number of sampled rows.
+    fn sample_capacity(&self) -> usize {
+        self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity)
+    }
+
+    /// The kernels' description of the rows.
+    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::Rows {
+        ops::Rows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
-    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
-        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
-        let gathered = self.alloc_bytes(capacity * row_bytes, Content::Head);
-        let rows = self.sampled_rows(all, gathered, row_bytes);
-        self.push(self.facts.ops.gather_rows(rows, sample.operand()));
+    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> GatheredRows {
+        let sampled = self.alloc_bytes(self.sample_capacity() * row_bytes, Content::Head);
+        let gathered = GatheredRows { all, sampled, row_bytes };
+        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample.operand()));
         gathered
     }
 }

@@ -31,7 +31,7 @@ impl GraphEmitter<'_> {
         let sends = vec![(to as u32, self.values_at(output, y))];
         self.exchange(Group::Stage, sends, Vec::new(), self.plan.dtype);
         // The backward pass reads this output only if an unfused ReLU computes it.
-        if self.readers[output] == 0 {
+        if self.remaining_readers[output] == 0 {
             self.drop_activation(output);
         }
         Ok(())
@@ -61,7 +61,7 @@ impl GraphEmitter<'_> {
         // A copy: the factor is 1.
         self.push(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
         self.free(dx);
-        if last {
+        if is_last {
             self.send_input_gradient();
         }
         Ok(())

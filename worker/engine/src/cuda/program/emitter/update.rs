@@ -9,25 +9,25 @@ impl GraphEmitter<'_> {
     /// Starts the reduction of the bucket of gradients that layer `name` completes, if any.
     pub(super) fn send_completed_bucket(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
-        // With accumulation, `finish` sends the sums.
+        // With accumulation, `finish_micro_batch` sends the sums.
         if !micro_batch.is_last || accumulates {
             return;
         }
         let Some(statistics) = self.facts.statistics else { return };
-        let Some(bucket) = layout.buckets.get(self.sent_buckets) else { return };
+        let Some(bucket) = layout.buckets.get(self.sent_bucket_count) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
         if layout.parameter(name, "weight").padded().end < bucket.end {
             return;
         }
         let mut producer = self.weight_gradient_stream();
-        if self.side_stream && statistics.uses_main_stream() {
+        if self.uses_side_stream && statistics.uses_main_stream() {
             self.join();
             producer = StreamId::Main;
         }
         let size = self.plan.dtype.size();
         let at = Operand::new(Region::MatrixGradients, bucket.start * size, bucket.len() * size);
-        self.send_bucket(self.sent_buckets, producer, at, self.plan.dtype);
-        self.sent_buckets += 1;
+        self.send_bucket(self.sent_bucket_count, producer, at, self.plan.dtype);
+        self.sent_bucket_count += 1;
     }
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
@@ -64,30 +64,29 @@ impl GraphEmitter<'_> {
 
     /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
     /// reduces the gradients that are not reduced yet, updates the weights and records the result.
-    pub(super) fn finish(
+    pub(super) fn finish_micro_batch(
         &mut self,
         MicroBatch { is_first, is_last, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
-        if self.side_stream {
+        if self.uses_side_stream {
             self.join();
-            for (_, allocations) in std::mem::take(&mut self.pending) {
+            for (_, allocations) in std::mem::take(&mut self.pending_weight_gradients) {
                 allocations.into_iter().for_each(|allocation| self.free(allocation));
             }
         }
         let gradients = self.facts.gradients();
         // Gradients of the parameters that a model group splits, and of the parameters that every rank has whole.
-        let [split, whole] = [0, 1].map(|which| {
-            let [matrices, vectors] = &layout.split_and_whole()[which];
-            gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained_len))
+        let [split, whole] = layout.split_and_whole().map(|[matrices, vectors]| {
+            gradients.part(matrices, vectors.start..vectors.end.min(layout.trained_len))
         });
         let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
             let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrix_len);
-            self.push(ops.accumulate_gradients(gradients.first, latest, layout.matrix_len as u64, first));
+            self.push(ops.accumulate_gradients(gradients.first, latest, layout.matrix_len as u64, is_first));
         }
-        if !last {
+        if !is_last {
             return Ok(());
         }
         let recomputes_head_gradient = self.facts.recomputes_head_gradient();
@@ -106,7 +105,7 @@ impl GraphEmitter<'_> {
             }
             if recomputes_head_gradient {
                 // Runs concurrently with the reduction of the other gradients.
-                split_squares = self.split_squares(split)?;
+                split_squares = self.compute_split_squares(split)?;
             }
             if !statistics.uses_main_stream() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
@@ -115,18 +114,18 @@ impl GraphEmitter<'_> {
         }
         self.add_split_gradients(split);
         if !recomputes_head_gradient {
-            split_squares = self.split_squares(split)?;
+            split_squares = self.compute_split_squares(split)?;
         }
         let split_squares = split_squares.map(|own| self.gather_squares(own));
         let updated = self.facts.updated_ranges();
-        let bucket_squares = self.facts.share.map(|_| self.bucket_squares(&updated));
+        let bucket_squares = self.facts.share.map(|_| self.compute_bucket_squares(&updated));
         let stage_squares = self.exchange_squares_and_loss(gradients);
-        // Squares of all gradients, if each rank has only some of the gradients.
+        // Sums of squares of all gradients, if each rank has only some of the gradients.
         let all_squares = match stage_squares {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
-        // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
+        // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
         self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
         let dynamic = self.facts.dynamic_scale;
         match (split_squares, all_squares) {
@@ -154,8 +153,8 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Collective: the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
-    fn bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
+    /// Collective: computes the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
+    fn compute_bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
             self.push(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
@@ -187,27 +186,28 @@ impl GraphEmitter<'_> {
             }
             OptimizerKind::Lars => {
                 updated.iter().for_each(|part| self.push(ops.lars_norms(part.flat, part.rates)));
-                self.add_up_norms(rates);
+                self.sum_squares_over_ranks(rates);
                 self.push(ops.lars_rates(rates, decay));
                 updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Lars(part.rates))));
             }
             OptimizerKind::AdamW => {
                 updated.iter().for_each(|part| self.push(ops.adamw(part.flat, moments(part))));
             }
-            OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
+            OptimizerKind::Muon => updated.iter().for_each(|part| self.update_by_muon(part)),
             OptimizerKind::Lamb => {
-                let each = |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.push(each(part)));
-                self.add_up_norms(rates);
+                let update_moments =
+                    |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.push(update_moments(part)));
+                self.sum_squares_over_ranks(rates);
                 self.push(ops.lamb_rates(rates, decay));
-                let each = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.push(each(part)));
+                let update = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.push(update(part)));
             }
         }
     }
 
     /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
-    fn muon(&mut self, part: &UpdatedRange) {
+    fn update_by_muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
         let gram_len = filters.last().map_or(0, |last| last.gram_offset + last.side().pow(2));
@@ -222,7 +222,7 @@ impl GraphEmitter<'_> {
             rates: part.rates,
             filters: of_filters,
             policies,
-            shapes: &filters,
+            host_filters: &filters,
             iterates: iterates.map(Allocation::operand),
             grams: grams.map(Allocation::operand),
         }));
@@ -230,7 +230,7 @@ impl GraphEmitter<'_> {
     }
 
     /// If each rank has only the squares of its parts of parameters: sums the squares over ranks, for the parameters' norms.
-    fn add_up_norms(&mut self, rates: ops::Rates) {
+    fn sum_squares_over_ranks(&mut self, rates: ops::Rates) {
         if self.facts.share.is_some() {
             self.all_reduce(StreamId::Main, rates.squares, DataType::F64);
         }

@@ -80,7 +80,7 @@ impl JpegDecoder {
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
         // No kernel may overlap with work that nvJPEG launches on the stream.
-        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.without_early_launch();
+        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.without_dependent_launch();
         let sessions = Pool::new(sessions);
         let name = format!("nvJPEG {version}{engines}");
         Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })

@@ -74,7 +74,7 @@ pub(super) struct Kernels {
     /// The GPU's maximum shared memory per block, in bytes.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
-    uses_early_launch: bool,
+    uses_dependent_launch: bool,
     pub(super) profile: Profile,
 }
 
@@ -92,26 +92,26 @@ impl Kernels {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
         let module = load_cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
-        let uses_early_launch =
+        let uses_dependent_launch =
             device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
         Ok(Self {
             module,
             functions: Default::default(),
             shared_bytes: device.shared_bytes,
-            uses_early_launch,
+            uses_dependent_launch,
             profile: Profile::default(),
         })
     }
 
     /// The same kernels without programmatic dependent launch: each starts after all earlier work has completed.
-    pub(super) fn without_early_launch(mut self) -> Self {
-        self.uses_early_launch = false;
+    pub(super) fn without_dependent_launch(mut self) -> Self {
+        self.uses_dependent_launch = false;
         self
     }
 
-    /// Launches the kernel `name` on `stream`. `args` are the bits of each argument, and must match the kernel's parameters in number, order
-    /// and types.
-    /// Addresses must refer to memory of the size that `ops` documents. The memory must stay allocated until the kernel has completed.
+    /// Launches the kernel `name` on `stream`. `args` are the bits of each argument, and must match the kernel's parameters in number,
+    /// order and types. Addresses must refer to memory of the size that `ops` documents. The memory must stay allocated until the kernel
+    /// has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -140,7 +140,7 @@ impl Kernels {
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
         // Leaves out the attributes that do not apply.
-        let first = usize::from(!self.uses_early_launch);
+        let first = usize::from(!self.uses_dependent_launch);
         let attributes = &mut attributes[first..1 + usize::from(geometry.cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: grid_x,

@@ -7,10 +7,11 @@
 use super::{
     command::{Operand, Region},
     error::CudaError,
+    program::reads_pictures,
 };
 use crate::{
     EngineError,
-    fuse::{Conv, FusedOp},
+    fuse::FusedOp,
     net::{Network, Role},
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
@@ -151,14 +152,13 @@ impl Layout {
         let (mut matrices, mut vectors, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter().rev() {
             let Some((name, suffixes)) = op.parameters() else { continue };
-            let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
-                    (Role::ConvWeight, [out, ..]) if is_folded && reads_pictures => {
+                    (Role::ConvWeight, [out, ..]) if is_folded && reads_pictures(op) => {
                         (Order::Folded, out * FOLDED_LEN)
                     }
                     (Role::ConvWeight, [out, inputs, height, width]) => {
-                        let padded_in = if reads_pictures { padded_in } else { *inputs };
+                        let padded_in = if reads_pictures(op) { padded_in } else { *inputs };
                         (Order::Krsc { padded_in }, out * height * width * padded_in)
                     }
                     (Role::LinearWeight, [out, inputs]) => {
@@ -315,8 +315,8 @@ impl Layout {
         Operand::new(Region::VectorGradients, 4 * (range.start - self.matrix_len), 4 * range.len())
     }
 
-    /// Converts a flat buffer to torchvision's layout. `optimizer_slot`: the buffer contains this state of the optimizer
-    /// (such as `exp_avg`) and not the parameters.
+    /// Converts a flat buffer to torchvision's layout. `optimizer_slot` is the optimizer's state that the buffer contains (such as
+    /// `exp_avg`); `None` if it contains the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for parameter in &self.parameters {
             let gpu_values = &flat[parameter.range.clone()];

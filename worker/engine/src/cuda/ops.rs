@@ -35,7 +35,7 @@ mod step;
 mod through;
 
 pub(super) use adam::Moments;
-pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
+pub(super) use bottleneck::{Bottleneck, BottleneckForward, NormBefore};
 pub(super) use channels::ChannelRows;
 pub(super) use elementwise::{MAX_ROW_SUM_CHANNELS, PlainPool};
 pub(super) use input::{BatchInput, GatherMode, ScaleTable};
@@ -43,7 +43,7 @@ pub(super) use loss::{CrossEntropy, LOSS_ROWS};
 pub(super) use margin::Cosines;
 pub(super) use muon::Muon;
 pub(super) use norm::{Gradient, NormBackward, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut};
-pub(super) use optimizer::{Flat, Gradients, NORM_PARTS, Rates, Update};
+pub(super) use optimizer::{FlatParameters, Gradients, NORM_PARTS, Rates, Update};
 pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{Rows, SampleClasses};
@@ -91,7 +91,7 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// `capability`: the compute capability times 10. GPUs from 9.0 on have thread block clusters.
+    /// `capability` is the compute capability times 10. GPUs from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
         Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
@@ -133,7 +133,8 @@ impl Ops {
         capability == WGMMA_CAPABILITY && dtype != DType::F32
     }
 
-    /// Geometry of a grid-stride loop over `rows` of `channels`: blocks of `threads`, at most `per_multiprocessor` on each multiprocessor.
+    /// Geometry of a grid-stride loop over `rows` of `channels`, with blocks of `threads` threads, at most `per_multiprocessor` on each
+    /// multiprocessor.
     fn grid_stride(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);

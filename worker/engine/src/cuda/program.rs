@@ -44,7 +44,7 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, split_operator};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, reads_pictures, split_operator};
 
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -257,15 +257,15 @@ impl Program {
         self.with_facts(|facts| arena_bytes(facts, trains))
     }
 
-    /// Emits and checks the commands of a micro-batch. With `uses_side_stream`, weight gradients run on a separate stream.
+    /// Emits and checks the commands of a micro-batch. Weight gradients run on `weight_gradient_stream`.
     pub(super) fn commands(
         &self,
         phase: Phase,
         input: Input,
-        uses_side_stream: bool,
+        weight_gradient_stream: StreamId,
     ) -> Result<Vec<Command>, EngineError> {
         let emitted = self.with_facts(|facts| {
-            let emitted = emit(facts, phase, input, uses_side_stream)?;
+            let emitted = emit(facts, phase, input, weight_gradient_stream)?;
             tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &emitted.commands));
             Ok::<_, EngineError>(emitted)
         })?;
@@ -281,7 +281,7 @@ impl Program {
 
     /// Runs a micro-batch like [`Program::run`], but one call after another, and times each call.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<TimedCall>, EngineError> {
-        let commands = self.commands(phase, input, false)?;
+        let commands = self.commands(phase, input, StreamId::Main)?;
         self.kernels.profile.begin();
         let result = self.start(&commands, input.address());
         let calls = self.kernels.profile.end()?;
@@ -335,7 +335,7 @@ impl Program {
 
     /// Starts the work of a micro-batch on [`Program::main_stream`].
     pub(super) fn run(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        self.start(&self.commands(phase, input, true)?, input.address())
+        self.start(&self.commands(phase, input, StreamId::Side)?, input.address())
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
@@ -403,7 +403,7 @@ impl Program {
         self.main_stream.0.synchronize()?;
         let (tensor, input) =
             (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
-        let commands = self.commands(Phase::Evaluate, input, true)?;
+        let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,

@@ -107,7 +107,7 @@ impl Reducer {
         let abort_flag = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match synced_channels {
-            None if exchanges_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None if exchanges_between_kernels => (Statistics::LocalWithExchanges, Memory::None),
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
                 let (statistics, exchange_bytes, sequence_bytes) = Statistics::peer_memory(channels, world);

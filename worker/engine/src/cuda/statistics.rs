@@ -26,7 +26,7 @@ pub(super) enum Statistics {
     /// Each rank has its own statistics.
     Local,
     /// Each rank has its own statistics, and ranks exchange other values between kernels.
-    LocalInOrder,
+    LocalWithExchanges,
     /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slot of the forward pass, then of the backward pass.
     PeerMemory(Vec<[ExchangeSlot; 2]>),
     /// NCCL adds sums between two kernels of the batch norm.
@@ -60,12 +60,14 @@ impl Statistics {
     /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.
     pub(super) fn reduction(&self, norm: usize, channels: usize, pass: NormPass) -> Reduce {
         match self {
-            Statistics::Local | Statistics::LocalInOrder => Reduce::Local,
+            Statistics::Local | Statistics::LocalWithExchanges => Reduce::Local,
             Statistics::PeerMemory(slots) => {
                 let ExchangeSlot { offset, sequence } = slots[norm][pass as usize];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
             }
-            Statistics::Nccl => Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) },
+            Statistics::Nccl => {
+                Reduce::StoreSums { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) }
+            }
         }
     }
 
@@ -77,7 +79,7 @@ impl Statistics {
     /// Whether gradients are sent from the main stream, because ranks also use NCCL between the main stream's kernels. Two streams must not
     /// use one group of ranks at the same time, nor two groups that wait for each other's ranks.
     pub(super) fn uses_main_stream(&self) -> bool {
-        matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
+        matches!(self, Statistics::Nccl | Statistics::LocalWithExchanges)
     }
 }
 

@@ -239,8 +239,8 @@ impl Bench {
     }
 
     /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch overhead is longer than a short kernel.
-    /// `best`: milliseconds of the best plan so far; a plan that is much slower is not timed in a graph. Fails for a plan that cannot be
-    /// captured.
+    /// `best` is the time of the best plan so far in milliseconds. A plan that is much slower is not timed in a graph. Fails for a plan
+    /// that cannot be captured.
     fn time(
         &self,
         cudnn: &Cudnn,

@@ -1,6 +1,6 @@
 //! AdamW and LAMB over flat buffers; `adam.cu`.
 
-use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
+use super::{Arg, CONTROL, FlatParameters, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 
 /// Adam's running means of the gradient and of its square, and the decay rates of the means. The number of updates is
 /// `Scaler::updates`.
@@ -31,7 +31,7 @@ impl Moments {
 impl Ops {
     /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and moments, reads
     /// gradients, writes the low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
-    pub(in crate::cuda) fn adamw(&self, flat: Flat, moments: Moments) -> Kernel {
+    pub(in crate::cuda) fn adamw(&self, flat: FlatParameters, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
@@ -46,7 +46,12 @@ impl Ops {
 
     /// Updates the moments, and sums the squares of each parameter's weights and of its update into `rates.squares`. Runs after
     /// [`Ops::gradient_norm`]. Memory traffic: reads weights and gradients, reads and writes moments.
-    pub(in crate::cuda) fn lamb_moments(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
+    pub(in crate::cuda) fn lamb_moments(
+        &self,
+        flat: FlatParameters,
+        moments: Moments,
+        rates: Rates,
+    ) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
@@ -65,7 +70,7 @@ impl Ops {
 
     /// One step of all weights by LAMB. Runs after [`Ops::lamb_rates`]. Memory traffic: reads and writes weights, reads moments, writes the
     /// low-precision copy of the weights.
-    pub(in crate::cuda) fn lamb(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
+    pub(in crate::cuda) fn lamb(&self, flat: FlatParameters, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::In));
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);

@@ -13,7 +13,7 @@ const WORKSPACE: Operand = Operand::whole(Region::Workspace);
 
 /// The batch norm and ReLU before the convolution.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Before {
+pub(in crate::cuda) struct NormBefore {
     pub(in crate::cuda) norm: NormSite,
     /// Whether to add to dgamma and dbeta instead of replacing them.
     pub(in crate::cuda) accumulate: bool,
@@ -38,7 +38,7 @@ pub(in crate::cuda) struct Bottleneck {
     /// T `[256, 64]`.
     pub(in crate::cuda) dweights: Operand,
     pub(in crate::cuda) shape: Shape,
-    pub(in crate::cuda) before: Option<Before>,
+    pub(in crate::cuda) before: Option<NormBefore>,
 }
 
 /// A 1x1 convolution from 64 to 256 channels, forward.

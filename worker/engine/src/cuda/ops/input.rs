@@ -49,7 +49,7 @@ const BAND: u32 = 32;
 const SHARED_BYTES: u32 = 44 << 10;
 
 impl Ops {
-    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling`: resampling tables from
+    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling` has the resampling tables from
     /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
     /// they are mixed), the batch once.
     ///

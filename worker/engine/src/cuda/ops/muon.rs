@@ -1,6 +1,6 @@
 //! Muon over flat buffers; `muon.cu`.
 
-use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
+use super::{Arg, CONTROL, FlatParameters, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 use crate::cuda::layout::Filter;
 use lockstep_kernels::orthogonal::STEPS;
 
@@ -13,7 +13,7 @@ const THREADS: u32 = 128;
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Muon<'a> {
     /// Operands of the whole flat buffers: `muon.cu` addresses them by the offsets in `filters` and segments.
-    pub(in crate::cuda) flat: Flat,
+    pub(in crate::cuda) flat: FlatParameters,
     /// The momentum buffers.
     pub(in crate::cuda) velocity: Operand,
     pub(in crate::cuda) momentum: f32,

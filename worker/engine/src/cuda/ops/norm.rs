@@ -57,11 +57,11 @@ pub(in crate::cuda) struct NormSite {
 /// How a rank's channel sums are reduced.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Reduce {
-    /// Not reduced: statistics of this rank's pictures.
+    /// Not reduced, because statistics are those of this rank's pictures.
     Local,
     /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
     /// continues from there.
-    Leave { sums: Operand },
+    StoreSums { sums: Operand },
     /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this site's byte
     /// offset in every rank's exchange buffer, where it has 2 slots x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
     /// and sequences are zero at first and are never reset. The forward and the backward pass of a site may share them. All ranks must
@@ -76,15 +76,15 @@ impl Reduce {
     }
 
     /// Whether the kernel stores the sums and ends.
-    fn leaves_sums(self) -> bool {
-        matches!(self, Reduce::Leave { .. })
+    fn stores_sums(self) -> bool {
+        matches!(self, Reduce::StoreSums { .. })
     }
 
     pub(super) fn args(self) -> [Arg; 5] {
         const NONE: Operand = Operand::NONE;
         let (mode, peers, at, sequence, sums) = match self {
             Reduce::Local => (0, NONE, 0, NONE, NONE),
-            Reduce::Leave { sums } => (1, NONE, 0, NONE, sums),
+            Reduce::StoreSums { sums } => (1, NONE, 0, NONE, sums),
             Reduce::Exchange { peers, at, sequence } => (2, peers, at, sequence, NONE),
         };
         [Arg::U32(mode), Arg::In(peers), Arg::U64(at), Arg::InOut(sequence), Arg::Out(sums)]
@@ -133,14 +133,14 @@ impl NormSite {
             Arg::Out(self.bias),
             Arg::F32(self.running_momentum),
         ];
-        if reduce.leaves_sums() { args.map(Arg::unused) } else { args }
+        if reduce.stores_sums() { args.map(Arg::unused) } else { args }
     }
 
     pub(super) fn backward_args(&self, accumulate: bool, reduce: Reduce) -> [Arg; 9] {
         let [mean, inv_std, scale, bias] = [self.mean, self.inv_std, self.scale, self.bias].map(Arg::In);
         let [dgamma, dbeta] = [self.dgamma, self.dbeta].map(|gradient| Arg::out(gradient, accumulate));
         let between = [self.slope, self.offset].map(Arg::Out);
-        let [slope, offset] = if reduce.leaves_sums() { between.map(Arg::unused) } else { between };
+        let [slope, offset] = if reduce.stores_sums() { between.map(Arg::unused) } else { between };
         [mean, inv_std, scale, bias, dgamma, dbeta, Arg::U32(accumulate.into()), slope, offset]
     }
 }

@@ -51,9 +51,9 @@ impl Gradients {
     }
 }
 
-/// Weights, gradients and weight decay: operands of every optimizer's update.
+/// The operands of every optimizer's update: weights, gradients and weight decay.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Flat {
+pub(in crate::cuda) struct FlatParameters {
     /// float32, in the same order as the optimizer's slots. If `is_planar`, the plane of differences from the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
     /// The weights as T; may be absent.
@@ -65,7 +65,7 @@ pub(in crate::cuda) struct Flat {
     pub(in crate::cuda) decay: [f32; 2],
 }
 
-impl Flat {
+impl FlatParameters {
     /// The weights and their low-precision copy. Both are `InOut`, because a step with non-finite gradients keeps their values.
     pub(super) fn weights_args(&self) -> [Arg; 2] {
         [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
@@ -147,7 +147,7 @@ impl Ops {
 
     /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`]. Traffic: all
     /// weights and gradients once.
-    pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
+    pub(in crate::cuda) fn lars_norms(&self, flat: FlatParameters, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
         args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
@@ -175,7 +175,7 @@ impl Ops {
     pub(in crate::cuda) fn sgd(
         &self,
         update: Update,
-        flat: Flat,
+        flat: FlatParameters,
         velocity: Operand,
         momentum: f32,
     ) -> Kernel {

@@ -56,7 +56,7 @@ impl Ops {
     }
 
     /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is the gradient of
-    /// the pooling's output. With [`Reduce::Leave`], computes only the sums, and [`Ops::norm_backward_finish`] and then
+    /// the pooling's output. With [`Reduce::StoreSums`], computes only the sums, and [`Ops::norm_backward_finish`] and then
     /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(
         &self,
@@ -72,7 +72,7 @@ impl Ops {
         args.extend(p.site.backward_args(p.accumulate, p.reduce));
         args.extend(p.reduce.args());
         let sums = kernel("norm_backward_sums_max_pool", geometry, args);
-        if matches!(p.reduce, Reduce::Leave { .. }) {
+        if matches!(p.reduce, Reduce::StoreSums { .. }) {
             return vec![sums];
         }
         vec![sums, self.norm_backward_apply_max_pool(p, argmax, pool)]

@@ -214,7 +214,7 @@ impl Program {
         device.check_free(bytes.saturating_sub(self.arena.bytes))?;
         let mut convolutions = Vec::new();
         for op in &self.plan.ops {
-            let Some((convolution, reads_pictures)) = self.plan.convolution(op) else { continue };
+            let Some(convolution) = self.plan.convolution(op) else { continue };
             convolutions.push(Convolution { direction: Direction::Forward, ..convolution });
             if !trains {
                 continue;
@@ -229,7 +229,7 @@ impl Program {
                 convolutions.push(Convolution { sums: true, ..convolution });
             }
             convolutions.push(Convolution { direction: Direction::Weight, ..convolution });
-            if !reads_pictures {
+            if !reads_pictures(op) {
                 convolutions.push(Convolution { direction: Direction::Input, ..convolution });
             }
         }

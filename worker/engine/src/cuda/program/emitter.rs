@@ -60,9 +60,9 @@ struct GraphEmitter<'a> {
     plan: &'a StepPlan,
     commands: Vec<Command>,
     arena: Arena,
-    /// Whether weight gradients run on a side stream, concurrently with the rest of the backward pass, because kernels of small tensors
-    /// leave most of the GPU idle.
-    uses_side_stream: bool,
+    /// The stream on which weight gradients run: usually the side stream, concurrently with the rest of the backward pass, because kernels
+    /// of small tensors leave most of the GPU idle.
+    weight_gradient_stream: StreamId,
     /// The weight gradients that may still run, oldest first: the index of each, and the allocations to free after it.
     pending_weight_gradients: VecDeque<(usize, Vec<Allocation>)>,
     /// Number of weight gradients on the side stream so far.
@@ -112,7 +112,7 @@ impl Emitted {
     }
 }
 
-/// The commands of a micro-batch. With `uses_side_stream`, weight gradients run on a separate stream.
+/// The commands of a micro-batch. Weight gradients run on `weight_gradient_stream`, the side stream or the main stream.
 ///
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
@@ -120,16 +120,16 @@ pub(super) fn emit(
     facts: &Facts<'_>,
     phase: Phase,
     input: Input,
-    uses_side_stream: bool,
+    weight_gradient_stream: StreamId,
 ) -> Result<Emitted, EngineError> {
-    let mut emitter = GraphEmitter::new(facts, uses_side_stream);
+    let mut emitter = GraphEmitter::new(facts, weight_gradient_stream);
     emitter.emit_network(phase, input)?;
     let GraphEmitter { arena, commands, forward_command_count, .. } = emitter;
     Ok(Emitted { commands, forward_command_count, arena_bytes: arena.peak })
 }
 
 impl<'a> GraphEmitter<'a> {
-    fn new(facts: &'a Facts<'a>, uses_side_stream: bool) -> Self {
+    fn new(facts: &'a Facts<'a>, weight_gradient_stream: StreamId) -> Self {
         let plan = facts.plan;
         let tensors = plan.network.tensors.len();
         Self {
@@ -137,7 +137,7 @@ impl<'a> GraphEmitter<'a> {
             plan,
             commands: Vec::new(),
             arena: Arena::default(),
-            uses_side_stream,
+            weight_gradient_stream,
             pending_weight_gradients: VecDeque::new(),
             weight_gradient_count: 0,
             activations: vec![None; tensors],
@@ -330,17 +330,17 @@ impl<'a> GraphEmitter<'a> {
 /// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
     let only_micro_batch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
-    let bytes_of = |phase: Phase, uses_side_stream: bool| -> Result<usize, EngineError> {
+    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-        Ok(emit(facts, phase, input, uses_side_stream)?.arena_bytes)
+        Ok(emit(facts, phase, input, weight_gradient_stream)?.arena_bytes)
     };
-    let evaluation = bytes_of(Phase::Evaluate, true)?;
+    let evaluation = bytes_of(Phase::Evaluate, StreamId::Side)?;
     if !trains {
         return Ok(evaluation);
     }
     let training = Phase::Train(only_micro_batch);
-    // A step whose calls are timed one by one has no side stream.
-    Ok(evaluation.max(bytes_of(training, true)?).max(bytes_of(training, false)?))
+    // A step whose calls are timed one by one uses only the main stream.
+    Ok(evaluation.max(bytes_of(training, StreamId::Side)?).max(bytes_of(training, StreamId::Main)?))
 }
 
 /// The points of a step at which the GPU records its clock, in the order of [`rings::Record::stamps`].

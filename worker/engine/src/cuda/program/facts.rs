@@ -22,7 +22,7 @@ use lockstep_kernels::optimizer::ParameterPolicy;
 /// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UpdatedRange {
-    pub(super) flat: ops::Flat,
+    pub(super) flat: ops::FlatParameters,
     /// The optimizer's slots for the range.
     pub(super) optimizer_slots: [Operand; 2],
     pub(super) rates: ops::Rates,
@@ -169,7 +169,7 @@ impl Facts<'_> {
                 [Operand::new(Region::LowPrecision, dtype.size() * from, copied), float32_weights]
             }
         };
-        let flat = ops::Flat {
+        let flat = ops::FlatParameters {
             weights,
             low_precision,
             is_planar,

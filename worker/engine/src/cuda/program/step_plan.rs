@@ -272,7 +272,7 @@ impl StepPlan {
 
     /// The forward convolution of a chunk of sampled classes.
     pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
-        let (sampled, (convolution, _)) = (self.sampled_classes()?, self.convolution(self.ops.last()?)?);
+        let (sampled, convolution) = (self.sampled_classes()?, self.convolution(self.ops.last()?)?);
         Some(Convolution { out_c: sampled.capacity / sampled.chunks, ..convolution })
     }
 
@@ -291,15 +291,16 @@ impl StepPlan {
         shape.pixels() * channels
     }
 
-    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk.
-    pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, [row_padding, padding], groups, reads_pictures) = match *op {
-            FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
+    /// The forward convolution of an operation; `None` if the operation is neither a convolution nor a linear layer. For a split head: the
+    /// convolution of one chunk.
+    pub(super) fn convolution(&self, op: &FusedOp) -> Option<Convolution> {
+        let (input, output, kernel, stride, [row_padding, padding], groups) = match *op {
+            FusedOp::Conv(Conv { input, output, shape, .. }) => {
                 let (kernel, stride, paddings) =
                     (shape.kernel, shape.stride, [shape.row_padding, shape.padding]);
-                (input, output, kernel, stride, paddings, shape.groups, !needs_input_gradient)
+                (input, output, kernel, stride, paddings, shape.groups)
             }
-            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1, false),
+            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1),
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
@@ -309,7 +310,7 @@ impl StepPlan {
             batch: self.picture_count(input),
             in_h: from.height,
             in_w: from.width,
-            in_c: if reads_pictures { self.padded_input } else { from.channels },
+            in_c: if reads_pictures(op) { self.padded_input } else { from.channels },
             out_h: to.height,
             out_w: to.width,
             out_c: if self.network.has_logits(output) { self.chunk_classes() } else { to.channels },
@@ -320,9 +321,9 @@ impl StepPlan {
             groups,
             sums: false,
         };
-        if reads_pictures && self.is_folded {
+        if reads_pictures(op) && self.is_folded {
             let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
-            let folded = Convolution {
+            return Some(Convolution {
                 in_h: side,
                 in_w: side,
                 in_c,
@@ -331,11 +332,15 @@ impl StepPlan {
                 padding: 0,
                 row_padding: 0,
                 ..convolution
-            };
-            return Some((folded, reads_pictures));
+            });
         }
-        Some((convolution, reads_pictures))
+        Some(convolution)
     }
+}
+
+/// Whether an operation is a convolution of the pictures.
+pub(in crate::cuda) fn reads_pictures(op: &FusedOp) -> bool {
+    matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }))
 }
 
 /// Checks that this engine supports `network`.

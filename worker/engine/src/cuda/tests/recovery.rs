@@ -7,7 +7,7 @@ use crate::{
     StateDict, StepResult,
     cuda::{
         CudaEngine, MicroBatch, PendingStep, Phase,
-        command::{Access, Command, UPDATING},
+        command::{Access, Command, StreamId, UPDATING},
         device::{Event, Pinned, Stream},
     },
     prologue::Prologue,
@@ -104,7 +104,7 @@ impl Run {
         engine.wait_on_gpu(|program| program.inputs.has_room()).unwrap();
         engine.program.inputs.send(control, part.batch);
         engine.started_steps += 1;
-        let commands = engine.program.commands(phase, input, true).unwrap();
+        let commands = engine.program.commands(phase, input, StreamId::Side).unwrap();
         let at = commands.iter().position(is_gated).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::close(engine.program.main_stream.0);

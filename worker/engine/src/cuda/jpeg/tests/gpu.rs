@@ -16,7 +16,7 @@ fn max_mean_difference() -> f64 {
 #[ignore = "needs a GPU"]
 fn gpu_crops_equal_the_host_s_bit_for_bit() {
     let device = Device::open(0).unwrap();
-    let kernels = Kernels::load(&device, DType::F16).unwrap().without_early_launch();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().without_dependent_launch();
     let mut cropper = Cropper::new().unwrap();
     // Includes pictures too wide for a block's shared memory, and a single pixel.
     for (width, height, size) in

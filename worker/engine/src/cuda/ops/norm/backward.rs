@@ -88,12 +88,12 @@ impl Gradient {
 }
 
 impl Ops {
-    /// Batch norm backward in the variant that suits the shape. With [`Reduce::Leave`], computes only the sums (and dz).
+    /// Batch norm backward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums (and dz).
     ///
     /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x twice, dy and more once, dx once. The second launch reads
     /// dz, which the first has written, as the gradient; without dz it reads dy and more again.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
-        if p.reduce.leaves_sums() {
+        if p.reduce.stores_sums() {
             return vec![self.norm_backward_sums(p)];
         }
         let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits_for_ranks()) else {
@@ -123,7 +123,7 @@ impl Ops {
         kernel(name, self.sum_over_rows(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from all-reduced sums of [`Reduce::Leave`], float32 `[2, C]`.
+    /// Continues from all-reduced sums of [`Reduce::StoreSums`], float32 `[2, C]`.
     pub(in crate::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));

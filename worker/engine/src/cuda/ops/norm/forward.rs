@@ -20,11 +20,11 @@ pub(in crate::cuda) struct NormForward {
 }
 
 impl Ops {
-    /// Batch norm forward in the variant that suits the shape. With [`Reduce::Leave`], computes only the sums.
+    /// Batch norm forward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums.
     ///
     /// Traffic: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
-        if p.reduce.leaves_sums() {
+        if p.reduce.stores_sums() {
             return vec![self.norm_statistics(p)];
         }
         let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits_for_ranks()) else {

@@ -1,4 +1,4 @@
-//! The backward pass of operations. Weight gradients run on the side stream, if there is one.
+//! The backward pass of operations.
 
 use super::*;
 
@@ -11,9 +11,8 @@ impl<'a> GraphEmitter<'a> {
                 ConvBackward::WithNorms { norm_before } => {
                     self.bottleneck_backward(conv, norm_before, micro_batch)?;
                 }
-                backward => {
-                    let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
-                    self.convolution_backward(op, conv.input, conv.output, dgrad_in_norm, micro_batch)?;
+                backward @ (ConvBackward::Plain | ConvBackward::DgradInNorm) => {
+                    self.convolution_backward(op, conv.input, conv.output, backward, micro_batch)?;
                 }
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
@@ -23,7 +22,7 @@ impl<'a> GraphEmitter<'a> {
                 if !is_head && !self.plan.network.has_logits(*output) {
                     self.bias_backward(name, *output, micro_batch)?;
                 }
-                self.convolution_backward(op, *input, *output, false, micro_batch)?;
+                self.convolution_backward(op, *input, *output, ConvBackward::Plain, micro_batch)?;
             }
             FusedOp::Norm(node) => self.norm_backward(node, micro_batch)?,
             FusedOp::GlobalAveragePool { input, output, gradient_in_norm: true } => {
@@ -48,16 +47,16 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it (`dgrad_in_norm`).
+    /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it.
     fn convolution_backward(
         &mut self,
         op: &FusedOp,
         input: TensorId,
         output: TensorId,
-        dgrad_in_norm: bool,
+        backward: ConvBackward,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
-        let Some((convolution, reads_pictures)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
@@ -66,13 +65,13 @@ impl<'a> GraphEmitter<'a> {
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
         self.fork();
-        let stream = self.weight_gradient_stream();
+        let stream = self.weight_gradient_stream;
         if weight.is_fixed {
             self.push_on(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
         } else {
             self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }
-        if reads_pictures && self.plan.is_folded {
+        if reads_pictures(op) && self.plan.is_folded {
             let values = weight.range.len();
             self.push_on(stream, facts.ops.fold_gradient(w, values as u32));
         }
@@ -83,9 +82,10 @@ impl<'a> GraphEmitter<'a> {
         self.send_completed_bucket(name, micro_batch);
         self.remaining_readers[input] -= 1;
         let w = facts.matrix(name);
+        let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
-        } else if !reads_pictures {
+        } else if !reads_pictures(op) {
             let dx = self.alloc(input, Content::Gradient);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
             self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
@@ -271,7 +271,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// If NCCL reduces the backward pass's sums, and not the kernels: reduces the sums over all ranks, and returns them.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
-        let ops::Reduce::Leave { sums } = reduce else { return None };
+        let ops::Reduce::StoreSums { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)
     }
@@ -279,7 +279,7 @@ impl<'a> GraphEmitter<'a> {
     /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
     /// once.
     pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
-        if !self.uses_side_stream {
+        if !self.uses_side_stream() {
             read.into_iter().for_each(|allocation| self.free(allocation));
             return;
         }
@@ -288,14 +288,13 @@ impl<'a> GraphEmitter<'a> {
         self.weight_gradient_count += 1;
     }
 
-    /// The stream on which weight gradients run.
-    pub(super) fn weight_gradient_stream(&self) -> StreamId {
-        if self.uses_side_stream { StreamId::Side } else { StreamId::Main }
+    pub(super) fn uses_side_stream(&self) -> bool {
+        self.weight_gradient_stream == StreamId::Side
     }
 
-    /// Makes the side stream wait for the main stream's commands so far.
+    /// If weight gradients run on the side stream: makes it wait for the main stream's commands so far.
     pub(super) fn fork(&mut self) {
-        if self.uses_side_stream {
+        if self.uses_side_stream() {
             self.record(StreamId::Main, EventId::SideBegin);
             self.wait(StreamId::Side, EventId::SideBegin);
         }

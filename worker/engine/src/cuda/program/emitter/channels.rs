@@ -105,12 +105,12 @@ impl GraphEmitter<'_> {
                 self.free_now(sum);
             }
             [Batch, Channels(bounds)] => self.send_channels(bounds, rows, [x, y]),
-            [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
-            [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
+            [Channels(bounds), Batch] => self.join_channels(bounds, rows, &Batch, [x, y]),
+            [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, &Whole, [x, y]),
             [Channels(bounds), Channels(new_bounds)] => {
                 let bytes = all_rows * all_channels(bounds) * dtype.size();
                 let all = self.alloc_bytes(bytes, Content::Channels);
-                self.join_channels(bounds, all_rows, true, [x, all]);
+                self.join_channels(bounds, all_rows, &Whole, [x, all]);
                 self.copy_own_channels(new_bounds, all_rows, [all, y]);
                 self.free_now(all);
             }
@@ -161,13 +161,13 @@ impl GraphEmitter<'_> {
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// From channels to batch or whole: each rank sends to every other rank the sender's channels of the receiver's pictures or, with
-    /// `sends_all`, of all pictures. `rows`: number of rows of these pictures.
-    fn join_channels(&mut self, bounds: &[usize], rows: usize, sends_all: bool, [x, y]: [Allocation; 2]) {
+    /// From channels to the placement `after`, batch or whole: each rank sends to every other rank the sender's channels of the receiver's
+    /// pictures (batch) or of all pictures (whole). `rows` is the number of rows of these pictures.
+    fn join_channels(&mut self, bounds: &[usize], rows: usize, after: &Placement, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * channels_of(bounds, rank);
         // Index of the first value that is sent to a rank.
-        let first = |peer: usize| if sends_all { 0 } else { peer * own };
+        let first = |peer: usize| if *after == Placement::Batch { peer * own } else { 0 };
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for peer in (0..self.plan.model_ranks).filter(|peer| *peer != rank) {
             let bytes = rows * channels_of(bounds, peer) * size;

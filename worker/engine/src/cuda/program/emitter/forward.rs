@@ -134,7 +134,7 @@ impl<'a> GraphEmitter<'a> {
         phase: Phase,
     ) -> Result<(), EngineError> {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
-        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
         let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
@@ -203,7 +203,7 @@ impl<'a> GraphEmitter<'a> {
             self.tensor_with_sums = None;
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.push(ops.norm_finish_apply(sum, square, norm));
-        } else if is_summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+        } else if is_summed || matches!(norm.reduce, ops::Reduce::StoreSums { .. }) {
             self.compute_statistics(norm, node);
             self.push(ops.norm_apply(norm));
         } else {
@@ -220,7 +220,7 @@ impl<'a> GraphEmitter<'a> {
         if !is_summed {
             self.push(self.facts.ops.norm_statistics(norm));
         }
-        if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+        if matches!(norm.reduce, ops::Reduce::StoreSums { .. }) {
             self.finish_statistics(norm, node);
         } else if is_summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
@@ -230,7 +230,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// If NCCL reduces the sums, and not the kernels: reduces the sums that a kernel has stored, and computes the statistics of all ranks.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
-        let ops::Reduce::Leave { sums } = norm.reduce else { return };
+        let ops::Reduce::StoreSums { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
         let shape = self.whole_shape(node.input);
         let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };

@@ -76,7 +76,7 @@ impl<'a> GraphEmitter<'a> {
             dinput: dinput.operand(),
             dweights: facts.matrix_gradient(&conv.name),
             shape: self.shape(input),
-            before: before.map(|node| ops::Before {
+            before: before.map(|node| ops::NormBefore {
                 norm: facts.norms[node.norm],
                 accumulate: !micro_batch.is_first,
                 reduce: facts.reduction(node, NormPass::Backward),

@@ -163,7 +163,7 @@ impl GraphEmitter<'_> {
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
             let whole_range = facts.updated_range(gradients, range.start, range.start);
-            let flat = ops::Flat { weights, low_precision, is_planar, ..whole_range.flat };
+            let flat = ops::FlatParameters { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for gathered in rows {
                 self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample.operand()));

@@ -65,7 +65,7 @@ impl GraphEmitter<'_> {
             self.features_and_dlogits = Some([x, dy]);
             return Ok(());
         }
-        let stream = self.weight_gradient_stream();
+        let stream = self.weight_gradient_stream;
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
@@ -207,7 +207,7 @@ impl GraphEmitter<'_> {
         use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
     ) -> Result<(), EngineError> {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
-        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
+        let (Some(convolution), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
         };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
@@ -253,7 +253,7 @@ impl GraphEmitter<'_> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
         }
-        let (convolution, _) = self.plan.convolution(op)?;
+        let convolution = self.plan.convolution(op)?;
         let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
         let chunks = self.plan.chunks();
         Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, label_positions: Operand::NONE })

@@ -129,7 +129,8 @@ impl Setting {
 
     /// Emits the commands. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
-        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, side_stream)).unwrap();
+        let stream = if side_stream { StreamId::Side } else { StreamId::Main };
+        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, stream)).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
         (emitted, checked)
     }

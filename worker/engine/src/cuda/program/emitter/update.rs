@@ -19,8 +19,8 @@ impl GraphEmitter<'_> {
         if layout.parameter(name, "weight").padded().end < bucket.end {
             return;
         }
-        let mut producer = self.weight_gradient_stream();
-        if self.uses_side_stream && statistics.uses_main_stream() {
+        let mut producer = self.weight_gradient_stream;
+        if self.uses_side_stream() && statistics.uses_main_stream() {
             self.join();
             producer = StreamId::Main;
         }
@@ -69,7 +69,7 @@ impl GraphEmitter<'_> {
         MicroBatch { is_first, is_last, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
-        if self.uses_side_stream {
+        if self.uses_side_stream() {
             self.join();
             for (_, allocations) in std::mem::take(&mut self.pending_weight_gradients) {
                 allocations.into_iter().for_each(|allocation| self.free(allocation));

@@ -48,8 +48,11 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
                     }
                     let (mut collectives, mut pieces) = (Vec::new(), Vec::new());
                     for part in parts(network, [1, height, model]) {
-                        let statistics =
-                            if has_own_statistics { Statistics::LocalInOrder } else { Statistics::Nccl };
+                        let statistics = if has_own_statistics {
+                            Statistics::LocalWithExchanges
+                        } else {
+                            Statistics::Nccl
+                        };
                         let setting = setting(&part, dtype, statistics);
                         let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
                         setting.emit_valid(phase, false);

@@ -53,10 +53,10 @@ pub(super) struct ParameterLayout {
     /// torchvision's shape, or the shape of this rank's part.
     shape: Vec<usize>,
     order: Order,
-    /// Range in the flat buffers, without padding.
+    /// Range in the flat buffers, with the padding of `order`.
     pub(super) range: Range<usize>,
     /// Start of the next parameter's range.
-    end: usize,
+    aligned_end: usize,
     pub(super) kind: ParameterKind,
     /// Whether the parameter is not trained. A fixed matrix has a gradient of zeros, and a fixed vector has no gradient.
     pub(super) is_fixed: bool,
@@ -65,13 +65,13 @@ pub(super) struct ParameterLayout {
 }
 
 impl ParameterLayout {
-    /// The parameter's range including padding, up to the next parameter.
-    pub(super) fn padded(&self) -> Range<usize> {
-        self.range.start..self.end
+    /// The parameter's range up to the next parameter, which begins at a multiple of [`ALIGN`].
+    pub(super) fn aligned_range(&self) -> Range<usize> {
+        self.range.start..self.aligned_end
     }
 
-    /// Number of values without padding.
-    fn len(&self) -> usize {
+    /// Number of values without any padding.
+    fn unpadded_len(&self) -> usize {
         self.shape.iter().product()
     }
 
@@ -121,14 +121,14 @@ pub(super) struct Layout {
     pub(super) trained_len: usize,
     /// Total number of values.
     pub(super) len: usize,
-    /// Ranges of the matrices whose gradients are reduced together over all ranks, in backward's order.
+    /// Ranges of the matrices whose gradients are reduced together over all ranks, in the order of the backward pass.
     pub(super) buckets: Vec<Range<usize>>,
 }
 
 impl Layout {
-    /// `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of channels of the input and
-    /// of the logits on the GPU. `is_folded` is that of [`super::program::StepPlan`]. Each range that is reduced together can be divided
-    /// into `parts` equal parts.
+    /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
+    /// channels of the input and of the logits on the GPU. `is_folded` is that of [`super::program::StepPlan`]. Each range that is reduced
+    /// together can be divided into `parts` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
@@ -149,7 +149,7 @@ impl Layout {
             len: 0,
             buckets: Vec::new(),
         };
-        let (mut matrices, mut vectors, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut matrices, mut vectors, mut fixed_vectors) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter().rev() {
             let Some((name, suffixes)) = op.parameters() else { continue };
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
@@ -174,13 +174,13 @@ impl Layout {
                     shape: p.shape.clone(),
                     order,
                     range: 0..len,
-                    end: len,
+                    aligned_end: len,
                     kind: kind(p.role),
                     is_fixed: !network.trains(p),
                     is_split: p.slice.is_some(),
                 };
                 match parameter.order {
-                    Order::Vector if parameter.is_fixed => frozen.push(parameter),
+                    Order::Vector if parameter.is_fixed => fixed_vectors.push(parameter),
                     Order::Vector => vectors.push(parameter),
                     _ if parameter.is_split => layout.push(parameter),
                     _ => matrices.push(parameter),
@@ -212,7 +212,7 @@ impl Layout {
         }
         layout.pad(layout.matrix_len, parts);
         layout.trained_len = layout.len;
-        frozen.into_iter().for_each(|parameter| layout.push(parameter));
+        fixed_vectors.into_iter().for_each(|parameter| layout.push(parameter));
         layout
     }
 
@@ -223,7 +223,8 @@ impl Layout {
         [plane(0), plane(self.split_matrix_len)]
     }
 
-    /// The ranges of split parameters, and the ranges of parameters that every rank has whole; each for matrices and for vectors.
+    /// The ranges of split parameters, then the ranges of parameters that every rank has whole: a range of matrices, and a range of
+    /// vectors.
     pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
         let vectors = self.matrix_len + self.split_vector_len;
         [
@@ -235,7 +236,7 @@ impl Layout {
     fn push(&mut self, mut parameter: ParameterLayout) {
         parameter.range = self.len..self.len + parameter.range.len();
         self.len = parameter.range.end.next_multiple_of(ALIGN);
-        parameter.end = self.len;
+        parameter.aligned_end = self.len;
         self.by_name.insert(parameter.name.clone(), self.parameters.len());
         self.parameters.push(parameter);
     }
@@ -244,7 +245,7 @@ impl Layout {
     fn pad(&mut self, from: usize, parts: usize) {
         self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
         if let Some(last) = self.parameters.last_mut() {
-            last.end = self.len;
+            last.aligned_end = self.len;
         }
     }
 
@@ -283,7 +284,7 @@ impl Layout {
     /// The matrices that Muon orthogonalises.
     pub(super) fn filters(&self) -> Vec<Filter> {
         let mut gram_offset = 0;
-        let is_trained =
+        let is_trained_filter =
             |parameter: &&ParameterLayout| parameter.kind == ParameterKind::Filters && !parameter.is_fixed;
         let of_parameter = |parameter: &ParameterLayout| {
             let (offset, rows) = (parameter.range.start, parameter.shape[0]);
@@ -292,7 +293,7 @@ impl Layout {
             gram_offset += filter.side().pow(2).next_multiple_of(8);
             filter
         };
-        self.parameters.iter().filter(is_trained).map(of_parameter).collect()
+        self.parameters.iter().filter(is_trained_filter).map(of_parameter).collect()
     }
 
     /// The layout of the parameter `{name}.{suffix}`, which must exist.
@@ -302,13 +303,13 @@ impl Layout {
 
     /// A batch norm's parameter or a bias, float32.
     pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
-        let range = self.parameter(name, suffix).padded();
+        let range = self.parameter(name, suffix).aligned_range();
         Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
     }
 
-    /// The gradient of a vector; absent if the vector is frozen.
+    /// The gradient of a vector; absent if the vector is fixed.
     pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
-        let range = self.parameter(name, suffix).padded();
+        let range = self.parameter(name, suffix).aligned_range();
         if range.start >= self.trained_len {
             return Operand::NONE;
         }
@@ -321,7 +322,7 @@ impl Layout {
         for parameter in &self.parameters {
             let gpu_values = &flat[parameter.range.clone()];
             // A convolution's weights are then put into torchvision's order.
-            let mut values = gpu_values[..parameter.len()].to_vec();
+            let mut values = gpu_values[..parameter.unpadded_len()].to_vec();
             parameter.for_each_index(|oihw, gpu| values[oihw] = gpu_values[gpu]);
             let name = tensor_name(&parameter.name, optimizer_slot);
             into.insert(name, HostTensor { shape: parameter.shape.clone(), values });
@@ -332,7 +333,7 @@ impl Layout {
     pub(super) fn piece_len(&self) -> usize {
         self.parameters
             .iter()
-            .map(|parameter| parameter.padded().len())
+            .map(|parameter| parameter.aligned_range().len())
             .max()
             .unwrap_or(0)
             .clamp(ALIGN, MAX_PIECE_LEN)
@@ -357,7 +358,7 @@ impl Layout {
                 }
                 Err(EngineError::Parameters(format!("`{name}` is missing")))
             };
-            let (len, padded) = (parameter.len(), parameter.padded());
+            let (len, padded) = (parameter.unpadded_len(), parameter.aligned_range());
             match parameter.order {
                 Order::Krsc { .. } | Order::Folded => {
                     let (mut values, mut gpu_values) = (vec![0.0; len], vec![0.0; padded.len()]);

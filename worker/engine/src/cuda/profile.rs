@@ -24,6 +24,7 @@ struct Call {
     end: Event,
 }
 
+/// The calls since profiling began.
 struct Calls {
     /// The part of the step to which the next call belongs.
     current_part: Part,

@@ -18,7 +18,7 @@ use lockstep_comm::{
 };
 use std::sync::Arc;
 
-/// `Peers` in `peers.cu`.
+/// The addresses of all ranks' exchange buffers for kernels: `Peers` in `peers.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Table {
@@ -50,6 +50,7 @@ enum Memory {
     },
 }
 
+/// The connections between the GPUs of all ranks.
 pub(super) struct Reducer {
     /// The communicators of the groups with several ranks. `World` has the ranks of this rank's stage. `Data` exists only if ranks share
     /// the network.

@@ -4,7 +4,7 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: passes of later stages, and backward passes.
+/// The input of passes that read no pictures: passes of later stages, and backward passes of a stage.
 const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// Time limit in which the ring must also detect the end of a rank that NCCL has detected.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);

@@ -114,18 +114,18 @@ impl Tuner {
         unknown.sort_by_key(|convolution| convolution.sums);
         let bench = Bench::new(device, &unknown, self.is_deterministic)?;
         for convolution in unknown {
-            let name = format!("{convolution:?}");
+            let key = format!("{convolution:?}");
             let fastest = bench.fastest(&self.cudnn, &convolution);
             let chosen = if convolution.sums {
                 let fastest = fastest.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
-                let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let separate_millis = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
+                let plain_millis = bench.time(&self.cudnn, &convolution, plain, None)?;
+                let separate_millis = plain_millis + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
                 fastest.filter(|(_, millis)| *millis < separate_millis)
             } else {
                 Some(fastest?)
             };
-            self.choices.insert(name, chosen.as_ref().map(|(plan, _)| plan.choice.clone()));
+            self.choices.insert(key, chosen.as_ref().map(|(plan, _)| plan.choice.clone()));
             if let Some((plan, _)) = chosen {
                 self.plans.insert(convolution, plan);
             }
@@ -133,7 +133,7 @@ impl Tuner {
         // The wait for the lock is limited, so another rank may have timed the same candidates meanwhile. Its choices are kept. Earlier
         // choices whose plans could not be built, after a change of the driver, are replaced.
         let mut all = self.choices.clone();
-        let is_new = |(name, choice): &(String, Option<Choice>)| earlier.get(name) != Some(choice);
+        let is_new = |(key, choice): &(String, Option<Choice>)| earlier.get(key) != Some(choice);
         all.extend(choices_in(&self.file).into_iter().filter(is_new));
         if let Ok(json) = serde_json::to_vec_pretty(&all) {
             cache::write(&self.file, &json);

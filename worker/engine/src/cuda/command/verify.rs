@@ -140,9 +140,9 @@ impl Check {
         }
         self.clocks[stream][stream] += 1;
         let position = Position { stream, number: self.clocks[stream][stream] };
-        // A command reads its operands before it writes.
         let accesses = command.accesses();
         self.check_update(command, &accesses, stream)?;
+        // A command reads its operands before it writes.
         for (operand, access) in &accesses {
             if *access != Access::Write {
                 self.read(*operand, position)?;
@@ -162,7 +162,7 @@ impl Check {
         Ok(())
     }
 
-    /// Checks that the host can see updates, and that no command waits for other ranks during an update.
+    /// Checks that the host can see when an update begins, and that no command waits for other ranks during an update.
     fn check_update(
         &mut self,
         command: &Command,

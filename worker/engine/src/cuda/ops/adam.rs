@@ -73,7 +73,7 @@ impl Ops {
     pub(in crate::cuda) fn lamb(&self, flat: FlatParameters, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::In));
-        args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
+        args.extend([Arg::U64(flat.gradients.matrix_length), Arg::U64(flat.gradients.length)]);
         args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::In(rates.segments)]);
         args.extend([Arg::In(rates.per_parameter), Arg::U32(rates.count)]);
         kernel("lamb", self.per_item(flat.gradients.length / 8, 6), args)

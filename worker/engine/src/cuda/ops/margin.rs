@@ -75,7 +75,7 @@ impl Ops {
             Arg::U32(p.rows()),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::In(p.sample),
             Arg::In(p.label_positions),
             Arg::F32(margin.scale),

@@ -1,7 +1,7 @@
 //! Optimizer updates over flat buffers; `optimizer.cu`.
 //!
-//! All flat buffers have the same order: a first part with the weights of convolutions and linear layers, and a
-//! second part with batch norms and biases. Each parameter begins and ends at a multiple of 8 values.
+//! All flat buffers have the same order: matrices (the weights of convolutions and linear layers), then vectors (batch
+//! norms' parameters and biases). Each parameter begins and ends at a multiple of 8 values.
 
 use super::{Arg, CONTROL, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, SCALER, kernel, plain};
 use lockstep_kernels::optimizer::LARS_TRUST;
@@ -13,38 +13,37 @@ pub(in crate::cuda) const NORM_PARTS: u32 = 16;
 /// A step's gradients, multiplied by the loss scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Gradients {
-    /// The first part: T, or float32 if `is_float32`.
-    pub(in crate::cuda) first: Operand,
-    /// The second part: float32.
-    pub(in crate::cuda) second: Operand,
-    /// Number of values of the first part.
-    pub(in crate::cuda) first_length: u64,
-    /// Number of values of both parts.
+    /// T, or float32 if `is_float32`.
+    pub(in crate::cuda) matrices: Operand,
+    /// float32.
+    pub(in crate::cuda) vectors: Operand,
+    /// Number of values of the matrices.
+    pub(in crate::cuda) matrix_length: u64,
+    /// Number of values of matrices and vectors.
     pub(in crate::cuda) length: u64,
-    /// Whether the first part is float32, as sums over micro-batches are.
+    /// Whether the matrices' gradients are float32, as sums over micro-batches are.
     pub(in crate::cuda) is_float32: bool,
 }
 
 impl Gradients {
-    /// The gradients of a range of the first part and of a range of the second part. Both ranges count from the beginning of the first
-    /// part.
-    pub(in crate::cuda) fn part(self, first: Range<usize>, second: Range<usize>) -> Self {
-        let first_length = self.first_length as usize;
-        let size = self.first.bytes / first_length.max(1);
+    /// The gradients of a range of the matrices and of a range of the vectors. Both ranges count from the first matrix.
+    pub(in crate::cuda) fn part(self, matrices: Range<usize>, vectors: Range<usize>) -> Self {
+        let matrix_length = self.matrix_length as usize;
+        let size = self.matrices.bytes / matrix_length.max(1);
         Self {
-            first: self.first.part(size * first.start, size * first.len()),
-            second: self.second.part(4 * (second.start - first_length), 4 * second.len()),
-            first_length: first.len() as u64,
-            length: (first.len() + second.len()) as u64,
+            matrices: self.matrices.part(size * matrices.start, size * matrices.len()),
+            vectors: self.vectors.part(4 * (vectors.start - matrix_length), 4 * vectors.len()),
+            matrix_length: matrices.len() as u64,
+            length: (matrices.len() + vectors.len()) as u64,
             ..self
         }
     }
 
     pub(super) fn args(self) -> [Arg; 5] {
         [
-            Arg::In(self.first),
-            Arg::In(self.second),
-            Arg::U64(self.first_length),
+            Arg::In(self.matrices),
+            Arg::In(self.vectors),
+            Arg::U64(self.matrix_length),
             Arg::U64(self.length),
             Arg::U32(self.is_float32.into()),
         ]
@@ -56,12 +55,12 @@ impl Gradients {
 pub(in crate::cuda) struct FlatParameters {
     /// float32, in the same order as the optimizer's slots. If `is_planar`, the plane of differences from the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
-    /// The weights as T; may be absent.
+    /// The matrices as T; may be absent.
     pub(in crate::cuda) low_precision: Operand,
     /// Whether the weights are stored in two planes of 16 bits (`planes.rs`). SGD and AdamW support this with bfloat16.
     pub(in crate::cuda) is_planar: bool,
     pub(in crate::cuda) gradients: Gradients,
-    /// Weight decay of the first part and of the second.
+    /// Weight decay of the matrices, then of the vectors.
     pub(in crate::cuda) decay: [f32; 2],
 }
 

@@ -10,13 +10,13 @@ const THREADS: u32 = 1024;
 /// Samples classes of a split head.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SampleClasses {
-    /// This field and the following fields up to `first` are those of [`super::SplitLogits`].
+    /// This field and the following fields up to `first_class` are those of [`super::SplitLogits`].
     pub(in crate::cuda) controls: Operand,
     pub(in crate::cuda) words: u32,
     pub(in crate::cuda) batch: u32,
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) classes: u32,
-    pub(in crate::cuda) first: u32,
+    pub(in crate::cuda) first_class: u32,
     /// Number of this rank's classes that are drawn at random.
     pub(in crate::cuda) drawn: u32,
     pub(in crate::cuda) seed: u64,
@@ -70,7 +70,7 @@ impl Ops {
             Arg::U32(p.words),
             Arg::U32(p.batch),
             Arg::U32(p.ranks),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::U32(p.classes),
             Arg::U32(p.drawn),
             Arg::U64(p.seed),

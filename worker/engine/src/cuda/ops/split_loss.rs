@@ -38,7 +38,7 @@ pub(in crate::cuda) struct SplitLogits {
     /// Number of this rank's classes.
     pub(in crate::cuda) classes: u32,
     /// Index of this rank's first class among all classes.
-    pub(in crate::cuda) first: u32,
+    pub(in crate::cuda) first_class: u32,
     /// Number of classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
     pub(in crate::cuda) chunks: u32,
@@ -103,7 +103,7 @@ impl Ops {
             Arg::U32(p.batch),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::In(p.sample),
             Arg::In(p.label_positions),
             Arg::Out(records),
@@ -157,7 +157,7 @@ impl Ops {
             Arg::U32(p.rows()),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::F32(smoothing / p.all_classes as f32),
             Arg::In(p.sample),
             Arg::In(p.label_positions),

@@ -56,11 +56,11 @@ pub(in crate::cuda) struct Facts<'a> {
 }
 
 impl Facts<'_> {
-    /// The weights of a convolution or linear layer in the activations' format.
+    /// The weights of the convolution or linear layer `name`, in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
         let weight = self.layout.parameter(name, "weight");
         if self.plan.is_planar() && weight.is_split {
-            let [nearest, _] = self.layout.planes(weight.padded());
+            let [nearest, _] = self.layout.planes(weight.aligned_range());
             return nearest;
         }
         let region = if self.plan.dtype == DType::F32 { Region::Weights } else { Region::LowPrecision };
@@ -72,7 +72,7 @@ impl Facts<'_> {
     }
 
     fn matrix_in(&self, region: Region, name: &str) -> Operand {
-        let (range, size) = (self.layout.parameter(name, "weight").padded(), self.plan.dtype.size());
+        let (range, size) = (self.layout.parameter(name, "weight").aligned_range(), self.plan.dtype.size());
         Operand::new(region, range.start * size, range.len() * size)
     }
 
@@ -98,9 +98,9 @@ impl Facts<'_> {
         };
         let Layout { matrix_len, trained_len, .. } = *self.layout;
         ops::Gradients {
-            first: Operand::new(region, 0, size * matrix_len),
-            second: Operand::new(Region::VectorGradients, 0, 4 * (trained_len - matrix_len)),
-            first_length: matrix_len as u64,
+            matrices: Operand::new(region, 0, size * matrix_len),
+            vectors: Operand::new(Region::VectorGradients, 0, 4 * (trained_len - matrix_len)),
+            matrix_length: matrix_len as u64,
             length: trained_len as u64,
             is_float32: size == 4,
         }
@@ -163,9 +163,9 @@ impl Facts<'_> {
             _ if is_planar => self.layout.planes(from..from + length),
             DType::F32 => [Operand::NONE, float32_weights],
             // Vectors have no low-precision copy.
-            _ if gradients.first_length == 0 => [Operand::NONE, float32_weights],
+            _ if gradients.matrix_length == 0 => [Operand::NONE, float32_weights],
             dtype => {
-                let copied = dtype.size() * gradients.first_length as usize;
+                let copied = dtype.size() * gradients.matrix_length as usize;
                 [Operand::new(Region::LowPrecision, dtype.size() * from, copied), float32_weights]
             }
         };
@@ -174,8 +174,8 @@ impl Facts<'_> {
             low_precision,
             is_planar,
             gradients,
-            // For matrices, which are exactly the weights of convolutions and linear layers, and for vectors.
-            decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
+            // Matrices are exactly the weights of convolutions and linear layers.
+            decay: [true, false].map(|is_matrix| self.optimizer.policy(is_matrix).decay),
         };
         let optimizer_slots =
             [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * slot_offset, bytes));

@@ -79,6 +79,7 @@ fn max_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
 
+/// What is the same in all steps with one image size.
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
     /// This rank's part of the network for the current image size.
@@ -120,6 +121,8 @@ pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
 }
 
 impl StepPlan {
+    /// Plans steps whose micro-batches have `batch` pictures of this rank.
+    ///
     /// # Errors
     /// The engine does not support the network; the error names the layer.
     pub(in crate::cuda) fn new(
@@ -130,8 +133,8 @@ impl StepPlan {
     ) -> Result<Self, CudaError> {
         check(&network)?;
         let splits_operators = split_operator(&network).is_some();
-        // With split operators, padding lies between the ranks' pictures and is cleared in memory. Kernels that apply a batch norm inside a
-        // convolution do not store the batch norm's output.
+        // With split operators, padding lies between the ranks' pictures and is cleared in the memory of a batch norm's output. Kernels that
+        // apply a batch norm inside a convolution do not store this output, so they are not used.
         let capabilities = Capabilities { wgmma: capabilities.wgmma && !splits_operators, ..capabilities };
         let ops = fuse(&network, &capabilities);
         let padded_input = network.channels.next_multiple_of(INPUT_MULTIPLE);
@@ -183,8 +186,8 @@ impl StepPlan {
             // In the worst case none of the group's labels, two for each picture, is among the drawn classes. The capacity is the same on
             // every rank.
             let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
-            let (drawn, chunks) =
-                (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
+            let drawn = loss.drawn(head.own_classes().len());
+            let chunks = chunk_count(&self.network, capacity);
             let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunks);
             head.sampled_classes = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }
@@ -210,10 +213,9 @@ impl StepPlan {
         })
     }
 
-    /// The batch norm with index `norm`.
-    pub(super) fn norm(&self, norm: usize) -> &Norm {
-        // All indices come from operations of this plan.
-        self.norms().find(|node| node.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
+    /// The batch norm with this index, which must come from an operation of this plan.
+    pub(super) fn norm(&self, index: usize) -> &Norm {
+        self.norms().find(|node| node.norm == index).unwrap_or_else(|| unreachable!("no batch norm {index}"))
     }
 
     /// Whether exactly one operation reads `tensor`.
@@ -283,10 +285,12 @@ impl StepPlan {
             // In units of 2x2 pixels, the padding of 3 pixels on each side adds 3 to the side.
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
-        let channels = match tensor {
-            _ if self.network.is_pictures(tensor) => self.padded_input,
-            _ if self.network.has_logits(tensor) => self.padded_classes,
-            _ => shape.channels,
+        let channels = if self.network.is_pictures(tensor) {
+            self.padded_input
+        } else if self.network.has_logits(tensor) {
+            self.padded_classes
+        } else {
+            shape.channels
         };
         shape.pixels() * channels
     }

@@ -67,7 +67,7 @@ impl<'a> GraphEmitter<'a> {
         self.fork();
         let stream = self.weight_gradient_stream;
         if weight.is_fixed {
-            self.push_on(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
+            self.push_on(stream, facts.ops.zero_gradient(w, weight.aligned_range().len() as u64));
         } else {
             self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }

@@ -102,7 +102,7 @@ pub(super) fn unsplit_logits(loss: &ops::CrossEntropy) -> ops::SplitLogits {
         rank: 0,
         all_classes: loss.classes,
         classes: loss.classes,
-        first: 0,
+        first_class: 0,
         chunk: loss.padded,
         chunks: 1,
     }

@@ -52,7 +52,7 @@ impl GraphEmitter<'_> {
             batch: plan.batch as u32,
             ranks: head.ranks as u32,
             classes: own.len() as u32,
-            first: own.start as u32,
+            first_class: own.start as u32,
             drawn: sampled.drawn as u32,
             seed: sampled.seed,
             sample: sample.operand(),
@@ -100,12 +100,12 @@ impl GraphEmitter<'_> {
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
         let (memory, capacity) = (self.sampled_head.as_ref()?, self.plan.sampled_classes()?.capacity as u64);
-        let first_length = capacity * self.row_values() as u64;
+        let matrix_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            first: memory.gradient?.operand(),
-            second: memory.bias_gradient?.operand(),
-            first_length,
-            length: first_length + capacity,
+            matrices: memory.gradient?.operand(),
+            vectors: memory.bias_gradient?.operand(),
+            matrix_length,
+            length: matrix_length + capacity,
             is_float32: self.plan.dtype == DType::F32,
         })
     }
@@ -155,9 +155,9 @@ impl GraphEmitter<'_> {
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
-                first: if is_matrix { gradient.operand() } else { Operand::NONE },
-                second: if is_matrix { Operand::NONE } else { gradient.operand() },
-                first_length: if is_matrix { length } else { 0 },
+                matrices: if is_matrix { gradient.operand() } else { Operand::NONE },
+                vectors: if is_matrix { Operand::NONE } else { gradient.operand() },
+                matrix_length: if is_matrix { length } else { 0 },
                 length,
                 is_float32: plan.dtype == DType::F32,
             };

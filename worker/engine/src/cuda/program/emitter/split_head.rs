@@ -98,7 +98,7 @@ impl GraphEmitter<'_> {
             rank: head.rank as u32,
             all_classes: plan.network.classes as u32,
             classes: own.len() as u32,
-            first: own.start as u32,
+            first_class: own.start as u32,
             chunk: part.convolution.out_c as u32,
             chunks: part.chunks as u32,
         })
@@ -140,8 +140,8 @@ impl GraphEmitter<'_> {
         if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
         }
-        let matrices = if split.is_float32 { DType::F32 } else { self.plan.dtype };
-        let all = [(split.first, matrices), (split.second, DType::F32)];
+        let matrix_dtype = if split.is_float32 { DType::F32 } else { self.plan.dtype };
+        let all = [(split.matrices, matrix_dtype), (split.vectors, DType::F32)];
         for (at, dtype) in all.into_iter().filter(|(at, _)| at.bytes > 0) {
             self.commands.push(Command::all_reduce(StreamId::Main, Group::Data, at, dtype));
         }
@@ -167,8 +167,8 @@ impl GraphEmitter<'_> {
         self.for_each_chunk(|emitter, chunk, gradients| {
             emitter.push(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
-        let length = split.length - split.first_length;
-        let vectors = ops::Gradients { first: Operand::NONE, first_length: 0, length, ..split };
+        let length = split.length - split.matrix_length;
+        let vectors = ops::Gradients { matrices: Operand::NONE, matrix_length: 0, length, ..split };
         self.push(ops.gradient_squares(vectors, sum_at(chunks)));
         Ok(Some(Squares { at, count: chunks + 1 }))
     }
@@ -215,9 +215,9 @@ impl GraphEmitter<'_> {
         let at = self.alloc_bytes(bytes, Content::Head);
         let length = (bytes / self.plan.dtype.size()) as u64;
         let gradients = ops::Gradients {
-            first: at.operand(),
-            second: Operand::NONE,
-            first_length: length,
+            matrices: at.operand(),
+            vectors: Operand::NONE,
+            matrix_length: length,
             length,
             is_float32: self.plan.dtype == DType::F32,
         };

@@ -16,7 +16,7 @@ impl GraphEmitter<'_> {
         let Some(statistics) = self.facts.statistics else { return };
         let Some(bucket) = layout.buckets.get(self.sent_bucket_count) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
-        if layout.parameter(name, "weight").padded().end < bucket.end {
+        if layout.parameter(name, "weight").aligned_range().end < bucket.end {
             return;
         }
         let mut producer = self.weight_gradient_stream;
@@ -84,7 +84,8 @@ impl GraphEmitter<'_> {
         if accumulates {
             let size = self.plan.dtype.size();
             let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrix_len);
-            self.push(ops.accumulate_gradients(gradients.first, latest, layout.matrix_len as u64, is_first));
+            let length = layout.matrix_len as u64;
+            self.push(ops.accumulate_gradients(gradients.matrices, latest, length, is_first));
         }
         if !is_last {
             return Ok(());
@@ -95,13 +96,13 @@ impl GraphEmitter<'_> {
         if let Some(statistics) = self.facts.statistics {
             if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
-                    let at = gradients.first.part(4 * bucket.start, 4 * bucket.len());
+                    let at = gradients.matrices.part(4 * bucket.start, 4 * bucket.len());
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
             // If every batch norm and the last layer are split, there are no vectors that every rank has whole.
-            if whole.second.bytes > 0 {
-                self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
+            if whole.vectors.bytes > 0 {
+                self.send_bucket(layout.buckets.len(), StreamId::Main, whole.vectors, DType::F32);
             }
             if recomputes_head_gradient {
                 // Runs concurrently with the reduction of the other gradients.
@@ -127,15 +128,15 @@ impl GraphEmitter<'_> {
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
         self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
-        let dynamic = self.facts.dynamic_scale;
+        let is_dynamic = self.facts.dynamic_scale;
         match (split_squares, all_squares) {
-            (None, None) => self.push(ops.gradient_norm(gradients, dynamic)),
+            (None, None) => self.push(ops.gradient_norm(gradients, is_dynamic)),
             (None, Some((squares, count))) => {
                 let none = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
-                self.push(ops.gradient_norm_of_parts(none, dynamic, squares, count as u32));
+                self.push(ops.gradient_norm_of_parts(none, is_dynamic, squares, count as u32));
             }
             (Some(Squares { at, count }), _) => {
-                self.push(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
+                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at.operand(), count as u32));
                 self.free_now(at);
             }
         }

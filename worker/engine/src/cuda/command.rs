@@ -240,11 +240,11 @@ pub(super) enum Group {
 /// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Collective {
-    /// Sums values over all ranks, in place.
+    /// Sums values over the ranks of a group, in place.
     AllReduce,
-    /// Every rank receives the values of all ranks, in rank order.
+    /// Every rank of a group receives the values of all its ranks, in rank order.
     AllGather,
-    /// Sums values over all ranks. Each rank receives its part of the sum; parts are in rank order.
+    /// Sums values over the ranks of a group. Each rank receives its part of the sum. Parts are in rank order.
     ReduceScatter,
 }
 

@@ -207,8 +207,8 @@ impl Drop for Kernels {
     }
 }
 
-/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize pictures can exceed it,
-/// for wide pictures; all other kernels fit on every supported GPU.
+/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize wide
+/// pictures can exceed it. All other kernels fit on every supported GPU.
 fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
     if bytes <= max_bytes {
         return Ok(());

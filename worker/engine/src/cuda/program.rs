@@ -1,7 +1,7 @@
 //! The step as a sequence of launches on the GPU.
 //!
 //! `fuse.rs` decides which operations are fused, and [`StepPlan`] has everything that follows only from the network.
-//! [`emitter`] emits the commands of both directions from [`Facts`]; the list is checked, and [`execute`] launches it. Every
+//! [`emitter`] emits the commands of both directions from [`Facts`], `verify` checks the list, and [`execute`] launches it. Every
 //! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
@@ -155,7 +155,7 @@ pub(super) struct Program {
     class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [ScalingTable; 2]>,
-    /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
+    /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
     check_result: Buffer,
     /// `f64` loss and `u64` number of correct predictions of the step.
     totals: Buffer,

@@ -107,7 +107,7 @@ impl CudaEngine {
         fence(Ordering::SeqCst);
     }
 
-    /// Whether an update may be under way. With frozen updates, once this is false it stays false.
+    /// Whether an update may be under way. If updates are frozen, this stays false once it is false.
     pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool, CudaError> {
         let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, deadline)?;
         Ok(scaler.iter().any(|scaler| scaler.updating != 0))

@@ -160,7 +160,7 @@ fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
 
 /// Memory in which plans are timed.
 struct Bench {
-    /// As in [`Tuner`].
+    /// That of [`Tuner`].
     is_deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,

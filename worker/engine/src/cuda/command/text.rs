@@ -91,7 +91,7 @@ pub(in crate::cuda) fn to_text(
     text
 }
 
-/// A command's operands: `read -> written; changes changed`.
+/// A command's operands, as in `activation -> output; changes counters`.
 fn accesses(command: &Command, names: &Names) -> String {
     let all = command.accesses();
     let list = |kind: Access| {

@@ -1,8 +1,8 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]): one launch for statistics and application, in which
-//! a cluster of at most 8 blocks owns 16 channels and keeps its rows in registers or the L1 cache; or two
-//! launches, each limited by memory bandwidth.
+//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]). For small activations, one launch computes the statistics and
+//! applies them: a cluster of at most 8 blocks owns 16 or 32 channels and keeps its rows in registers or the L1 cache. Otherwise there
+//! are two launches, each limited by memory bandwidth.
 
 use super::{Arg, Geometry, Kernel, Operand, Ops, in_flight, kernel, plain};
 use lockstep_comm::nccl;

@@ -90,7 +90,7 @@ impl Rates {
     }
 }
 
-/// The update rule; formulas as in the CPU engine (`worker/kernels/src/optimizer.rs`).
+/// The update rule, with the formulas of the CPU engine (`worker/kernels/src/optimizer.rs`).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Update {
     Momentum,

@@ -133,8 +133,8 @@ impl StepPlan {
     ) -> Result<Self, CudaError> {
         check(&network)?;
         let splits_operators = split_operator(&network).is_some();
-        // With split operators, padding lies between the ranks' pictures and is cleared in the memory of a batch norm's output. Kernels that
-        // apply a batch norm inside a convolution do not store this output, so they are not used.
+        // With split operators, padding lies between the ranks' pictures and is cleared in the memory of a batch norm's output. Kernels
+        // that apply a batch norm inside a convolution do not store this output, so they are not used.
         let capabilities = Capabilities { wgmma: capabilities.wgmma && !splits_operators, ..capabilities };
         let ops = fuse(&network, &capabilities);
         let padded_input = network.channels.next_multiple_of(INPUT_MULTIPLE);

@@ -114,7 +114,7 @@ impl GraphEmitter<'_> {
                 self.copy_own_channels(new_bounds, all_rows, [all, y]);
                 self.free_now(all);
             }
-            // No plan has these pairs.
+            // No plan has these pairs of placements.
             [Batch, Batch | Partial] | [Whole, _] | [Partial | Channels(_), Partial] => {}
         }
     }

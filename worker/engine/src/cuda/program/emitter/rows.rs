@@ -1,4 +1,4 @@
-//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
+//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach. The
 //! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and
 //! computes the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control
 //! block), because gradients are summed over all ranks.

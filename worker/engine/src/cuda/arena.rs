@@ -37,8 +37,8 @@ impl Arena {
     /// Allocates `bytes` in the smallest gap that fits.
     pub(super) fn alloc(&mut self, bytes: usize) -> Allocation {
         let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);
-        let fits = (0..self.free.len()).filter(|&i| self.free[i].bytes >= bytes);
-        if let Some(gap) = fits.min_by_key(|&i| self.free[i].bytes) {
+        let large_enough = (0..self.free.len()).filter(|&gap| self.free[gap].bytes >= bytes);
+        if let Some(gap) = large_enough.min_by_key(|&gap| self.free[gap].bytes) {
             let allocation = Allocation { offset: self.free[gap].offset, bytes };
             self.free[gap].offset += bytes;
             self.free[gap].bytes -= bytes;
@@ -47,7 +47,7 @@ impl Arena {
             }
             return allocation;
         }
-        // Extends the gap at the end, if there is one.
+        // No gap fits: extends the gap at the end, if there is one.
         let offset = match self.free.last() {
             Some(last) if last.offset + last.bytes == self.peak => {
                 let offset = last.offset;
@@ -62,7 +62,7 @@ impl Arena {
 
     /// Frees an allocation.
     pub(super) fn free(&mut self, allocation: Allocation) {
-        let at = self.free.partition_point(|p| p.offset < allocation.offset);
+        let at = self.free.partition_point(|gap| gap.offset < allocation.offset);
         self.free.insert(at, allocation);
         if at + 1 < self.free.len() && allocation.offset + allocation.bytes == self.free[at + 1].offset {
             self.free[at].bytes += self.free[at + 1].bytes;

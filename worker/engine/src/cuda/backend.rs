@@ -29,16 +29,16 @@ use std::{
     time::Duration,
 };
 
-/// Shared memory, in bytes, that NCCL uses for each rank of a machine.
-const SHARED_MEMORY: u64 = 32 << 20;
+/// Bytes of shared memory that NCCL uses for each rank of a machine.
+const SHARED_BYTES_PER_RANK: u64 = 32 << 20;
 
 /// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(crate) struct Cuda;
 
-/// Whether this process computes on a GPU.
+/// Whether this process has started to build an engine, so that it may use a GPU.
 static HAS_ENGINE: AtomicBool = AtomicBool::new(false);
-/// Whether this process exits while its GPU may still wait for other ranks.
+/// Whether this process must exit without exit handlers, because its GPU may still wait for other ranks.
 static SKIPS_EXIT_HANDLERS: AtomicBool = AtomicBool::new(false);
 
 /// Makes this process exit without running exit handlers. CUDA's exit handlers wait for the GPU.
@@ -76,9 +76,9 @@ impl Backend for Cuda {
         Ok(Devices { slots: slots.collect(), why_no_gpus })
     }
 
-    /// `None` if the job requests the CPU, also on a machine with GPUs.
-    fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32> {
-        given.filter(|_| !asked.is_cpu()).map(|gpu| gpu.ordinal)
+    /// The GPU's ordinal; `None` if the rank has no GPU, or if the job requests the CPU.
+    fn device_of(&self, gpu: Option<&RankGpu>, requested: Device) -> Option<i32> {
+        gpu.filter(|_| !requested.is_cpu()).map(|gpu| gpu.ordinal)
     }
 
     fn device_name(&self, ordinal: i32) -> String {
@@ -97,8 +97,8 @@ impl Backend for Cuda {
         }
     }
 
-    fn environment(&self, given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
-        given.map_or_else(|| Ok(Vec::new()), RankGpu::environment)
+    fn environment(&self, gpu: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
+        gpu.map_or_else(|| Ok(Vec::new()), RankGpu::environment)
     }
 
     fn preflight(&self, world_size: u32) -> Result<(), String> {
@@ -161,7 +161,7 @@ impl Backend for Cuda {
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
         let ranks = if local_ranks > 1 { local_ranks } else { 0 };
-        SharedMemory { bytes: SHARED_MEMORY * ranks as u64, library: "NCCL" }
+        SharedMemory { bytes: SHARED_BYTES_PER_RANK * ranks as u64, library: "NCCL" }
     }
 
     fn warm_up(&self, ordinal: i32, ranks: u32, precision: Option<Precision>) {
@@ -182,8 +182,8 @@ impl Backend for Cuda {
         jpeg::open(ordinal, dtype_of(precision))
     }
 
-    fn device_metrics(&self, given: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
-        let Some(uuid) = given.and_then(RankGpu::uuid).map(str::to_owned) else { return Ok(None) };
+    fn device_metrics(&self, gpu: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
+        let Some(uuid) = gpu.and_then(RankGpu::uuid).map(str::to_owned) else { return Ok(None) };
         let nvml = Reader::open()?;
         nvml.sample(&uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
         Ok(Some(Box::new(move || nvml.sample(&uuid).map(Sample::metrics).unwrap_or_default())))

@@ -37,7 +37,7 @@ pub(super) enum Region {
     /// Number of control blocks that the GPU has read.
     InputCounter,
     /// The same number as [`Region::InputCounter`], in host memory.
-    InputsTaken,
+    HostInputCounter,
     /// Control block of the current micro-batch.
     Control,
     /// Results of steps, in host memory.
@@ -95,7 +95,7 @@ pub(super) enum Region {
     EvaluatedLogits,
     /// Range of each parameter.
     Segments,
-    /// Learning rate of each parameter.
+    /// Learning rate and weight decay of each parameter with LARS and LAMB; with Muon, the norms of each filter.
     Rates,
     /// For Muon: the matrix of each convolution, then the learning rate and weight decay of each parameter.
     Policies,
@@ -118,7 +118,7 @@ pub(super) struct Operand {
 }
 
 impl Operand {
-    /// Absent; kernels see address 0.
+    /// An absent operand. Kernels get address 0.
     pub(super) const NONE: Self = Self { region: Region::Nowhere, offset: 0, bytes: 0 };
 
     pub(super) const fn new(region: Region, offset: usize, bytes: usize) -> Self {
@@ -166,9 +166,9 @@ pub(super) enum Arg {
 }
 
 impl Arg {
-    /// `InOut` if the kernel reads the old values (`changed`), else `Out`.
-    pub(super) fn out(operand: Operand, changed: bool) -> Self {
-        if changed { Arg::InOut(operand) } else { Arg::Out(operand) }
+    /// `InOut` if the kernel also reads the old values, else `Out`.
+    pub(super) fn out(operand: Operand, reads_old: bool) -> Self {
+        if reads_old { Arg::InOut(operand) } else { Arg::Out(operand) }
     }
 
     /// The same argument as [`Arg::Unused`].
@@ -185,7 +185,7 @@ impl Arg {
 pub(super) struct Geometry {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
-    /// Blocks per cluster along x; 1: no clusters.
+    /// Blocks per cluster along x; 1 without clusters.
     pub(super) cluster: u32,
     pub(super) shared_bytes: u32,
 }
@@ -225,7 +225,7 @@ impl StreamId {
 /// The ranks that take part in a collective or an exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Group {
-    /// All ranks.
+    /// All ranks of this rank's stage.
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
@@ -240,11 +240,11 @@ pub(super) enum Group {
 /// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Collective {
-    /// Sums values over all ranks, in place.
+    /// Sums values over the ranks of a group, in place.
     AllReduce,
-    /// Every rank receives the values of all ranks, in rank order.
+    /// Every rank of a group receives the values of all its ranks, in rank order.
     AllGather,
-    /// Sums values over all ranks. Each rank receives its part of the sum; parts are in rank order.
+    /// Sums values over the ranks of a group. Each rank receives its part of the sum. Parts are in rank order.
     ReduceScatter,
 }
 
@@ -263,14 +263,16 @@ pub(super) enum EventId {
     CollectivesDone,
 }
 
-/// Initial content of an allocation in the arena. A batch norm's backward pass may overwrite its input with the input's gradient.
+/// Initial content of an allocation in the arena. It may change, because a batch norm's backward pass may overwrite its input with the
+/// input's gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// Of the batch norm with this index: one bit per value.
+    /// The ReLU's mask of the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// Of the batch norm or tensor with this index: one byte per value.
+    /// The argmax of the pooled batch norm with this index, or of the max pooling that computes the tensor with this index: one byte per
+    /// value.
     Argmax(usize),
     /// Memory of a split head or of cosines, except the logits (an [`Content::Activation`]) and their gradient (a [`Content::Gradient`]).
     Head,
@@ -284,20 +286,21 @@ pub(super) enum Content {
     Update,
 }
 
-/// A part of the step. Groups the commands in printed lists and in profiles.
+/// A part of the step, by which commands are grouped in printed lists and in profiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,
     /// Forward pass of the fused operation with this index.
     Forward(usize),
     Loss,
+    /// Backward pass of the fused operation with this index.
     Backward(usize),
     Update,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Command {
-    /// The following commands belong to this part. Launches nothing.
+    /// The following commands belong to this part of the step. Launches nothing.
     Part(Part),
     /// Allocates a range of the arena. Launches nothing.
     Alloc {
@@ -365,7 +368,7 @@ impl Command {
     }
 
     /// A collective among the ranks that divide the optimizer's state, in place: `at` has one part for each of them.
-    pub(super) fn in_parts(
+    pub(super) fn sharded(
         stream: StreamId,
         kind: Collective,
         share: Share,

@@ -30,12 +30,12 @@ pub(super) struct Convolution {
     pub(super) stride: usize,
     /// Number of padding columns on either side.
     pub(super) padding: usize,
-    /// Number of padding rows on either side: 0 if the input includes the padding rows.
+    /// Number of padding rows on either side; 0 if the input includes the padding rows.
     pub(super) row_padding: usize,
-    /// Number of groups, which must divide the channels of input and output. Each group computes an equal range of
+    /// Number of groups, which must divide the numbers of channels of input and output. Each group computes an equal range of
     /// output channels from an equal range of input channels.
     pub(super) groups: usize,
-    /// Forward only: whether to compute also the sums of y and of y * y per channel, for the following batch norm.
+    /// Whether a forward convolution also computes the sums of y and of y * y per channel, for the following batch norm.
     /// cuDNN supports this for float16.
     pub(super) sums: bool,
 }
@@ -51,7 +51,7 @@ impl Convolution {
         ]
     }
 
-    /// Input channels of one group.
+    /// Number of input channels of one group.
     pub(super) fn group_in_c(&self) -> usize {
         self.in_c / self.groups
     }

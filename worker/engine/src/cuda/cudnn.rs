@@ -14,13 +14,18 @@ use super::{
 };
 use cudarc::cudnn::sys::{
     self, cudnnBackendAttributeName_t as Name, cudnnBackendAttributeType_t as Type,
-    cudnnBackendDescriptorType_t as Kind, cudnnDataType_t,
+    cudnnBackendDescriptorType_t as Kind, cudnnBackendHeurMode_t as Heuristic, cudnnDataType_t,
 };
 use descriptor::{Descriptor, check};
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
 
 mod descriptor;
+
+/// The heuristics that propose engines which are likely to be fast.
+pub(super) const FAST_ENGINES: &[Heuristic] = &[Heuristic::CUDNN_HEUR_MODE_A, Heuristic::CUDNN_HEUR_MODE_B];
+/// The heuristic that proposes engines which run every convolution, but may be so slow that timing them takes minutes.
+pub(super) const FALLBACK_ENGINES: &[Heuristic] = &[Heuristic::CUDNN_HEUR_MODE_FALLBACK];
 
 /// Maximum number of engine configurations to get from one heuristic.
 const MAX_CONFIGURATIONS: usize = 24;
@@ -33,11 +38,11 @@ pub(super) struct Choice {
     knobs: Vec<(i64, i64)>,
 }
 
-/// Library handles: one for the main stream and one for weight gradients, which may run concurrently. Two streams must
-/// not use the same handle at the same time.
+/// Library handles. Two streams must not use the same handle at the same time.
 pub(super) struct Cudnn {
     main: sys::cudnnHandle_t,
-    weights: sys::cudnnHandle_t,
+    /// For weight gradients, which may run concurrently with the main stream.
+    weight_gradients: sys::cudnnHandle_t,
 }
 
 // SAFETY: a handle is not tied to a thread; without `Sync`, only one thread at a time uses it.
@@ -45,16 +50,16 @@ unsafe impl Send for Cudnn {}
 
 impl Cudnn {
     pub(super) fn new() -> Result<Self, CudaError> {
-        let mut this = Self { main: std::ptr::null_mut(), weights: std::ptr::null_mut() };
+        let mut this = Self { main: std::ptr::null_mut(), weight_gradients: std::ptr::null_mut() };
         // SAFETY: destroyed when this is dropped.
         check(unsafe { sys::cudnnCreate(&mut this.main) }, || "starting cuDNN".into())?;
         // SAFETY: as above.
-        check(unsafe { sys::cudnnCreate(&mut this.weights) }, || "starting cuDNN".into())?;
+        check(unsafe { sys::cudnnCreate(&mut this.weight_gradients) }, || "starting cuDNN".into())?;
         Ok(this)
     }
 
     fn handle(&self, direction: Direction) -> sys::cudnnHandle_t {
-        if direction == Direction::Weight { self.weights } else { self.main }
+        if direction == Direction::Weight { self.weight_gradients } else { self.main }
     }
 
     /// Version of the library, e.g. 91900 for 9.19.0.
@@ -68,13 +73,14 @@ impl Cudnn {
         &self,
         stream: Stream,
         plan: &Plan,
-        at: Tensors<Ptr>,
+        tensors: Tensors<Ptr>,
         workspace: Ptr,
     ) -> Result<(), CudaError> {
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
         let count = if plan.convolution.sums { 5 } else { 3 };
-        let square_sums = at.channel_sums + 4 * plan.convolution.out_c as u64;
-        let pointers = [at.x, at.w, at.y, at.channel_sums, square_sums].map(|p| p as *mut c_void);
+        let Tensors { x, w, y, channel_sums } = tensors;
+        let square_sums = channel_sums + 4 * plan.convolution.out_c as u64;
+        let pointers = [x, w, y, channel_sums, square_sums].map(|address| address as *mut c_void);
         let ids = &[X, W, Y, SUM, SQUARE][..count];
         pack.set(Name::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Type::CUDNN_TYPE_INT64, ids)?;
         let name = Name::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS;
@@ -86,29 +92,24 @@ impl Cudnn {
         unsafe {
             let handle = self.handle(plan.convolution.direction);
             check(sys::cudnnSetStream(handle, stream.0.cast()), || "choosing cuDNN's stream".into())?;
-            check(sys::cudnnBackendExecute(handle, plan.plan.0, pack.0), || "a convolution".into())
+            check(sys::cudnnBackendExecute(handle, plan.plan.0, pack.0), || "running a convolution".into())
         }
     }
 
-    /// Plans for `convolution`, the likely fastest first, each built on demand (which may compile a kernel). `deterministic`:
-    /// only plans that give the same bits in every run, according to cuDNN. `fallback`: plans of engines that run everything,
-    /// but may be so slow that timing takes minutes.
+    /// Plans for `convolution` with the engines that `heuristics` propose ([`FAST_ENGINES`] or [`FALLBACK_ENGINES`]), the likely fastest
+    /// first. Each plan is built on demand, which may compile a kernel. With `deterministic`, only plans that give the same bits in every
+    /// run, according to cuDNN.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
         max_workspace_bytes: usize,
         deterministic: bool,
-        fallback: bool,
+        heuristics: &[Heuristic],
     ) -> Result<impl Iterator<Item = Plan>, CudaError> {
         let graph = self.graph(convolution)?;
         let mut accepted: Vec<(Descriptor, Choice)> = Vec::new();
-        use sys::cudnnBackendHeurMode_t as Mode;
-        let modes: &[Mode] = match fallback {
-            false => &[Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_B],
-            true => &[Mode::CUDNN_HEUR_MODE_FALLBACK],
-        };
-        for &mode in modes {
-            let Ok(configs) = configurations(&graph, mode) else { continue };
+        for &heuristic in heuristics {
+            let Ok(configs) = configurations(&graph, heuristic) else { continue };
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
                 if !accepted.iter().any(|(_, known)| *known == choice)
@@ -119,12 +120,12 @@ impl Cudnn {
             }
         }
         let convolution = *convolution;
-        let built = move |(config, choice)| self.plan(&convolution, config, choice).ok();
+        let build = move |(config, choice)| self.build(&convolution, config, choice).ok();
         let fits = move |plan: &Plan| plan.workspace_bytes <= max_workspace_bytes;
-        Ok(accepted.into_iter().filter_map(built).filter(fits))
+        Ok(accepted.into_iter().filter_map(build).filter(fits))
     }
 
-    /// Rebuilds the plan of an earlier choice.
+    /// Builds the plan of an earlier choice.
     pub(super) fn rebuild(&self, convolution: &Convolution, choice: &Choice) -> Result<Plan, CudaError> {
         let graph = self.graph(convolution)?;
         let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
@@ -150,10 +151,15 @@ impl Cudnn {
             config.set_descriptors(Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, &knobs)?;
         }
         config.finalize("a chosen engine's configuration")?;
-        self.plan(convolution, config, choice.clone())
+        self.build(convolution, config, choice.clone())
     }
 
-    fn plan(&self, convolution: &Convolution, config: Descriptor, choice: Choice) -> Result<Plan, CudaError> {
+    fn build(
+        &self,
+        convolution: &Convolution,
+        config: Descriptor,
+        choice: Choice,
+    ) -> Result<Plan, CudaError> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
         let handle = self.handle(convolution.direction);
         plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
@@ -243,7 +249,7 @@ impl Cudnn {
 
 impl Drop for Cudnn {
     fn drop(&mut self) {
-        for handle in [self.main, self.weights] {
+        for handle in [self.main, self.weight_gradients] {
             if !handle.is_null() {
                 // SAFETY: created by `new`.
                 let _ = unsafe { sys::cudnnDestroy(handle) };
@@ -304,16 +310,13 @@ fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor,
 }
 
 /// The engine configurations that a heuristic proposes.
-fn configurations(
-    graph: &Descriptor,
-    mode: sys::cudnnBackendHeurMode_t,
-) -> Result<Vec<Descriptor>, CudaError> {
-    let heuristic = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
-    heuristic.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
-    heuristic.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, Type::CUDNN_TYPE_HEUR_MODE, &[mode])?;
-    heuristic.finalize("a heuristic")?;
+fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descriptor>, CudaError> {
+    let query = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
+    query.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
+    query.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, Type::CUDNN_TYPE_HEUR_MODE, &[heuristic])?;
+    query.finalize("a heuristic")?;
     let kind = Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
-    heuristic.get_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, MAX_CONFIGURATIONS)
+    query.get_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, MAX_CONFIGURATIONS)
 }
 
 /// The engine of a configuration.

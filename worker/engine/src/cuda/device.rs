@@ -11,7 +11,7 @@ mod stream;
 pub(super) use memory::{Buffer, Pinned};
 pub(super) use stream::{Event, Graph, OwnedStream, Stream};
 
-/// An address in GPU memory; 0: none.
+/// An address in GPU memory; 0 for an absent operand.
 pub(super) type Ptr = u64;
 
 /// A GPU whose primary context this process uses.
@@ -38,15 +38,15 @@ impl Device {
         result::init().map_err(CudaError::driver("starting CUDA"))?;
         let device = result::device::get(ordinal).map_err(CudaError::driver("opening the GPU"))?;
         let name = result::device::get_name(device).map_err(CudaError::driver("querying the GPU's name"))?;
-        let ask = |attribute| {
+        let query = |attribute| {
             // SAFETY: `device` came from the driver.
             unsafe { result::device::get_attribute(device, attribute) }
                 .map_err(CudaError::driver("querying the GPU's attributes"))
         };
         use sys::CUdevice_attribute_enum as A;
-        let multiprocessors = ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-        let major = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = ask(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let multiprocessors = query(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let major = query(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = query(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         if major < 8 {
             return Err(CudaError::Unsupported(format!(
                 "{name} has compute capability {major}.{minor}; lockstep needs 8.0 (Ampere) or newer. \
@@ -56,7 +56,7 @@ impl Device {
         // SAFETY: released when this is dropped.
         let context = unsafe { result::primary_ctx::retain(device) }
             .map_err(CudaError::driver("opening a context on the GPU"))?;
-        let shared_bytes = ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+        let shared_bytes = query(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
         let capability = (10 * major + minor) as u32;
         let this = Self { device, context, name, multiprocessors, capability, shared_bytes };
         this.bind()?;
@@ -69,8 +69,8 @@ impl Device {
         unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("making the GPU current"))
     }
 
-    /// Free and total memory in bytes; zeros if the driver cannot tell.
-    pub(super) fn memory(&self) -> (u64, u64) {
+    /// Free and total memory in bytes; zeros if the driver does not report them.
+    pub(super) fn free_and_total_bytes(&self) -> (u64, u64) {
         result::mem_get_info().map_or((0, 0), |(free, total)| (free as u64, total as u64))
     }
 
@@ -87,14 +87,14 @@ impl Device {
         }
     }
 
-    /// Checks that `bytes` of memory are free.
+    /// Checks that `bytes` of memory are free, as far as the driver reports it.
     pub(super) fn check_free(&self, bytes: usize) -> Result<(), CudaError> {
-        let (free, total) = self.memory();
+        let (free, total) = self.free_and_total_bytes();
         if total == 0 || bytes as u64 <= free { Ok(()) } else { Err(self.out_of_memory(bytes)) }
     }
 
     fn out_of_memory(&self, bytes: usize) -> CudaError {
-        let (free, total) = self.memory();
+        let (free, total) = self.free_and_total_bytes();
         CudaError::OutOfMemory { needed_mb: bytes as u64 >> 20, free_mb: free >> 20, total_mb: total >> 20 }
     }
 

@@ -49,8 +49,8 @@ impl Engine for CudaEngine {
         // Gradients are added over all ranks, and the `height` ranks that share rows compute the same loss.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
-            self.under_way.push_back(UnderWay::Empty);
-            return if self.under_way.len() > MAX_STEPS_AHEAD { self.result() } else { Ok(None) };
+            self.pending_steps.push_back(PendingStep::Empty);
+            return self.wait_if_too_far_ahead();
         }
         match stages {
             1 => {
@@ -65,17 +65,17 @@ impl Engine for CudaEngine {
         let loss = &self.config.loss;
         let divisor =
             loss.class_weights.is_some().then(|| micro_batches.iter().map(|batch| loss.divisor(batch)).sum());
-        self.under_way.push_back(UnderWay::OnGpu { divisor });
+        self.pending_steps.push_back(PendingStep::OnGpu { divisor });
         self.submitted_steps += 1;
         if let Some(watchdog) = &self.watchdog {
             watchdog.record_submitted(self.submitted_steps);
         }
-        if self.under_way.len() > MAX_STEPS_AHEAD { self.result() } else { Ok(None) }
+        self.wait_if_too_far_ahead()
     }
 
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
         self.device.bind()?;
-        while let Some(result) = self.result()? {
+        while let Some(result) = self.wait_for_oldest_step()? {
             self.unreturned.push(result);
         }
         self.gather_weights()?;
@@ -85,7 +85,7 @@ impl Engine for CudaEngine {
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         if self.groups.is_some() || self.program.state.share.is_some() {
-            // No single rank has a whole split network, or all of a divided optimizer's state.
+            // This rank has only a part of the network, or of the optimizer's state.
             return None;
         }
         let recovered = self.recover_last_step();
@@ -95,10 +95,10 @@ impl Engine for CudaEngine {
     }
 
     fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
-        self.profiled = Some(Vec::new());
-        let done = self.train_step(std::slice::from_ref(batch), 0.0);
-        let calls = self.profiled.take().unwrap_or_default();
-        done.map(|_| calls.into_iter().map(|call| (call.name, call.millis)).collect())
+        self.timed_calls = Some(Vec::new());
+        let result = self.train_step(std::slice::from_ref(batch), 0.0);
+        let calls = self.timed_calls.take().unwrap_or_default();
+        result.map(|_| calls.into_iter().map(|call| (call.name, call.millis)).collect())
     }
 
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
@@ -107,11 +107,11 @@ impl Engine for CudaEngine {
     }
 
     fn time_layers(&mut self) {
-        self.profiled = Some(Vec::new());
+        self.timed_calls = Some(Vec::new());
     }
 
     fn layer_times(&mut self) -> Vec<LayerTime> {
-        let mut layers = match self.profiled.take() {
+        let mut layers = match self.timed_calls.take() {
             Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
             _ => Vec::new(),
         };
@@ -137,9 +137,9 @@ impl Engine for CudaEngine {
         self.evaluate(batch, |engine, pictures| {
             logits.extend(match &engine.groups {
                 Some(groups) if engine.program.head().is_some() => {
-                    split_logits(&mut engine.program, groups, pictures)?
+                    gather_logits(&mut engine.program, groups, pictures)?
                 }
-                _ => engine.program.logits(pictures)?,
+                _ => engine.program.read_logits(pictures)?,
             });
             Ok(())
         })?;
@@ -281,7 +281,7 @@ impl Engine for CudaEngine {
         if self.device.bind().is_err() {
             return 0;
         }
-        self.free_before.saturating_sub(self.device.memory().0)
+        self.free_before.saturating_sub(self.device.free_and_total_bytes().0)
     }
 
     fn device_name(&self) -> String {
@@ -289,11 +289,11 @@ impl Engine for CudaEngine {
     }
 }
 
-/// The logits `[pictures, classes]` of this rank's first `pictures` pictures, gathered from the ranks of the model group, each of which has
-/// some of the classes.
-fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
+/// Collective, with a split head: gathers the logits `[pictures, classes]` of this rank's first `pictures` pictures from the ranks of the
+/// model group, each of which has some of the classes.
+fn gather_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let own_logits = program.own_logits(&head)?;
+    let own_logits = program.read_own_logits(&head)?;
     let (own_classes, max_classes) = (head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; max_classes - own_classes]].concat();
@@ -337,7 +337,7 @@ impl CudaEngine {
         self.program.set_parameters(values)
     }
 
-    /// Calls `look` with the state, after all launched work has finished or is known never to finish.
+    /// Calls `look` with the state, after all launched work has finished, unless a step is known never to finish.
     fn read<T>(&self, look: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         if !self.program.state.is_unfinished {
@@ -349,7 +349,9 @@ impl CudaEngine {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        if let (true, Some(reducer)) = (self.failed, &self.program.reducer) {
+        if self.has_failed
+            && let Some(reducer) = &self.program.reducer
+        {
             reducer.abort("this rank has failed");
         }
         let _ = self.device.wait_idle();

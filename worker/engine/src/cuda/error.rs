@@ -18,7 +18,7 @@ pub(super) enum CudaError {
     /// Our kernels did not compile.
     #[error("kernels for {target} did not compile (a bug in lockstep): {log}")]
     Compile { target: String, log: String },
-    /// The GPU has not enough memory.
+    /// The GPU does not have enough memory.
     #[error(
         "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
          Lower train.batch_size (train.accumulate keeps the global batch), or end other programs that use this GPU"
@@ -34,7 +34,7 @@ pub(super) enum CudaError {
     #[error("{0}")]
     Missing(String),
     /// The GPU has not finished within a time limit.
-    #[error("the GPU has not finished {what} for {secs:.0} s")]
+    #[error("the GPU has not finished {what} within {secs:.0} s")]
     Hung { secs: f64, what: &'static str },
 }
 
@@ -52,10 +52,10 @@ impl CudaError {
         }
     }
 
-    /// Adds the call's purpose, `doing`, to an error of cuDNN; `detail`: cuDNN's message.
+    /// Adds the call's purpose, `doing`, to an error of cuDNN. `detail` is cuDNN's message.
     pub(super) fn cudnn(doing: String, status: cudnnStatus_t, detail: String) -> CudaError {
         let status = format!("{status:?}");
-        // cuDNN 9's groups of errors; all other groups mean an invalid or unsupported request.
+        // A status begins with the name of its group (cuDNN 9). Errors of all other groups mean an invalid or unsupported request.
         let temporary = ["CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR"];
         let retriable = temporary.iter().any(|group| status.starts_with(group));
         CudaError::Cudnn { doing, status, detail, retriable }

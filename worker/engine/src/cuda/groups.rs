@@ -17,7 +17,7 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// Collective over all ranks of the mesh: creates the groups. `None` if every rank has the whole network.
+    /// Collective over all ranks of the mesh: creates the groups. `None` if every rank has the whole network and whole pictures.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Option<Self>, EngineError> {
         if mesh.stage * mesh.height * mesh.model == 1 {
             return Ok(None);

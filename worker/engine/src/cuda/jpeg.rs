@@ -1,6 +1,6 @@
 //! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to
-//! RGB, crops and resizes: nvJPEG's own conversion would launch one kernel per picture, each of which waits for the kernels of a
-//! training step. The pixels are copied back to the host, where batches are assembled from all decoders; these copies are small,
+//! RGB, crops and resizes. With nvJPEG's own conversion, there would be one kernel per picture, each of which waits for the kernels of a
+//! training step. The pixels are copied back to the host, where batches are assembled from all decoders. These copies are small,
 //! and all later transforms are the same for every decoder.
 
 use super::{
@@ -12,12 +12,12 @@ use super::{
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
 use cropper::{Cropper, grow_buffer, grow_pinned};
 use jpeg_encoder::{ColorType, SamplingFactor};
-use layout::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
+use layout::{Cropping, MAX_DECODED_BYTES, Planes, divide_into_groups, planes_bytes};
 use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
-use sessions::Sessions;
+use pool::Pool;
 use std::{
     fmt,
     sync::{Arc, Mutex, PoisonError},
@@ -25,25 +25,25 @@ use std::{
 
 mod cropper;
 mod layout;
-mod sessions;
+mod pool;
 #[cfg(test)]
 mod tests;
 
-/// Number of groups of pictures under way at a time: one is submitted to the decoders, which takes the driver longer than the
-/// decoding itself, one is copied to page-locked memory, and one is cropped and copied back.
+/// Number of groups of pictures that are decoded concurrently: one is copied to page-locked memory, one is submitted to the decoders,
+/// which takes the driver longer than the decoding itself, and one is cropped and copied back.
 const SESSIONS: usize = 3;
 /// Maximum number of pictures in a group: enough to keep about seven hardware decoders busy while other groups wait for a
 /// training step's kernels, few enough for a short latency.
-const GROUP: usize = 128;
+const MAX_GROUP_PICTURES: usize = 128;
 
-/// Maximum mean difference, of 255, between the pixels of the GPU's and the CPU's decoder for the test pictures. Decoders round
+/// Maximum mean difference between the pixels (0 to 255) of the GPU's and of the CPU's decoder for the test pictures. Decoders round
 /// differently.
 const MAX_DIFFERENCE: f64 = 3.0;
 
 /// Value of planes where nothing was decoded: grey.
 const GREY: u8 = 128;
 
-/// Opens the decoder of GPU `ordinal`, and tests it with pictures whose pixels are known.
+/// Opens the decoder of GPU `ordinal`, and tests the decoder with pictures whose pixels are known.
 ///
 /// # Errors
 /// The GPU has no decoder, or the decoder does not work. The error is a sentence.
@@ -55,10 +55,10 @@ pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>,
 
 struct JpegDecoder {
     name: String,
-    // Declared before `device`, so that it is dropped first; `close` may drop it earlier.
-    sessions: Sessions<Session>,
-    /// Held while a thread submits a group to the decoders: two submissions at a time would delay each other, and the training
-    /// step, by the driver's locks.
+    // Declared before `device`, so that the sessions are dropped first. `close` may drop them earlier.
+    sessions: Pool<Session>,
+    /// Held while a thread submits a group to the decoders. Because of the driver's locks, concurrent submissions would delay each other
+    /// and the training step.
     submission: Mutex<()>,
     kernels: Kernels,
     device: Device,
@@ -79,9 +79,9 @@ impl JpegDecoder {
         let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
-        // No programmatic dependent launch: no kernel may overlap with work that nvJPEG launches on the stream.
-        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.without_early_launch();
-        let sessions = Sessions::new(sessions);
+        // No kernel may overlap with work that nvJPEG launches on the stream.
+        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.without_dependent_launch();
+        let sessions = Pool::new(sessions);
         let name = format!("nvJPEG {version}{engines}");
         Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })
     }
@@ -93,6 +93,7 @@ impl JpegDecoder {
         let drawn = image::RgbImage::from_fn(width, height, |x, y| {
             image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
         });
+        // Each with its file, its stored form, the expected pixels and the subsampling.
         let mut pictures = Vec::new();
         for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
             let mut file = Vec::new();
@@ -102,7 +103,7 @@ impl JpegDecoder {
                 .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
                 .map_err(|error| error.to_string())?;
             let expected = Picture::decode(&file)?;
-            let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
+            let stored = for_hardware(&file).map_err(|why| format!("the test picture is {why}"))?;
             pictures.push((file, stored, expected, sampling));
         }
         let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
@@ -129,7 +130,7 @@ impl JpegDecoder {
             }
         })?;
         if differences.is_empty() {
-            return Err(format!("the first picture is {}", CpuDecodeReason::Refused));
+            return Err(format!("every test picture is {}", CpuDecodeReason::Refused));
         }
         match differences.iter().find(|(difference, _)| *difference > MAX_DIFFERENCE) {
             None => Ok(()),
@@ -152,12 +153,12 @@ impl DeviceDecoder for JpegDecoder {
     fn decode<'a>(
         &self,
         size: (u32, u32),
-        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
-        then: &mut dyn FnMut(&[Option<&[u8]>]),
+        take_pictures: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        use_results: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String> {
         let mut session = self.sessions.take().ok_or("the decoder is closed")?;
         self.device.bind().map_err(|e| e.to_string())?;
-        let pictures = next(GROUP);
+        let pictures = take_pictures(MAX_GROUP_PICTURES);
         if pictures.is_empty() {
             return Ok(());
         }
@@ -169,7 +170,7 @@ impl DeviceDecoder for JpegDecoder {
             .zip(&supported)
             .map(|(pixels, supported)| supported.then_some(pixels))
             .collect();
-        then(&decoded);
+        use_results(&decoded);
         Ok(())
     }
 
@@ -186,17 +187,17 @@ impl Drop for JpegDecoder {
     }
 }
 
-/// Memory of a group of pictures that is under way.
+/// Memory for decoding one group of pictures at a time.
 struct Session {
     state: State,
-    /// Decoded planes, reset to [`GREY`] between groups: of a damaged picture the decoder may write only a part, and the rest
-    /// must be grey instead of another picture's pixels.
+    /// Decoded planes, reset to [`GREY`] between groups, because the decoder may write only a part of a damaged picture. The rest must not
+    /// show another picture's pixels.
     decoded: Option<Buffer>,
-    /// The files of a group, page-locked: a copy from pageable memory would block the driver, and so the training step, until all
+    /// The files of a group, in page-locked memory. A copy from other memory would block the driver, and so the training step, until all
     /// earlier work on the stream is done.
     files: Option<Pinned>,
     cropper: Cropper,
-    /// The event with which [`Session::wait`] waits.
+    /// For [`Session::wait`].
     done: Event,
 }
 
@@ -220,7 +221,7 @@ impl Session {
             pictures.iter().map(|picture| self.state.supports(picture.bytes)).collect();
         let outcome = self.decode_supported(decoder, pictures, &supported, size);
         if outcome.is_err() {
-            // Work may still be under way, also on nvJPEG's streams, and callers free the files.
+            // The caller frees the files, which unfinished work, also on nvJPEG's streams, may still read.
             let _ = decoder.device.synchronize();
             self.decoded = None;
         }
@@ -241,37 +242,35 @@ impl Session {
             pictures.iter().enumerate().filter(|(number, _)| supported[*number]).collect();
         let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
-        self.cropper.begin(device, pictures.len(), size).map_err(describe)?;
-        for (index, group) in groups(&sizes, MAX_DECODED).into_iter().enumerate() {
+        self.cropper.allocate(device, pictures.len(), size).map_err(describe)?;
+        for (index, group) in divide_into_groups(&sizes, MAX_DECODED_BYTES).into_iter().enumerate() {
             if index > 0 {
                 // The decoder does not wait for this stream, so earlier users of the memory must have finished.
                 self.wait()?;
             }
             let bytes = sizes[group.clone()].iter().sum();
-            let grey = |bytes: usize| device.filled(bytes, GREY);
-            let mut at = grow_buffer(&mut self.decoded, bytes, grey).map_err(describe)?.ptr;
+            let allocate_grey = |bytes: usize| device.filled(bytes, GREY);
+            let mut address = grow_buffer(&mut self.decoded, bytes, allocate_grey).map_err(describe)?.ptr;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
-            let files: Vec<&[u8]> =
-                numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
+            let group = &numbered[group];
+            let files: Vec<&[u8]> = group.iter().map(|(_, picture)| picture.bytes).collect();
             let files = copy_to_page_locked(&mut self.files, &files).map_err(describe)?;
-            for (((number, picture), size), bytes) in
-                numbered[group.clone()].iter().zip(&sizes[group]).zip(files)
-            {
-                let planes = Planes::new(picture.stored, at);
-                decoded.push(nvjpeg::Picture { bytes, planes: planes.all() });
+            for ((number, picture), bytes) in group.iter().zip(files) {
+                let planes = Planes::new(picture.stored, address);
+                decoded.push(nvjpeg::Picture { bytes, planes: planes.destinations() });
                 croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
-                at += *size as u64;
+                address += planes_bytes(picture.stored) as u64;
             }
-            let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
+            let submitting = submission.lock().unwrap_or_else(PoisonError::into_inner);
             self.state.decode(&decoded, stream.0)?;
-            drop(turn);
+            drop(submitting);
             self.cropper.run(device, kernels, &croppings, &tables).map_err(describe)?;
             if let Some(decoded) = &self.decoded {
                 stream.fill(decoded, bytes, GREY).map_err(describe)?;
             }
         }
-        self.cropper.end(pictures.len()).map_err(describe)?;
+        self.cropper.start_download(pictures.len()).map_err(describe)?;
         self.wait()
     }
 
@@ -281,23 +280,23 @@ impl Session {
     }
 }
 
-/// Copies `files` to page-locked memory, which must not be in use.
+/// Copies `files` to page-locked memory, which must not be in use, and returns the copies.
 fn copy_to_page_locked<'a>(
     memory: &'a mut Option<Pinned>,
     files: &[&[u8]],
 ) -> Result<Vec<&'a [u8]>, CudaError> {
     let bytes: usize = files.iter().map(|file| file.len()).sum();
     let memory = grow_pinned(memory, bytes)?;
-    let mut at = 0;
+    let mut offset = 0;
     for file in files {
-        memory.write(at, file);
-        at += file.len();
+        memory.write(offset, file);
+        offset += file.len();
     }
     let mut rest = memory.bytes(bytes);
-    let next = |file: &&[u8]| {
+    let split_off = |file: &&[u8]| {
         let (copy, others) = rest.split_at(file.len());
         rest = others;
         copy
     };
-    Ok(files.iter().map(next).collect())
+    Ok(files.iter().map(split_off).collect())
 }

@@ -71,10 +71,10 @@ pub(super) struct Kernels {
     module: sys::CUmodule,
     /// By name: the function, and its maximum dynamic shared memory per block, in bytes.
     functions: Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
-    /// Maximum shared memory per block, in bytes.
+    /// The GPU's maximum shared memory per block, in bytes.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
-    uses_early_launch: bool,
+    uses_dependent_launch: bool,
     pub(super) profile: Profile,
 }
 
@@ -84,33 +84,34 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 /// Maximum wait for another rank of this machine that compiles the kernels, which takes up to 25 seconds.
-const OTHERS_COMPILE_WITHIN: Duration = Duration::from_secs(60);
+const MAX_COMPILE_WAIT: Duration = Duration::from_secs(60);
 
 impl Kernels {
     /// Loads the kernels. If they are not in the cache, one rank of a machine compiles them while the others wait.
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
-        let module = cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
-        let uses_early_launch =
+        let module = load_cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
+        let uses_dependent_launch =
             device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
         Ok(Self {
             module,
             functions: Default::default(),
             shared_bytes: device.shared_bytes,
-            uses_early_launch,
+            uses_dependent_launch,
             profile: Profile::default(),
         })
     }
 
     /// The same kernels without programmatic dependent launch: each starts after all earlier work has completed.
-    pub(super) fn without_early_launch(mut self) -> Self {
-        self.uses_early_launch = false;
+    pub(super) fn without_dependent_launch(mut self) -> Self {
+        self.uses_dependent_launch = false;
         self
     }
 
-    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must match the kernel's parameters.
-    /// Addresses must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
+    /// Launches the kernel `name` on `stream`. `args` are the bits of each argument, and must match the kernel's parameters in number,
+    /// order and types. Addresses must refer to memory of the size that `ops` documents. The memory must stay allocated until the kernel
+    /// has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -127,19 +128,19 @@ impl Kernels {
             bits[..args.len()].iter_mut().map(|b| std::ptr::from_mut(b).cast()).collect();
         let [grid_x, grid_y, grid_z] = geometry.grid;
         let [block_x, block_y, block_z] = geometry.block;
-        let none = sys::CUlaunchAttributeValue { pad: [0; 64] };
-        let attribute = |id| sys::CUlaunchAttribute { id, pad: [0; 4], value: none };
+        let zeros = sys::CUlaunchAttributeValue { pad: [0; 64] };
+        let attribute = |id| sys::CUlaunchAttribute { id, pad: [0; 4], value: zeros };
         use sys::CUlaunchAttributeID as Id;
         let mut attributes = [
             attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
             attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION),
         ];
-        // The kernel may start while the preceding kernel still runs: its first statement waits (pdl_wait).
+        // The kernel may start while the preceding kernel still runs, and waits for that kernel in its first statement (`pdl_wait`).
         attributes[0].value.programmaticStreamSerializationAllowed = 1;
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
         // Leaves out the attributes that do not apply.
-        let first = usize::from(!self.uses_early_launch);
+        let first = usize::from(!self.uses_dependent_launch);
         let attributes = &mut attributes[first..1 + usize::from(geometry.cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: grid_x,
@@ -169,7 +170,7 @@ impl Kernels {
         self.profile.time(stream, || name.into(), start)
     }
 
-    /// A kernel, and its maximum dynamic shared memory per block in bytes.
+    /// A kernel, loaded on its first use, and its maximum dynamic shared memory per block in bytes.
     fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
@@ -187,7 +188,7 @@ impl Kernels {
                 .result()
                 .map_err(CudaError::driver(name))?;
         }
-        // Opts in to all shared memory of the GPU, minus the kernel's static shared memory.
+        // The kernel may use all shared memory of a block, except what its static shared memory takes.
         let max_bytes = self.shared_bytes.saturating_sub(static_bytes as u32);
         let attribute = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module.
@@ -206,19 +207,19 @@ impl Drop for Kernels {
     }
 }
 
-/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize pictures can exceed it,
-/// for wide pictures; all other kernels fit on every supported GPU.
+/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize wide
+/// pictures can exceed it. All other kernels fit on every supported GPU.
 fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
     if bytes <= max_bytes {
         return Ok(());
     }
     Err(CudaError::Unsupported(format!(
-        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {max_bytes}: the pictures are too wide. Train from a copy \
+        "{kernel} needs {bytes} bytes of shared memory for pictures of this width, but this GPU has {max_bytes}. Train from a copy \
          with smaller pictures (lockstep dataset prepare)"
     )))
 }
 
-/// NVRTC's options for compute capability `capability` (90: 9.0) and `dtype`.
+/// NVRTC's options for a compute capability, times 10, and a floating-point format.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
     let suffix = if capability == WGMMA_CAPABILITY { "a" } else { "" };
     let mut options = vec![
@@ -247,12 +248,12 @@ pub fn compile_all(dir: &Path) -> Result<(), String> {
 }
 
 /// Compiles the kernels for these compute capabilities in every floating-point format, except installed kernels, on all
-/// cores, with the options `extra_options` in addition to the engine's. Calls `take` with the name and the content of
+/// cores, with the options `extra_options` in addition to the engine's. Calls `write` with the name and the content of
 /// each file.
 fn compile_each(
     capabilities: &[u32],
     extra_options: &[&str],
-    take: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
+    write: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -262,9 +263,9 @@ fn compile_each(
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
         let installed = if extra_options.is_empty() { cache::read_installed(&name) } else { None };
         let image = installed.map_or_else(|| compile(&options), Ok);
-        take(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
+        write(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
-    let work = || {
+    let compile_remaining = || {
         while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
             if let Err(error) = compile_one(capability, dtype) {
                 failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
@@ -272,7 +273,7 @@ fn compile_each(
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(compile_remaining))));
     let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n")) }
 }
@@ -286,19 +287,18 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module that a package has installed, or the module in the cache. Removes a file of the cache that the
-/// driver cannot load.
-fn cached(name: &str) -> Option<sys::CUmodule> {
-    let unusable = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
-    let installed =
-        cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(unusable).ok());
+/// Loads the module that a package has installed, or else the module in the cache. Removes a file of the cache that the driver cannot
+/// load. `None` if there is no module that the driver can load.
+fn load_cached(name: &str) -> Option<sys::CUmodule> {
+    let warn = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
+    let installed = cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(warn).ok());
     installed.or_else(|| load_module(&cache::read(name)?).inspect_err(|e| cache::remove(name, e)).ok())
 }
 
-/// Loads the module that another rank of this machine compiles, or compiles it.
+/// Compiles the kernels. If another rank of this machine is compiling them, waits and loads that rank's module instead.
 fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
-    let _one_at_a_time = cache::lock(cache::dir(), name, OTHERS_COMPILE_WITHIN);
-    if let Some(module) = cached(name) {
+    let _one_at_a_time = cache::lock(cache::dir(), name, MAX_COMPILE_WAIT);
+    if let Some(module) = load_cached(name) {
         return Ok(module);
     }
     let image = compile(options)?;
@@ -320,14 +320,13 @@ fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
 fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
     use nvrtc::result;
     libraries::check_loadable(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
-    let failed = |log: String| CudaError::Compile { target: options[0].clone(), log };
-    let source = CString::new(SOURCE).map_err(|e| failed(e.to_string()))?;
+    let compile_error = |log: String| CudaError::Compile { target: options[0].clone(), log };
+    let source = CString::new(SOURCE).map_err(|e| compile_error(e.to_string()))?;
     let program =
-        result::create_program(&source, Some(c"lockstep.cu")).map_err(|e| failed(format!("{e:?}")))?;
+        result::create_program(&source, Some(c"lockstep.cu")).map_err(|e| compile_error(format!("{e:?}")))?;
     // SAFETY: the program was just created and is destroyed below.
     unsafe {
-        let done = result::compile_program(program, options);
-        let outcome = match done {
+        let outcome = match result::compile_program(program, options) {
             Ok(()) => {
                 let mut size = 0;
                 let sized = nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result();
@@ -336,7 +335,7 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
                     .and_then(|()| nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result());
                 match read {
                     Ok(()) if size > 0 => Ok(image),
-                    read => Err(failed(format!("there is no machine code: {read:?}"))),
+                    read => Err(compile_error(format!("there is no machine code: {read:?}"))),
                 }
             }
             Err(error) => {
@@ -344,7 +343,7 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
                     .ok()
                     .and_then(|log| CStr::from_ptr(log.as_ptr()).to_str().map(str::to_owned).ok())
                     .unwrap_or_default();
-                Err(failed(format!("{error:?}: {log}")))
+                Err(compile_error(format!("{error:?}: {log}")))
             }
         };
         let _ = result::destroy_program(program);

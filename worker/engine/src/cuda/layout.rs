@@ -7,10 +7,11 @@
 use super::{
     command::{Operand, Region},
     error::CudaError,
+    program::reads_pictures,
 };
 use crate::{
     EngineError,
-    fuse::{Conv, FusedOp},
+    fuse::FusedOp,
     net::{Network, Role},
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
@@ -21,15 +22,15 @@ use std::{collections::BTreeMap, ops::Range};
 /// Alignment of parameters, in values: 16 bytes in any type, and whole tiles of the optimizer.
 const ALIGN: usize = 1024;
 
-/// Number of values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): large enough for
-/// NVLink's full bandwidth, small enough that the last reduction ends soon after backward.
-const BUCKET: usize = 4 << 20;
+/// Minimum number of values of a bucket of matrices' gradients, except the last bucket (8 MB in 16 bits): large enough for NVLink's full
+/// bandwidth, small enough that the last reduction ends soon after the backward pass.
+const MIN_BUCKET_LEN: usize = 4 << 20;
 
-/// Maximum number of values of a piece of a large matrix on its way to the GPU: 16 MB, which copies at full speed.
-const PIECE: usize = 4 << 20;
+/// Maximum number of values that are copied to the GPU at a time: 16 MB, which copies at full speed.
+const MAX_PIECE_LEN: usize = 4 << 20;
 
 /// Number of folded weights per output channel: a 4x4 window of cells with 2x2 pixels of 4 channels.
-const FOLDED: usize = 4 * 4 * 16;
+const FOLDED_LEN: usize = 4 * 4 * 16;
 
 /// The order of a parameter's values on the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,36 +53,36 @@ pub(super) struct ParameterLayout {
     /// torchvision's shape, or the shape of this rank's part.
     shape: Vec<usize>,
     order: Order,
-    /// Range in the flat buffers, without padding.
+    /// Range in the flat buffers, with the padding of `order`.
     pub(super) range: Range<usize>,
     /// Start of the next parameter's range.
-    end: usize,
+    aligned_end: usize,
     pub(super) kind: ParameterKind,
-    /// Whether the parameter is not trained. Then a matrix has a gradient of zeros, and a vector has no gradient.
+    /// Whether the parameter is not trained. A fixed matrix has a gradient of zeros, and a fixed vector has no gradient.
     pub(super) is_fixed: bool,
     /// Whether a model group splits the parameter.
     pub(super) is_split: bool,
 }
 
 impl ParameterLayout {
-    /// The parameter's range including padding, up to the next parameter.
-    pub(super) fn padded(&self) -> Range<usize> {
-        self.range.start..self.end
+    /// The parameter's range up to the next parameter, which begins at a multiple of [`ALIGN`].
+    pub(super) fn aligned_range(&self) -> Range<usize> {
+        self.range.start..self.aligned_end
     }
 
-    /// Number of values without padding.
-    fn len(&self) -> usize {
+    /// Number of values without any padding.
+    fn unpadded_len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// For weights of a convolution: calls `each` with the index of every value in torchvision's order and on the GPU. The values of other
+    /// For weights of a convolution: calls `visit` with the index of every value in torchvision's order and on the GPU. The values of other
     /// parameters have the same order in both.
-    fn each_index(&self, each: impl FnMut(usize, usize)) {
+    fn for_each_index(&self, visit: impl FnMut(usize, usize)) {
         match (self.order, &self.shape[..]) {
             (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
-                for_each_krsc_index(out, inputs, height, width, padded_in, each);
+                for_each_krsc_index(out, inputs, height, width, padded_in, visit);
             }
-            (Order::Folded, &[out, inputs, ..]) => for_each_folded_index(out, inputs, each),
+            (Order::Folded, &[out, inputs, ..]) => for_each_folded_index(out, inputs, visit),
             _ => {}
         }
     }
@@ -95,7 +96,7 @@ pub(super) struct Filter {
     pub(super) rows: usize,
     pub(super) columns: usize,
     /// Offset of the first value in the buffers of Gram matrices, which contain the smaller Gram matrix of each filter.
-    pub(super) gram: usize,
+    pub(super) gram_offset: usize,
 }
 
 impl Filter {
@@ -111,28 +112,29 @@ pub(super) struct Layout {
     pub(super) parameters: Vec<ParameterLayout>,
     by_name: BTreeMap<String, usize>,
     /// Number of values of the matrices; the vectors follow.
-    pub(super) matrices: usize,
-    /// Numbers of values of split matrices and of split vectors. Split parameters come first in either part.
-    pub(super) split_matrices: usize,
-    pub(super) split_vectors: usize,
+    pub(super) matrix_len: usize,
+    /// Number of values of split matrices, which come first.
+    pub(super) split_matrix_len: usize,
+    /// Number of values of split vectors, which are the first vectors.
+    pub(super) split_vector_len: usize,
     /// Number of values with gradients, which the optimizer changes. Vectors that are not trained follow.
-    pub(super) trained: usize,
+    pub(super) trained_len: usize,
     /// Total number of values.
     pub(super) len: usize,
-    /// Ranges of the matrices whose gradients are reduced together over all ranks, in backward's order.
+    /// Ranges of the matrices whose gradients are reduced together over all ranks, in the order of the backward pass.
     pub(super) buckets: Vec<Range<usize>>,
 }
 
 impl Layout {
-    /// `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of channels of the input and
-    /// of the logits on the GPU; `folded` tells whether the first convolution reads 2x2 pixels as one. Each range that
-    /// is reduced together can be divided into `parts` equal parts.
+    /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
+    /// channels of the input and of the logits on the GPU. `is_folded` is that of [`super::program::StepPlan`]. Each range that is reduced
+    /// together can be divided into `parts` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
         padded_in: usize,
         padded_classes: usize,
-        folded: bool,
+        is_folded: bool,
         parts: usize,
     ) -> Self {
         let parameters: BTreeMap<String, _> =
@@ -140,24 +142,23 @@ impl Layout {
         let mut layout = Self {
             parameters: Vec::new(),
             by_name: BTreeMap::new(),
-            matrices: 0,
-            split_matrices: 0,
-            split_vectors: 0,
-            trained: 0,
+            matrix_len: 0,
+            split_matrix_len: 0,
+            split_vector_len: 0,
+            trained_len: 0,
             len: 0,
             buckets: Vec::new(),
         };
-        let (mut matrices, mut vectors, mut frozen) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut matrices, mut vectors, mut fixed_vectors) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter().rev() {
             let Some((name, suffixes)) = op.parameters() else { continue };
-            let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
-                    (Role::ConvWeight, [out, ..]) if folded && reads_pictures => {
-                        (Order::Folded, out * FOLDED)
+                    (Role::ConvWeight, [out, ..]) if is_folded && reads_pictures(op) => {
+                        (Order::Folded, out * FOLDED_LEN)
                     }
                     (Role::ConvWeight, [out, inputs, height, width]) => {
-                        let padded_in = if reads_pictures { padded_in } else { *inputs };
+                        let padded_in = if reads_pictures(op) { padded_in } else { *inputs };
                         (Order::Krsc { padded_in }, out * height * width * padded_in)
                     }
                     (Role::LinearWeight, [out, inputs]) => {
@@ -173,68 +174,69 @@ impl Layout {
                     shape: p.shape.clone(),
                     order,
                     range: 0..len,
-                    end: len,
+                    aligned_end: len,
                     kind: kind(p.role),
                     is_fixed: !network.trains(p),
                     is_split: p.slice.is_some(),
                 };
                 match parameter.order {
-                    Order::Vector if parameter.is_fixed => frozen.push(parameter),
+                    Order::Vector if parameter.is_fixed => fixed_vectors.push(parameter),
                     Order::Vector => vectors.push(parameter),
                     _ if parameter.is_split => layout.push(parameter),
                     _ => matrices.push(parameter),
                 }
             }
         }
-        layout.split_matrices = layout.len;
+        layout.split_matrix_len = layout.len;
         let mut bucket_start = layout.len;
         for parameter in matrices {
             layout.push(parameter);
-            if layout.len - bucket_start >= BUCKET {
+            if layout.len - bucket_start >= MIN_BUCKET_LEN {
                 layout.pad(bucket_start, parts);
                 layout.buckets.push(bucket_start..layout.len);
                 bucket_start = layout.len;
             }
         }
         layout.pad(bucket_start, parts);
-        layout.matrices = layout.len;
-        if layout.matrices > bucket_start {
-            layout.buckets.push(bucket_start..layout.matrices);
+        layout.matrix_len = layout.len;
+        if layout.matrix_len > bucket_start {
+            layout.buckets.push(bucket_start..layout.matrix_len);
         }
         vectors.sort_by_key(|parameter: &ParameterLayout| !parameter.is_split);
         for parameter in vectors {
             let is_split = parameter.is_split;
             layout.push(parameter);
             if is_split {
-                layout.split_vectors = layout.len - layout.matrices;
+                layout.split_vector_len = layout.len - layout.matrix_len;
             }
         }
-        layout.pad(layout.matrices, parts);
-        layout.trained = layout.len;
-        frozen.into_iter().for_each(|parameter| layout.push(parameter));
+        layout.pad(layout.matrix_len, parts);
+        layout.trained_len = layout.len;
+        fixed_vectors.into_iter().for_each(|parameter| layout.push(parameter));
         layout
     }
 
-    /// The two 16-bit planes (`planes.rs`) of `values`: the nearest bfloat16, and the difference from it. `values` must be in
+    /// The two 16-bit planes (`planes.rs`) of a range of values: the nearest bfloat16, and the difference from it. The range must be in
     /// split matrices.
     pub(super) fn planes(&self, values: Range<usize>) -> [Operand; 2] {
         let plane = |from: usize| Operand::new(Region::Weights, 2 * (from + values.start), 2 * values.len());
-        [plane(0), plane(self.split_matrices)]
+        [plane(0), plane(self.split_matrix_len)]
     }
 
-    /// The ranges of split parameters, and the ranges of parameters that every rank has whole; each for matrices and for vectors.
+    /// The ranges of split parameters, then the ranges of parameters that every rank has whole: a range of matrices, and a range of
+    /// vectors.
     pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
-        let vectors = self.matrices + self.split_vectors;
+        let vectors = self.matrix_len + self.split_vector_len;
         [
-            [0..self.split_matrices, self.matrices..vectors],
-            [self.split_matrices..self.matrices, vectors..self.len],
+            [0..self.split_matrix_len, self.matrix_len..vectors],
+            [self.split_matrix_len..self.matrix_len, vectors..self.len],
         ]
     }
 
     fn push(&mut self, mut parameter: ParameterLayout) {
         parameter.range = self.len..self.len + parameter.range.len();
         self.len = parameter.range.end.next_multiple_of(ALIGN);
-        parameter.end = self.len;
+        parameter.aligned_end = self.len;
         self.by_name.insert(parameter.name.clone(), self.parameters.len());
         self.parameters.push(parameter);
     }
@@ -243,13 +245,13 @@ impl Layout {
     fn pad(&mut self, from: usize, parts: usize) {
         self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
         if let Some(last) = self.parameters.last_mut() {
-            last.end = self.len;
+            last.aligned_end = self.len;
         }
     }
 
     /// The ranges that are reduced together: the buckets of matrices, then all vectors.
     pub(super) fn reduced_ranges(&self) -> impl Iterator<Item = Range<usize>> {
-        self.buckets.iter().cloned().chain(std::iter::once(self.matrices..self.trained))
+        self.buckets.iter().cloned().chain(std::iter::once(self.matrix_len..self.trained_len))
     }
 
     /// The range of the flat buffers that belongs to a rank with `share`, for each range that is reduced together.
@@ -272,54 +274,56 @@ impl Layout {
         self.parameters_with_gradients().iter().map(of_parameter).map(|[start, end]| start..end).collect()
     }
 
-    /// The parameters that come first: all matrices (also fixed matrices, whose gradients are zeros) and the trained vectors.
+    /// The parameters with gradients, which come first: all matrices (also fixed matrices, whose gradients are zeros) and the trained
+    /// vectors.
     pub(super) fn parameters_with_gradients(&self) -> &[ParameterLayout] {
-        &self.parameters[..self.parameters.partition_point(|parameter| parameter.range.start < self.trained)]
+        &self.parameters
+            [..self.parameters.partition_point(|parameter| parameter.range.start < self.trained_len)]
     }
 
     /// The matrices that Muon orthogonalises.
     pub(super) fn filters(&self) -> Vec<Filter> {
-        let mut gram = 0;
-        let trained =
+        let mut gram_offset = 0;
+        let is_trained_filter =
             |parameter: &&ParameterLayout| parameter.kind == ParameterKind::Filters && !parameter.is_fixed;
         let of_parameter = |parameter: &ParameterLayout| {
             let (offset, rows) = (parameter.range.start, parameter.shape[0]);
-            let filter = Filter { offset, rows, columns: parameter.range.len() / rows, gram };
+            let filter = Filter { offset, rows, columns: parameter.range.len() / rows, gram_offset };
             // Gram matrices in bfloat16 begin at multiples of 16 bytes.
-            gram += filter.side().pow(2).next_multiple_of(8);
+            gram_offset += filter.side().pow(2).next_multiple_of(8);
             filter
         };
-        self.parameters.iter().filter(trained).map(of_parameter).collect()
+        self.parameters.iter().filter(is_trained_filter).map(of_parameter).collect()
     }
 
-    /// The layout of a parameter, which must exist.
+    /// The layout of the parameter `{name}.{suffix}`, which must exist.
     pub(super) fn parameter(&self, name: &str, suffix: &str) -> &ParameterLayout {
         &self.parameters[self.by_name[&format!("{name}.{suffix}")]]
     }
 
     /// A batch norm's parameter or a bias, float32.
     pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
-        let range = self.parameter(name, suffix).padded();
+        let range = self.parameter(name, suffix).aligned_range();
         Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
     }
 
-    /// The gradient of a vector; absent if the vector is frozen.
+    /// The gradient of a vector; absent if the vector is fixed.
     pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
-        let range = self.parameter(name, suffix).padded();
-        if range.start >= self.trained {
+        let range = self.parameter(name, suffix).aligned_range();
+        if range.start >= self.trained_len {
             return Operand::NONE;
         }
-        Operand::new(Region::VectorGradients, 4 * (range.start - self.matrices), 4 * range.len())
+        Operand::new(Region::VectorGradients, 4 * (range.start - self.matrix_len), 4 * range.len())
     }
 
-    /// Converts a flat buffer to torchvision's layout. `optimizer_slot`: the buffer contains this state of the optimizer
-    /// (such as `exp_avg`) and not the parameters.
+    /// Converts a flat buffer to torchvision's layout. `optimizer_slot` is the optimizer's state that the buffer contains (such as
+    /// `exp_avg`); `None` if it contains the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for parameter in &self.parameters {
             let gpu_values = &flat[parameter.range.clone()];
             // A convolution's weights are then put into torchvision's order.
-            let mut values = gpu_values[..parameter.len()].to_vec();
-            parameter.each_index(|oihw, gpu| values[oihw] = gpu_values[gpu]);
+            let mut values = gpu_values[..parameter.unpadded_len()].to_vec();
+            parameter.for_each_index(|oihw, gpu| values[oihw] = gpu_values[gpu]);
             let name = tensor_name(&parameter.name, optimizer_slot);
             into.insert(name, HostTensor { shape: parameter.shape.clone(), values });
         }
@@ -329,10 +333,10 @@ impl Layout {
     pub(super) fn piece_len(&self) -> usize {
         self.parameters
             .iter()
-            .map(|parameter| parameter.padded().len())
+            .map(|parameter| parameter.aligned_range().len())
             .max()
             .unwrap_or(0)
-            .clamp(ALIGN, PIECE)
+            .clamp(ALIGN, MAX_PIECE_LEN)
     }
 
     /// Converts `tensors`, which `check.rs` must have checked, to the order of the flat buffers, and calls `write` for each piece with the
@@ -348,16 +352,18 @@ impl Layout {
         let piece_len = buffer.len();
         for parameter in &self.parameters {
             let name = tensor_name(&parameter.name, optimizer_slot);
-            let read = |from: usize, to: &mut [f32]| match tensors.read(&name, from, to) {
-                true => Ok(()),
-                false => Err(EngineError::Parameters(format!("`{name}` is missing"))),
+            let read = |from: usize, to: &mut [f32]| {
+                if tensors.read(&name, from, to) {
+                    return Ok(());
+                }
+                Err(EngineError::Parameters(format!("`{name}` is missing")))
             };
-            let (len, padded) = (parameter.len(), parameter.padded());
+            let (len, padded) = (parameter.unpadded_len(), parameter.aligned_range());
             match parameter.order {
                 Order::Krsc { .. } | Order::Folded => {
                     let (mut values, mut gpu_values) = (vec![0.0; len], vec![0.0; padded.len()]);
                     read(0, &mut values)?;
-                    parameter.each_index(|oihw, gpu| gpu_values[gpu] = values[oihw]);
+                    parameter.for_each_index(|oihw, gpu| gpu_values[gpu] = values[oihw]);
                     write(padded.start, &gpu_values)?;
                 }
                 Order::Rows | Order::Vector => {
@@ -392,20 +398,20 @@ impl Layout {
     }
 }
 
-/// Calls `each` with the index of every value in OIHW and in KRSC with padded inputs.
+/// Calls `visit` with the index of every value in OIHW and in KRSC with padded inputs.
 fn for_each_krsc_index(
     out: usize,
     inputs: usize,
     height: usize,
     width: usize,
     padded_in: usize,
-    mut each: impl FnMut(usize, usize),
+    mut visit: impl FnMut(usize, usize),
 ) {
     for o in 0..out {
         for i in 0..inputs {
             for y in 0..height {
                 for x in 0..width {
-                    each(
+                    visit(
                         ((o * inputs + i) * height + y) * width + x,
                         ((o * height + y) * width + x) * padded_in + i,
                     );
@@ -415,15 +421,15 @@ fn for_each_krsc_index(
     }
 }
 
-/// Calls `each` with the index of every value in `[out][inputs][7][7]` and in [`Order::Folded`].
-fn for_each_folded_index(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
+/// Calls `visit` with the index of every value in `[out][inputs][7][7]` and in [`Order::Folded`].
+fn for_each_folded_index(out: usize, inputs: usize, mut visit: impl FnMut(usize, usize)) {
     for o in 0..out {
         for i in 0..inputs {
             for y in 0..7 {
                 for x in 0..7 {
                     let block = usize::div_ceil(y, 2) * 4 + usize::div_ceil(x, 2);
                     let within = (y + 1) % 2 * 2 + (x + 1) % 2;
-                    each(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED + block * 16 + within * 4 + i);
+                    visit(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED_LEN + block * 16 + within * 4 + i);
                 }
             }
         }

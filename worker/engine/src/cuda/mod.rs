@@ -1,6 +1,6 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
-//! A step is captured once as a CUDA graph and then replayed; kernels read a step's inputs from [`rings`]. The
+//! A step is captured once as a CUDA graph and then replayed, so kernels read a step's inputs from [`rings`]. The
 //! host launches a step asynchronously and reads the result later. Our kernels compute the same bits in every
 //! run: every sum has a fixed order.
 
@@ -14,7 +14,6 @@ mod dtype;
 mod engine;
 mod error;
 mod groups;
-mod held;
 mod jpeg;
 mod kernels;
 mod layout;
@@ -23,9 +22,10 @@ mod pictures;
 mod planes;
 mod profile;
 mod program;
+mod recovery;
 mod reduce;
 mod rings;
-mod running;
+mod running_statistics;
 mod state;
 mod statistics;
 mod steps;
@@ -47,7 +47,6 @@ use super::{
 use crate::{check::PartOf, net::Network, plan::Plan};
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
-use held::RecoveryStream;
 pub use kernels::compile_all as compile_kernels;
 use lockstep_comm::{CommError, ProcessGroup, watchdog::Watchdog};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
@@ -59,6 +58,7 @@ use lockstep_protocol::spec::Precision;
 use pictures::{GpuDataset, Staging};
 use profile::TimedCall;
 use program::{Input, MicroBatch, Phase, Program, StagePass};
+use recovery::RecoveryStream;
 use rings::Control;
 use state::State;
 use std::{
@@ -73,7 +73,8 @@ const MAX_STEPS_AHEAD: usize = 2;
 /// Checks that GPUs support the plan of a job that samples classes (`loss.sample_share`).
 ///
 /// # Errors
-/// The step has several model groups or micro-batches: a sample includes only the labels of one model group and one micro-batch.
+/// The plan has several model groups, or a step has several micro-batches. A sample includes only the labels of one model group and of one
+/// micro-batch.
 fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
     if ranks > 1 && model == ranks && accumulate == 1 {
         return Ok(());
@@ -99,7 +100,7 @@ fn build(
     libraries::check_loadable(&needed).map_err(CudaError::Missing)?;
     let mut plan = gpu.plan.clone();
     if plan.cuts.is_empty() {
-        // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.
+        // Networks for other image sizes have the same cuts. If there are no valid cuts, `part_of` below reports the error.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let groups = Groups::split(plan.mesh, comm.as_ref())?;
@@ -115,7 +116,7 @@ fn build(
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
         _ => comm.clone(),
     };
-    let warm::Opened { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
+    let warm::GpuParts { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
     // The watchdog also counts the steps of earlier engines of this process.
     let steps_done = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
@@ -126,16 +127,16 @@ fn build(
         graphs: HashMap::new(),
         dataset: None,
         staging: None,
-        under_way: VecDeque::new(),
+        pending_steps: VecDeque::new(),
         unreturned: Vec::new(),
         has_old_weights: false,
         started_steps: 0,
         first_average_step: None,
         last_end: None,
         free_before,
-        failed: false,
+        has_failed: false,
         watchdog: gpu.watchdog.clone(),
-        profiled: None,
+        timed_calls: None,
         submitted_steps: steps_done,
         done_steps: steps_done,
         config,
@@ -168,18 +169,18 @@ struct GraphKey {
     input: Input,
 }
 
-/// A step's CUDA graph, or a note that the step ran once without capture: its first run loads kernels, which
+/// A step's CUDA graph, or a note that the step ran once without capture. The first run is not captured, because it loads kernels, which
 /// is not allowed during capture.
 enum CapturedGraph {
-    Once,
+    RunOnce,
     Graph(Graph),
 }
 
-/// A started step.
-enum UnderWay {
+/// A started step, whose result is not yet read.
+enum PendingStep {
     OnGpu {
-        /// With class weights: the divisor of the sum of this rank's losses. `None`: the divisor is the number of
-        /// pictures.
+        /// With class weights: the divisor of the sum of this rank's losses. `None` without class weights, where the divisor is the
+        /// number of pictures.
         divisor: Option<f64>,
     },
     /// No rank has a picture.
@@ -192,27 +193,28 @@ struct CudaEngine {
     program: Program,
     dataset: Option<GpuDataset>,
     staging: Option<Staging>,
-    under_way: VecDeque<UnderWay>,
+    pending_steps: VecDeque<PendingStep>,
     /// Results that a failed call had already read from the GPU; the next successful call returns them.
     unreturned: Vec<StepResult>,
     /// Whether the float32 weights that other ranks update (optimizer sharding) are, on this GPU, the weights of an earlier step.
     has_old_weights: bool,
     /// Number of steps started on the GPU, modulo 2^32 as in the GPU's count of finished steps.
     started_steps: u32,
-    /// The step that creates the weights' average, unless an average was given.
+    /// The step after which the first average of the weights was created; `None` without an average, and if the average was given.
     first_average_step: Option<u32>,
     recovery_stream: RecoveryStream,
-    /// End of the newest finished step on the GPU's clock, in nanoseconds, while steps directly follow each other.
+    /// End of the newest finished step on the GPU's clock, in nanoseconds; `None` if the next step does not directly follow it.
     last_end: Option<u64>,
     /// Free GPU memory in bytes before this process loaded its kernels and allocated any.
     free_before: u64,
-    /// Whether there may be unfinished work on the GPU after an error.
-    failed: bool,
+    /// Whether a step has failed, so that there may be unfinished work on the GPU.
+    has_failed: bool,
     watchdog: Option<Arc<Watchdog>>,
-    /// The timed calls, while profiling is on.
-    profiled: Option<Vec<TimedCall>>,
-    /// How many steps this process has submitted and completed, for the watchdog.
+    /// The calls that were timed so far; `None` while profiling is off.
+    timed_calls: Option<Vec<TimedCall>>,
+    /// Number of steps that this process has submitted, for the watchdog.
     submitted_steps: u64,
+    /// Number of steps that this process has completed, for the watchdog.
     done_steps: u64,
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.

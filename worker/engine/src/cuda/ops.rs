@@ -1,8 +1,9 @@
-//! The kernels of `worker/kernels/` as operations: each method returns a kernel's launch. No method accesses a GPU.
+//! The kernels of `worker/kernels/` as operations: each method of [`Ops`] returns the launches of one or more kernels. No method accesses
+//! a GPU.
 //! Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows =
-//! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. Launches
-//! do not depend on host values that change between steps, so a captured sequence of launches can be replayed; values
-//! that change are in the [control block](self#control).
+//! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. A captured
+//! sequence of launches can be replayed, because arguments do not change between steps. Values that change are in the
+//! [control block](self#control).
 //!
 //! # Control
 //! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The other pictures are padding, which
@@ -12,7 +13,7 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory; the check of a step's commands relies on that. "Traffic" in a method's documentation is the
+//! memory, and the check of a step's commands relies on this statement. "Traffic" in a method's documentation is the
 //! memory traffic of the method's kernels.
 
 mod adam;
@@ -34,19 +35,20 @@ mod step;
 mod through;
 
 pub(super) use adam::Moments;
-pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
-pub(super) use elementwise::{PlainPool, SUMMED_CHANNELS};
+pub(super) use bottleneck::{Bottleneck, BottleneckForward, NormBefore};
+pub(super) use channels::ChannelRows;
+pub(super) use elementwise::{MAX_ROW_SUM_CHANNELS, PlainPool};
 pub(super) use input::{BatchInput, GatherMode, ScaleTable};
 pub(super) use loss::{CrossEntropy, LOSS_ROWS};
 pub(super) use margin::Cosines;
 pub(super) use muon::Muon;
 pub(super) use norm::{Gradient, NormBackward, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut};
-pub(super) use optimizer::{Flat, Gradients, NORM_PARTS, Rates, Update};
+pub(super) use optimizer::{FlatParameters, Gradients, NORM_PARTS, Rates, Update};
 pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{Rows, SampleClasses};
 pub(super) use split_loss::SplitLogits;
-pub(super) use step::Keep;
+pub(super) use step::StatisticsCopy;
 pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
 
 use super::{
@@ -55,9 +57,11 @@ use super::{
 };
 
 /// Number of `u32` counters at the start of the scratch memory: one per block column (`blockIdx.y`) of a kernel that sums over rows, then
-/// two counters for the loss and for norms, with the following indices.
+/// one for the loss, and one for norms.
 const COUNTERS: usize = 1024;
+/// Index of the counter for the loss.
 const LOSS_COUNTER: usize = 1022;
+/// Index of the counter for norms.
 const NORM_COUNTER: usize = 1023;
 
 /// The control block of the current micro-batch.
@@ -87,13 +91,13 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// `capability`: the compute capability times 10. GPUs from 9.0 on have thread block clusters.
+    /// `capability` is the compute capability times 10. GPUs from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
         Self { dtype, multiprocessors, has_clusters: capability >= 90 }
     }
 
-    /// Bytes of scratch memory for `pictures` pictures per micro-batch, `padded` classes and `segments` parameters. The memory must be zero
-    /// at first, and only these operations may use it.
+    /// Bytes of scratch memory for `pictures` pictures per micro-batch, `padded` classes (including padding) and `segments` parameters. The
+    /// memory must be zero at first, and only these operations may use it.
     pub(super) fn scratch_bytes(&self, pictures: u32, padded: u32, segments: u32) -> usize {
         // Per block: two float32 sums for each of at most 256 channels; or loss and count (f64), and a float32 bias gradient per class.
         let sums = u64::from(self.multiprocessors.max(256)) * 512 * 4;
@@ -108,27 +112,29 @@ impl Ops {
         [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
 
-    /// Counters with which a kernel finds its last block to finish. They are zero again after each launch.
+    /// The counters with which the blocks of a kernel find out which of them finishes last. They are zero again after each launch.
     fn counters(&self) -> Arg {
         let [counters, _] = self.scratch();
         Arg::InOut(counters)
     }
 
-    fn counter(&self, number: usize) -> Arg {
-        Arg::InOut(Operand::new(Region::Scratch, number * 4, 4))
+    /// The counter with this index, for a kernel without block columns.
+    fn counter(&self, index: usize) -> Arg {
+        Arg::InOut(Operand::new(Region::Scratch, index * 4, 4))
     }
 
-    /// Partial results of blocks, for the last block to finish.
+    /// The partial results of blocks, which the block that finishes last adds up.
     pub(super) fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 
-    /// Whether kernels with their own matrix multiplication run on a GPU of this compute capability.
+    /// Whether kernels with their own matrix multiplication run on a GPU of this compute capability, and compute in `dtype`.
     pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
         capability == WGMMA_CAPABILITY && dtype != DType::F32
     }
 
-    /// Geometry of a grid-stride loop over `rows` of `channels`: blocks of `threads`, at most `per_multiprocessor` on each multiprocessor.
+    /// Geometry of a grid-stride loop over `rows` of `channels`, with blocks of `threads` threads, at most `per_multiprocessor` on each
+    /// multiprocessor.
     fn grid_stride(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
@@ -138,12 +144,12 @@ impl Ops {
     }
 
     /// [`Ops::grid_stride`] for kernels that sum over rows: one block per multiprocessor, at least two rows per thread.
-    fn sums(&self, rows: u32, channels: u32) -> Geometry {
+    fn sum_over_rows(&self, rows: u32, channels: u32) -> Geometry {
         self.grid_stride(rows.div_ceil(2), channels, 512, 1)
     }
 
     /// Blocks of 256 threads for `items` independent items.
-    fn items(&self, items: u64, per_multiprocessor: u32) -> Geometry {
+    fn per_item(&self, items: u64, per_multiprocessor: u32) -> Geometry {
         let max_blocks = u64::from(self.multiprocessors * per_multiprocessor);
         plain([items.div_ceil(256).clamp(1, max_blocks) as u32, 1, 1], [256, 1, 1])
     }

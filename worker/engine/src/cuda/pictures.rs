@@ -1,15 +1,14 @@
-//! Copies pictures to the GPU: the whole dataset once if it fits, else each batch while the previous step
-//! still runs.
+//! Copies pictures to the GPU: the whole dataset once if it fits, otherwise each batch while the previous step still runs.
 
 use super::{
-    device::{Buffer, Device, Event, OwnedStream, Pinned, Stream},
+    device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
     error::CudaError,
 };
 use bytemuck::NoUninit;
 use lockstep_data::loader::{Batch, BatchFormat, Resident};
 
-/// Maximum fraction of the GPU's free memory for a dataset.
-const MAX_OF_FREE: f64 = 0.4;
+/// Maximum share of the GPU's free memory for a dataset.
+const MAX_SHARE_OF_FREE: f64 = 0.4;
 
 /// A dataset in GPU memory.
 pub(super) struct GpuDataset {
@@ -23,16 +22,17 @@ pub(super) struct GpuDataset {
 }
 
 impl GpuDataset {
-    /// Copies the pictures, if they fit.
+    /// Copies the pictures; `None` if they do not fit.
     pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
-        let is_same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
-        let bytes = data.train.len() + if is_same { 0 } else { data.validation.len() };
-        if bytes as f64 > MAX_OF_FREE * device.memory().0 as f64 {
+        let is_shared = std::sync::Arc::ptr_eq(&data.train, &data.validation);
+        let bytes = data.train.len() + if is_shared { 0 } else { data.validation.len() };
+        let (free_bytes, _) = device.free_and_total_bytes();
+        if bytes as f64 > MAX_SHARE_OF_FREE * free_bytes as f64 {
             return Ok(None);
         }
         Ok(Some(Self {
             train: device.upload(&data.train)?,
-            validation: if is_same { None } else { Some(device.upload(&data.validation)?) },
+            validation: if is_shared { None } else { Some(device.upload(&data.validation)?) },
             height: data.height,
             width: data.width,
             crop_padding: data.crop_padding,
@@ -40,16 +40,18 @@ impl GpuDataset {
         }))
     }
 
-    /// Address of the pictures for batches of training (`training`), or of validation.
-    pub(super) fn pictures(&self, training: bool) -> u64 {
-        match &self.validation {
-            Some(validation) if !training => validation.ptr,
-            _ => self.train.ptr,
-        }
+    /// Address of the pictures for training.
+    pub(super) fn train_pictures(&self) -> Ptr {
+        self.train.ptr
+    }
+
+    /// Address of the pictures for validation.
+    pub(super) fn validation_pictures(&self) -> Ptr {
+        self.validation.as_ref().unwrap_or(&self.train).ptr
     }
 }
 
-/// Number of batches in the ring buffers, by which copies may be ahead of the step.
+/// Number of batches in the ring buffers: maximum number of batches by which copies are ahead of the step.
 const SLOTS: usize = 3;
 
 /// Copies batches to the GPU through page-locked buffers.
@@ -62,11 +64,12 @@ pub(super) struct Staging {
     /// The current step's batch.
     pub(super) input: Buffer,
     stream: OwnedStream,
-    /// By slot: recorded when the slot's batch is in `gpu`, and when it is in `input`.
+    /// By slot: recorded when the slot's batch is in `gpu`.
     copied: Vec<Event>,
+    /// By slot: recorded when the slot's batch is in `input`.
     taken: Vec<Event>,
     /// Number of batches sent so far.
-    sent: usize,
+    sent_count: usize,
 }
 
 impl Staging {
@@ -84,7 +87,7 @@ impl Staging {
             stream: OwnedStream::new()?,
             copied: events()?,
             taken: events()?,
-            sent: 0,
+            sent_count: 0,
         })
     }
 
@@ -94,7 +97,7 @@ impl Staging {
 
     /// Whether [`Staging::send`] would return without waiting for a step, which may wait for other ranks.
     pub(super) fn is_free(&self) -> Result<bool, CudaError> {
-        if self.sent < SLOTS { Ok(true) } else { self.copied[self.sent % SLOTS].has_passed() }
+        if self.sent_count < SLOTS { Ok(true) } else { self.copied[self.sent_count % SLOTS].has_passed() }
     }
 
     /// Copies `batch` to [`Staging::input`] for the next step on `main`.
@@ -106,9 +109,9 @@ impl Staging {
     }
 
     fn send_values<T: NoUninit>(&mut self, main: Stream, values: &[T]) -> Result<(), CudaError> {
-        let slot = self.sent % SLOTS;
+        let slot = self.sent_count % SLOTS;
         let (offset, bytes) = (slot * self.bytes, size_of_val(values));
-        if self.sent >= SLOTS {
+        if self.sent_count >= SLOTS {
             self.copied[slot].wait()?;
             self.stream.0.wait(&self.taken[slot])?;
         }
@@ -122,7 +125,7 @@ impl Staging {
             main.copy(&self.input, &self.gpu, offset, bytes)?;
         }
         self.taken[slot].record(main)?;
-        self.sent += 1;
+        self.sent_count += 1;
         Ok(())
     }
 }

@@ -5,7 +5,7 @@ use super::{
     device::{Event, Stream},
     error::CudaError,
 };
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A timed call.
 #[derive(Debug, Clone)]
@@ -16,18 +16,31 @@ pub(super) struct TimedCall {
     pub(super) millis: f64,
 }
 
-struct TimedCalls {
-    /// The part of the step to which the next call belongs.
+/// A call whose time is not yet read.
+struct Call {
     part: Part,
-    /// By call, in order: the part, the name, and the events before and after the call.
-    calls: Vec<(Part, String, Event, Event)>,
+    name: String,
+    begin: Event,
+    end: Event,
+}
+
+/// The calls since profiling began.
+struct Calls {
+    /// The part of the step to which the next call belongs.
+    current_part: Part,
+    /// All calls so far, in order.
+    calls: Vec<Call>,
 }
 
 /// The timed calls; `None` while profiling is off.
 #[derive(Default)]
-pub(super) struct Profile(Mutex<Option<TimedCalls>>);
+pub(super) struct Profile(Mutex<Option<Calls>>);
 
 impl Profile {
+    fn lock(&self) -> MutexGuard<'_, Option<Calls>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Runs `call`, which launches work on `stream`, and times that work if profiling is on.
     pub(super) fn time<T, E: From<CudaError>>(
         &self,
@@ -35,39 +48,37 @@ impl Profile {
         name: impl FnOnce() -> String,
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut timed_calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(TimedCalls { part, calls }) = timed_calls.as_mut() else {
-            drop(timed_calls);
+        let mut profile = self.lock();
+        let Some(Calls { current_part, calls }) = profile.as_mut() else {
+            drop(profile);
             return call();
         };
         let (begin, end) = (Event::timed()?, Event::timed()?);
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;
-        calls.push((*part, name(), begin, end));
+        calls.push(Call { part: *current_part, name: name(), begin, end });
         Ok(result)
     }
 
     /// Assigns the following calls to `part`.
     pub(super) fn begin_part(&self, part: Part) {
-        if let Some(timed_calls) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-            timed_calls.part = part;
+        if let Some(calls) = self.lock().as_mut() {
+            calls.current_part = part;
         }
     }
 
     /// Starts profiling.
     pub(super) fn begin(&self) {
-        let timed_calls = TimedCalls { part: Part::Begin, calls: Vec::new() };
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(timed_calls);
+        *self.lock() = Some(Calls { current_part: Part::Begin, calls: Vec::new() });
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
-        let timed_calls = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let calls = timed_calls.map(|timed_calls| timed_calls.calls).unwrap_or_default();
-        let timed = |(part, name, begin, end): (Part, String, Event, Event)| {
+        let calls = self.lock().take().map(|calls| calls.calls).unwrap_or_default();
+        let read_time = |Call { part, name, begin, end }: Call| {
             Ok(TimedCall { part, name, millis: f64::from(begin.millis_to(&end)?) })
         };
-        calls.into_iter().map(timed).collect()
+        calls.into_iter().map(read_time).collect()
     }
 }

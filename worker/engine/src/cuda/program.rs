@@ -1,7 +1,7 @@
 //! The step as a sequence of launches on the GPU.
 //!
 //! `fuse.rs` decides which operations are fused, and [`StepPlan`] has everything that follows only from the network.
-//! [`emitter`] emits the commands of both directions from [`Facts`]; the list is checked, and [`execute`] launches it. Every
+//! [`emitter`] emits the commands of both directions from [`Facts`], `verify` checks the list, and [`execute`] launches it. Every
 //! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
@@ -18,7 +18,7 @@ use super::{
     profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
-    running::Running,
+    running_statistics::RunningLayout,
     state::State,
     statistics::{NormPass, Statistics},
     tuner::Tuner,
@@ -44,18 +44,18 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, split_operator};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, reads_pictures, split_operator};
 
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct MicroBatch {
     /// Whether this is the first micro-batch, whose gradients overwrite the previous step's.
-    pub(super) first: bool,
-    /// Whether this is the last micro-batch, after which the update follows.
-    pub(super) last: bool,
+    pub(super) is_first: bool,
+    /// Whether this is the last micro-batch, which the update follows.
+    pub(super) is_last: bool,
     /// Whether no picture is padding, which statistics would have to ignore.
     pub(super) is_full: bool,
-    /// `None`: both passes, one after the other.
+    /// `None` if both passes run, one after the other.
     pub(super) pass: Option<StagePass>,
 }
 
@@ -86,9 +86,9 @@ impl Phase {
         }
     }
 
-    /// Whether this phase adds to the gradients and totals of an earlier micro-batch.
+    /// Whether this phase adds to the gradients and totals of an earlier micro-batch of the step.
     fn carries_over(self) -> bool {
-        matches!(self, Phase::Train(MicroBatch { first: false, .. }))
+        matches!(self, Phase::Train(MicroBatch { is_first: false, .. }))
     }
 }
 
@@ -111,7 +111,7 @@ impl Input {
 }
 
 /// A resampling table for one axis, on the host and on the GPU.
-struct Scaled {
+struct ScalingTable {
     table: ScaleTable,
     on_gpu: Buffer,
 }
@@ -119,15 +119,15 @@ struct Scaled {
 pub(super) struct Program {
     /// The plan for the current image size.
     plan: StepPlan,
-    /// The networks for all prepared image sizes.
-    sizes: Vec<Arc<Network>>,
+    /// This rank's part of the network for each prepared image size.
+    networks: Vec<Arc<Network>>,
     norms: Vec<NormSite>,
     config: EngineConfig,
     /// Whether loss scaling is dynamic; `None` without loss scaling.
     pub(super) dynamic_scale: Option<bool>,
     pub(super) ops: Ops,
     kernels: Kernels,
-    /// Other regions, which only kernels access.
+    /// The regions without a field of their own, which only kernels access.
     buffers: HashMap<Region, Buffer>,
     tuner: Tuner,
     pub(super) state: State,
@@ -136,37 +136,38 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Number of micro-batches that may be between their passes at the same time: more than 1 before the last stage. Each of these
-    /// micro-batches has a part of the arena, of the control blocks and of batch norms' values.
+    /// Number of micro-batches that may be between their forward and backward pass at the same time; more than 1 only before the last
+    /// stage. Each of these micro-batches has a part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
-    /// Gradients of the matrices, in the activations' format, without the first `unstored` values. A split head's gradients are not stored
-    /// here if they are computed twice, or for a sample of classes (then they are in the arena).
+    /// Gradients of the matrices, in the activations' format, without the first `unstored_len` values.
     matrix_gradients: Buffer,
-    unstored: usize,
+    /// Number of values of a split head's gradients, if these are not in `matrix_gradients`: they are computed twice or, for a sample of
+    /// classes, are in the arena. Otherwise 0.
+    unstored_len: usize,
     /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
     vector_gradients: Buffer,
     /// Float32 sums over micro-batches of the matrices' gradients.
-    accumulated: Option<Buffer>,
+    accumulated_gradients: Option<Buffer>,
     norm_values: Buffer,
     /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
     /// Float32 weights of the classes in the loss, if the loss weights classes.
     class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
-    scalings: HashMap<usize, [Scaled; 2]>,
-    /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
+    scalings: HashMap<usize, [ScalingTable; 2]>,
+    /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
     check_result: Buffer,
     /// `f64` loss and `u64` number of correct predictions of the step.
     totals: Buffer,
     arena: Buffer,
     workspace: Buffer,
     side_workspace: Buffer,
-    pub(super) main: OwnedStream,
-    side: OwnedStream,
+    pub(super) main_stream: OwnedStream,
+    side_stream: OwnedStream,
     side_begin: Event,
     side_end: Event,
     /// By weight gradient: recorded on the side stream after its computation.
-    side_done: Vec<Event>,
+    weight_gradients_done: Vec<Event>,
     /// Logits of the latest evaluation.
     evaluated_logits: Buffer,
 }
@@ -174,7 +175,7 @@ pub(super) struct Program {
 impl Program {
     /// Continues with another image size. Returns the network for this size; `None` if the size was not prepared.
     pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
-        let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
+        let network = self.networks.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
         Some(network)
     }
@@ -188,7 +189,7 @@ impl Program {
     pub(super) fn max_picture_values(&self) -> usize {
         // Also for ranks that share rows, which receive whole pictures.
         let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
-        self.sizes.iter().map(values).max().unwrap_or(0)
+        self.networks.iter().map(values).max().unwrap_or(0)
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -206,7 +207,7 @@ impl Program {
         self.normalisation.write(&table)
     }
 
-    /// Prepares for pictures of `height` x `width` pixels on the GPU.
+    /// Prepares for a dataset on the GPU with pictures of `height` x `width` pixels.
     pub(super) fn prepare_scaling(
         &mut self,
         device: &Device,
@@ -214,20 +215,20 @@ impl Program {
         width: usize,
     ) -> Result<(), CudaError> {
         self.scalings.clear();
-        for side in self.sizes.iter().map(|network| network.image_size) {
+        for side in self.networks.iter().map(|network| network.image_size) {
             if (height, width) == (side, side) {
                 continue;
             }
-            let scaled = |from: usize| -> Result<Scaled, CudaError> {
+            let table_from = |from: usize| -> Result<ScalingTable, CudaError> {
                 let table = ScaleTable::new(from as u32, side as u32);
-                Ok(Scaled { on_gpu: device.upload(&table.entries)?, table })
+                Ok(ScalingTable { on_gpu: device.upload(&table.entries)?, table })
             };
-            self.scalings.insert(side, [scaled(height)?, scaled(width)?]);
+            self.scalings.insert(side, [table_from(height)?, table_from(width)?]);
         }
         Ok(())
     }
 
-    /// Calls `look` with the facts on which a step's commands depend.
+    /// Calls `look` with the facts that determine a step's commands.
     fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
         let scaling = self.scalings.get(&self.plan.network.image_size);
         look(&Facts {
@@ -238,16 +239,16 @@ impl Program {
             optimizer: self.config.optimizer,
             label_smoothing: self.config.loss.label_smoothing,
             has_class_weights: self.class_weights.is_some(),
-            accumulates: self.accumulated.is_some(),
+            accumulates: self.accumulated_gradients.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             statistics: self
                 .reducer
                 .as_ref()
-                .filter(|reducer| reducer.reduces())
+                .filter(|reducer| reducer.reduces_gradients())
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,
-            computes_sums: &|convolution| self.tuner.has(convolution),
+            computes_sums: &|convolution| self.tuner.has_plan(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
     }
@@ -256,15 +257,15 @@ impl Program {
         self.with_facts(|facts| arena_bytes(facts, trains))
     }
 
-    /// Emits and checks the commands of a micro-batch.
+    /// Emits and checks the commands of a micro-batch. Weight gradients run on `weight_gradient_stream`.
     pub(super) fn commands(
         &self,
         phase: Phase,
         input: Input,
-        side_stream: bool,
+        weight_gradient_stream: StreamId,
     ) -> Result<Vec<Command>, EngineError> {
         let emitted = self.with_facts(|facts| {
-            let emitted = emit(facts, phase, input, side_stream)?;
+            let emitted = emit(facts, phase, input, weight_gradient_stream)?;
             tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &emitted.commands));
             Ok::<_, EngineError>(emitted)
         })?;
@@ -278,36 +279,36 @@ impl Program {
         }))
     }
 
-    /// [`Program::run`] with each call timed, without overlap.
+    /// Runs a micro-batch like [`Program::run`], but one call after another, and times each call.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<TimedCall>, EngineError> {
-        let commands = self.commands(phase, input, false)?;
+        let commands = self.commands(phase, input, StreamId::Main)?;
         self.kernels.profile.begin();
         let result = self.start(&commands, input.address());
         let calls = self.kernels.profile.end()?;
         result.map(|()| calls)
     }
 
-    /// Times by operation, from the timed calls of [`Program::profile`].
+    /// The time of each operation, from the calls that [`Program::profile`] has timed.
     pub(super) fn layer_times(&self, calls: &[TimedCall]) -> Vec<LayerTime> {
-        let of_op = |call: &TimedCall| match call.part {
+        let micros_of_op = |call: &TimedCall| match call.part {
             Part::Forward(op) | Part::Backward(op) => Some((op, call.millis * 1e3)),
             Part::Begin | Part::Loss | Part::Update => None,
         };
-        layer_times(&self.plan.ops, calls.iter().filter_map(of_op))
+        layer_times(&self.plan.ops, calls.iter().filter_map(micros_of_op))
     }
 
-    /// The latest step's gradients, as the update used them.
+    /// The latest step's gradients, as the update used them, without those of parameters that are not trained.
     pub(super) fn gradients(&self) -> Result<NamedTensors, EngineError> {
-        let Layout { matrices, trained, len, .. } = self.state.layout;
+        let Layout { matrix_len, trained_len, len, .. } = self.state.layout;
         let mut flat = vec![0f32; len];
-        match &self.accumulated {
-            Some(sums) => sums.read(0, &mut flat[..matrices])?,
+        match &self.accumulated_gradients {
+            Some(sums) => sums.read(0, &mut flat[..matrix_len])?,
             None => {
-                let stored = &mut flat[self.unstored..matrices];
+                let stored = &mut flat[self.unstored_len..matrix_len];
                 read_as_float(&self.matrix_gradients, 0, self.plan.dtype, stored)?;
             }
         }
-        self.vector_gradients.read(0, &mut flat[matrices..trained])?;
+        self.vector_gradients.read(0, &mut flat[matrix_len..trained_len])?;
         // The gradients are multiplied by the loss scale.
         let inverse = self.state.read_scaler()?.inverse;
         if inverse != 1.0 {
@@ -321,25 +322,25 @@ impl Program {
         Ok(all)
     }
 
-    /// Where ranks divide the optimizer's state, starts to give each rank the float32 weights of the other ranks. Collective.
+    /// Collective: where ranks divide the optimizer's state, starts to give each rank the float32 weights of the other ranks.
     pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
         let Some(share) = self.state.share else { return Ok(()) };
         let gather = |range: &Range<usize>| {
             let at = Operand::new(Region::Weights, 4 * range.start, 4 * range.len());
-            Command::in_parts(StreamId::Main, Collective::AllGather, share, at, DType::F32)
+            Command::sharded(StreamId::Main, Collective::AllGather, share, at, DType::F32)
         };
         let commands: Vec<_> = self.state.layout.buckets.iter().map(gather).collect();
         self.start(&commands, 0)
     }
 
-    /// Starts the work of a micro-batch on [`Program::main`].
+    /// Starts the work of a micro-batch on [`Program::main_stream`].
     pub(super) fn run(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        self.start(&self.commands(phase, input, true)?, input.address())
+        self.start(&self.commands(phase, input, StreamId::Side)?, input.address())
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
     pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
-        self.main.0.synchronize()?;
+        self.main_stream.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
         self.totals.read(0, &mut loss)?;
         self.totals.read(8, &mut correct)?;
@@ -350,7 +351,7 @@ impl Program {
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
         self.check_result.write(&[0u32])?;
         self.launch(self.state.finite_check_kernels(&self.ops))?;
-        self.main.0.synchronize()?;
+        self.main_stream.0.synchronize()?;
         let mut found = [0u32];
         self.check_result.read(0, &mut found)?;
         Ok(found == [0])
@@ -362,7 +363,7 @@ impl Program {
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
             self.check_result.write(&[0u64])?;
             self.launch(ranges.map(|range| self.state.checksum_kernel(&self.ops, range)))?;
-            self.main.0.synchronize()?;
+            self.main_stream.0.synchronize()?;
             let mut sum = [0u64];
             self.check_result.read(0, &mut sum)?;
             Ok(sum[0])
@@ -385,31 +386,31 @@ impl Program {
     fn launch_and_wait(&self, kernel: Option<Kernel>) -> Result<(), EngineError> {
         if let Some(kernel) = kernel {
             self.launch(kernel)?;
-            self.main.0.synchronize()?;
+            self.main_stream.0.synchronize()?;
         }
         Ok(())
     }
 
-    /// Updates the average after the `steps` started steps; see [`crate::Engine::average`].
+    /// Updates the average after step `steps`, the newest started step; see [`crate::Engine::average`].
     pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
         let kernels = self.state.average_kernels(device, &self.ops, decay, steps)?;
         self.launch(kernels)
     }
 
-    /// With a split head: the latest evaluated micro-batch's logits `[pictures, classes]`, of all pictures of the model group and of
+    /// With a split head: reads the latest evaluated micro-batch's logits `[pictures, classes]`, of all pictures of the model group and of
     /// this rank's classes.
-    pub(super) fn own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
-        self.main.0.synchronize()?;
+    pub(super) fn read_own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
+        self.main_stream.0.synchronize()?;
         let (tensor, input) =
             (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
-        let commands = self.commands(Phase::Evaluate, input, true)?;
+        let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,
         });
-        let (rows, classes) = (self.plan.pictures(tensor), head.own_classes().len());
-        let (chunks, chunk) = self.plan.chunks();
-        let mut values = vec![0f32; rows * chunks * chunk];
+        let (rows, classes) = (self.plan.picture_count(tensor), head.own_classes().len());
+        let chunk = self.plan.chunk_classes();
+        let mut values = vec![0f32; rows * self.plan.chunks() * chunk];
         read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; classes];
@@ -427,9 +428,9 @@ impl Program {
         self.plan.head.as_ref()
     }
 
-    /// The logits of the first `pictures` pictures of the latest evaluated micro-batch.
-    pub(super) fn logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
-        self.main.0.synchronize()?;
+    /// Reads the logits of the first `pictures` pictures of the latest evaluated micro-batch.
+    pub(super) fn read_logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
+        self.main_stream.0.synchronize()?;
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
         self.evaluated_logits.read(0, &mut logits)?;
         Ok(logits)

@@ -1,5 +1,5 @@
-//! All-reduces between GPUs: gradients by NCCL, concurrently with backward; batch norm's sums through peer memory over
-//! NVLink if possible, else also by NCCL.
+//! All-reduces between GPUs: gradients by NCCL, concurrently with the backward pass; batch norm's sums through peer memory over NVLink if
+//! possible, otherwise also by NCCL.
 
 #![allow(unsafe_code)] // NCCL takes addresses; all of them are ranges of the engine's own buffers.
 
@@ -18,7 +18,7 @@ use lockstep_comm::{
 };
 use std::sync::Arc;
 
-/// `Peers` in `peers.cu`.
+/// The addresses of all ranks' exchange buffers for kernels: `Peers` in `peers.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Table {
@@ -36,6 +36,7 @@ unsafe impl bytemuck::Pod for Table {}
 
 /// Memory for batch norm's sums.
 enum Memory {
+    /// Each rank has its own statistics.
     None,
     Peers {
         _peers: Box<Peers>,
@@ -49,14 +50,16 @@ enum Memory {
     },
 }
 
+/// The connections between the GPUs of all ranks.
 pub(super) struct Reducer {
-    /// Groups of several ranks. `World` has the ranks of this rank's stage, `Data` exists only if ranks share the network.
-    groups: Vec<(Group, Arc<Nccl>)>,
+    /// The communicators of the groups with several ranks. `World` has the ranks of this rank's stage. `Data` exists only if ranks share
+    /// the network.
+    communicators: Vec<(Group, Arc<Nccl>)>,
     pub(super) statistics: Statistics,
     memory: Memory,
-    /// A nonzero value ends all waits for other ranks.
-    abort: Pinned,
-    /// For gradients, concurrently with the backward pass.
+    /// A `u32` that ends all waits of kernels for other ranks if set.
+    abort_flag: Pinned,
+    /// The stream on which gradients are reduced, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
     /// By bucket, then for the vectors: recorded when the gradients are complete.
     pub(super) ready: Vec<Event>,
@@ -65,9 +68,10 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `splits_operators`: ranks
-    /// exchange activations between kernels. `buckets`: number of buckets of gradients. `gradients` describes the gradients, and must be
-    /// equal on all ranks of `comm`. `synced_channels`: if statistics are synchronised, the number of channels of each batch norm.
+    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. If `splits_operators`, ranks
+    /// exchange activations between kernels. `buckets` is the number of buckets of gradients. `gradients` describes the gradients, and must
+    /// be equal on all ranks of `comm`. `synced_channels` has the number of channels of each batch norm; `None` if statistics are not
+    /// synchronised.
     #[allow(clippy::too_many_arguments)] // All inputs of the connections.
     pub(super) fn new(
         device: &Device,
@@ -101,20 +105,19 @@ impl Reducer {
             "data",
         )?;
         device.bind()?;
-        let abort = Pinned::new(256)?;
+        let abort_flag = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match synced_channels {
-            None if exchanges_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None if exchanges_between_kernels => (Statistics::LocalWithExchanges, Memory::None),
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
                 let (statistics, exchange_bytes, sequence_bytes) = Statistics::peer_memory(channels, world);
-                let allowed = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
-                    _ if exchanges_between_kernels => {
-                        Err("GPUs that split operators, share rows of pictures or have stages exchange data between kernels anyway"
-                            .into())
-                    }
-                    None => Ok(()),
-                    Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
+                let allowed = if exchanges_between_kernels {
+                    Err("GPUs that split operators, share rows of pictures or have stages exchange data between kernels anyway".into())
+                } else if std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_some() {
+                    Err("LOCKSTEP_NO_PEER_MEMORY is set".into())
+                } else {
+                    Ok(())
                 };
                 let name = name("statistics");
                 let peers = Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, 256, allowed)?;
@@ -126,7 +129,7 @@ impl Reducer {
                             world: comm.size(),
                             data: peers.data,
                             flags: peers.flags,
-                            abort: abort.device,
+                            abort: abort_flag.device,
                         };
                         let table = device.upload(&[table])?;
                         let sequences = device.zeros(sequence_bytes)?;
@@ -139,7 +142,7 @@ impl Reducer {
                 }
             }
         };
-        // Also a barrier: no rank writes to another rank's buffer before the owner has cleared the buffer.
+        // This is also a barrier, so no rank writes to another rank's buffer before the owner has cleared the buffer.
         let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
         if let Some(rank) = first_differing_rank(&all_gradients) {
             return Err(EngineError::Device(format!(
@@ -148,7 +151,7 @@ impl Reducer {
                  on all machines"
             )));
         }
-        let groups = [
+        let communicators = [
             (Group::World, nccl),
             (Group::Model, model),
             (Group::Data, data),
@@ -156,10 +159,13 @@ impl Reducer {
             (Group::Stage, stage),
         ];
         Ok(Self {
-            groups: groups.into_iter().filter_map(|(group, nccl)| Some((group, nccl?))).collect(),
+            communicators: communicators
+                .into_iter()
+                .filter_map(|(group, nccl)| Some((group, nccl?)))
+                .collect(),
             statistics,
             memory,
-            abort,
+            abort_flag,
             stream: OwnedStream::with_highest_priority()?,
             ready: (0..=buckets).map(|_| Event::new()).collect::<Result<_, _>>()?,
             done: Event::new()?,
@@ -197,7 +203,7 @@ impl Reducer {
         }?)
     }
 
-    /// Sends values to other ranks of a group and receives theirs; each message is (rank, address, number of values).
+    /// Sends values to other ranks of a group and receives values from them. A message is a rank, an address and the number of values.
     pub(super) fn send_and_receive(
         &self,
         stream: Stream,
@@ -210,17 +216,17 @@ impl Reducer {
     }
 
     fn communicator(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
-        let absent = || format!("this engine has no communicator for a collective{group}");
-        let nccl = self.groups.iter().find(|(other, _)| *other == group).map(|(_, nccl)| nccl);
-        nccl.ok_or_else(|| EngineError::Device(absent()))
+        let error_text = || format!("this engine has no communicator for a collective{group}");
+        let nccl = self.communicators.iter().find(|(other, _)| *other == group).map(|(_, nccl)| nccl);
+        nccl.ok_or_else(|| EngineError::Device(error_text()))
     }
 
     fn has_group(&self, group: Group) -> bool {
-        self.groups.iter().any(|(other, _)| *other == group)
+        self.communicators.iter().any(|(other, _)| *other == group)
     }
 
     /// Whether gradients are added over several ranks.
-    pub(super) fn reduces(&self) -> bool {
+    pub(super) fn reduces_gradients(&self) -> bool {
         self.has_group(Group::World)
     }
 
@@ -228,7 +234,7 @@ impl Reducer {
     pub(super) fn describe_exchange(&self) -> String {
         let stages =
             if self.has_group(Group::Stage) { "stages exchange activations through NCCL" } else { "" };
-        if !self.reduces() {
+        if !self.reduces_gradients() {
             return stages.into();
         }
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
@@ -252,12 +258,13 @@ impl Reducer {
 
     /// Checks for asynchronous NCCL errors.
     pub(super) fn check_errors(&self) -> Result<(), CommError> {
-        self.groups.iter().try_for_each(|(_, nccl)| nccl.async_error())
+        self.communicators.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }
 
-    /// Ends all waits for other ranks on this GPU. Values that other ranks receive from this GPU afterwards are garbage.
+    /// Ends all waits for other ranks on this GPU, in kernels and in NCCL. Values that other ranks receive from this GPU afterwards are
+    /// garbage.
     pub(super) fn abort(&self, reason: &str) {
-        self.abort.write(0, &[1u32]);
-        self.groups.iter().for_each(|(_, nccl)| nccl.abort(reason));
+        self.abort_flag.write(0, &[1u32]);
+        self.communicators.iter().for_each(|(_, nccl)| nccl.abort(reason));
     }
 }

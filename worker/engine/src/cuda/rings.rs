@@ -11,13 +11,13 @@ use super::{
 use lockstep_data::loader::{Batch, MixParams};
 use std::ops::Range;
 
-/// Maximum number of micro-batches that the host has sent and the GPU has not read yet.
+/// Number of control blocks in the ring: maximum number of micro-batches that the host has sent and the GPU has not read yet.
 pub(super) const SLOTS: usize = 64;
 /// `Totals` in `loss.cu`: loss, number of correct predictions, number of pictures.
 pub(super) const TOTALS: Operand = Operand::new(Region::Totals, 0, 24);
-/// Maximum number of results that the host has not read yet.
+/// Number of results in the ring: maximum number of results that the host has not read yet.
 pub(super) const RESULTS: usize = 64;
-// Counts wrap at 2^32, which must not skip a slot.
+// Counts wrap at 2^32, and a count selects the slot, so the number of slots must divide 2^32.
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
 /// A micro-batch's inputs; `Control` in `numbers.cu`. In memory, four arrays over the pictures follow: index in
@@ -25,9 +25,9 @@ const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Control {
-    /// Number of real pictures; the remaining pictures are padding.
+    /// Number of real pictures. The remaining pictures of the batch are padding.
     pub(super) valid: u32,
-    /// Whether mixup or cutmix applies.
+    /// 1 if mixup or cutmix applies, otherwise 0.
     pub(super) mixed: u32,
     /// Number of pictures in batch norm's statistics.
     pub(super) stat_pictures: f32,
@@ -37,18 +37,19 @@ pub(super) struct Control {
     pub(super) lr: f32,
     /// Share of the batch's picture in a mixed picture, 0 to 1. The picture that is mixed in has the rest.
     pub(super) lambda: f32,
-    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. Each
+    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first picture. Each
     /// other picture is mixed with its predecessor.
     pub(super) before: [u32; 2],
-    /// cutmix: start and end, in rows and columns, of the other picture's rectangle. Zeros for mixup.
+    /// With cutmix: first row of the other picture's rectangle, and the row after its last. Zeros with mixup.
     pub(super) cut_rows: [u32; 2],
+    /// The same for columns.
     pub(super) cut_columns: [u32; 2],
 }
 
 impl Control {
     /// Adds the values with which the GPU mixes pictures of the dataset.
-    pub(super) fn with_mix(self, drawn: Option<&MixParams>) -> Self {
-        let Some(MixParams { mix, before_index, before_params }) = drawn else { return self };
+    pub(super) fn with_mix(self, params: Option<&MixParams>) -> Self {
+        let Some(MixParams { mix, before_index, before_params }) = params else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
@@ -77,7 +78,7 @@ pub(super) struct Record {
     /// L2 norm of the gradient.
     pub(super) grad_norm: f32,
     pub(super) loss_scale: f32,
-    /// Whether the gradient was finite. With fp16, a step whose gradient is not finite is skipped.
+    /// 1 if the gradient was finite. With fp16, a step whose gradient is not finite is skipped.
     pub(super) finite: u32,
     pub(super) pad: u32,
     /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.
@@ -97,11 +98,11 @@ pub(super) struct Inputs {
     /// Number of control blocks that the GPU has read.
     pub(super) counter: Buffer,
     /// The same number in host memory, written by the GPU.
-    pub(super) taken: Pinned,
+    pub(super) host_counter: Pinned,
     /// Maximum number of pictures of a micro-batch.
     batch: usize,
     /// Number of micro-batches sent so far, modulo 2^32 like the GPU's count.
-    sent: u32,
+    sent_count: u32,
 }
 
 impl Inputs {
@@ -115,9 +116,9 @@ impl Inputs {
             ring: Pinned::new(SLOTS * bytes)?,
             control: device.zeros(bytes * micro_batches_in_flight)?,
             counter: device.zeros(256)?,
-            taken: Pinned::new(256)?,
+            host_counter: Pinned::new(256)?,
             batch,
-            sent: 0,
+            sent_count: 0,
         })
     }
 
@@ -128,7 +129,7 @@ impl Inputs {
 
     /// Whether the GPU has read the previous content of the next slot.
     pub(super) fn has_room(&self) -> bool {
-        self.sent.wrapping_sub(self.taken.load(0)) < SLOTS as u32
+        self.sent_count.wrapping_sub(self.host_counter.load(0)) < SLOTS as u32
     }
 
     /// Writes a micro-batch to the next slot, which must be free ([`Inputs::has_room`]).
@@ -136,13 +137,13 @@ impl Inputs {
         let mut words = vec![0u32; Self::words(self.batch)];
         words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
-        let mut next = || lists.next().into_iter().flatten();
-        next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
-        next().zip(&batch.augment_params).for_each(|(w, v)| *w = *v);
-        next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
-        next().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
-        self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);
-        self.sent = self.sent.wrapping_add(1);
+        let mut next_list = || lists.next().into_iter().flatten();
+        next_list().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
+        next_list().zip(&batch.augment_params).for_each(|(w, v)| *w = *v);
+        next_list().zip(&batch.labels).for_each(|(w, v)| *w = *v);
+        next_list().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
+        self.ring.write(self.sent_count as usize % SLOTS * words.len() * 4, &words);
+        self.sent_count = self.sent_count.wrapping_add(1);
     }
 }
 
@@ -152,27 +153,31 @@ pub(super) struct Results {
     /// On the GPU: number of results so far.
     pub(super) counter: Buffer,
     /// Number of results that the host has read, modulo 2^32.
-    pub(super) read: u32,
+    pub(super) read_count: u32,
 }
 
 impl Results {
     pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
-        Ok(Self { ring: Pinned::new(RESULTS * size_of::<Record>())?, counter: device.zeros(256)?, read: 0 })
+        Ok(Self {
+            ring: Pinned::new(RESULTS * size_of::<Record>())?,
+            counter: device.zeros(256)?,
+            read_count: 0,
+        })
     }
 
     /// Whether the GPU has written the next result.
     pub(super) fn has_next(&self) -> bool {
-        self.ring.load(self.next_offset()) == self.read.wrapping_add(1)
+        self.ring.load(self.next_offset()) == self.read_count.wrapping_add(1)
     }
 
-    /// The next result, which the GPU must have written ([`Results::has_next`]).
+    /// Reads the next result, which the GPU must have written ([`Results::has_next`]).
     pub(super) fn take(&mut self) -> Record {
         let record = self.ring.read(self.next_offset());
-        self.read = self.read.wrapping_add(1);
+        self.read_count = self.read_count.wrapping_add(1);
         record
     }
 
     fn next_offset(&self) -> usize {
-        self.read as usize % RESULTS * size_of::<Record>()
+        self.read_count as usize % RESULTS * size_of::<Record>()
     }
 }

@@ -10,7 +10,7 @@ use super::{
     layout::Layout,
     ops::Ops,
     planes::{from_planes, to_planes},
-    running::Running,
+    running_statistics::RunningLayout,
 };
 use crate::{
     EngineError, LossScaling, Optimizer, OptimizerState,
@@ -79,14 +79,15 @@ pub(super) struct State {
     kept_values: Buffer,
     /// For each block of the kernel that copies `kept_values`: the number of finished steps at the time of the copy.
     pub(super) kept_steps: Buffer,
-    /// Whether a started step will never finish, so that `kept_values` and not `running_values` belong to the weights.
+    /// Whether a started step will never finish. Then the running statistics that belong to the weights are in `kept_values`, not in
+    /// `running_values`.
     pub(super) is_unfinished: bool,
-    running: Vec<Running>,
+    running_layouts: Vec<RunningLayout>,
     pub(super) scaler: Buffer,
     /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits
-    /// for another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU complete.
+    /// for another machine (seen with NCCL 2.28 over sockets and driver 580). Copies from the GPU do complete.
     pub(super) held: Pinned,
-    /// Moving averages of the weights and of the running statistics.
+    /// Moving averages of the weights and of the running statistics; `None` before the first average.
     average: Option<[Buffer; 2]>,
 }
 
@@ -94,22 +95,22 @@ impl State {
     #[allow(clippy::too_many_arguments)] // All inputs of the state's construction.
     pub(super) fn new(
         device: &Device,
-        running: Vec<Running>,
+        running_layouts: Vec<RunningLayout>,
         layout: Layout,
         share: Option<Share>,
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,
-        keeping_blocks: u32,
+        statistics_copy_blocks: u32,
     ) -> Result<Self, CudaError> {
         let slot_len = match share {
             None => layout.len,
             Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
         };
-        let planar_len = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
+        let planar_len = if dtype == DType::Bf16 { layout.split_matrix_len } else { 0 };
         let low_precision = match dtype {
             DType::F32 => None,
-            _ => Some(device.zeros((layout.matrices - planar_len) * dtype.size())?),
+            _ => Some(device.zeros((layout.matrix_len - planar_len) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
         let scaler = Scaler { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
@@ -123,11 +124,11 @@ impl State {
                 .collect::<Result<_, _>>()?,
             share,
             low_precision,
-            running_values: device.zeros(4 * Running::total_len(&running).max(1))?,
-            kept_values: device.zeros(4 * Running::total_len(&running).max(1))?,
-            kept_steps: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
+            running_values: device.zeros(4 * RunningLayout::total_len(&running_layouts).max(1))?,
+            kept_values: device.zeros(4 * RunningLayout::total_len(&running_layouts).max(1))?,
+            kept_steps: device.upload(&vec![NO_STEP; statistics_copy_blocks as usize])?,
             is_unfinished: false,
-            running,
+            running_layouts,
             scaler: device.upload(&[scaler])?,
             held,
             average: None,
@@ -138,7 +139,7 @@ impl State {
 
     /// Address of a region of the training state, if it exists.
     pub(super) fn address(&self, region: Region) -> Option<Ptr> {
-        let average = |which: usize| self.average.as_ref().map(|both| &both[which]);
+        let average = |index: usize| self.average.as_ref().map(|both| &both[index]);
         let buffer = match region {
             Region::Weights => Some(&self.weights),
             Region::LowPrecision => {
@@ -179,8 +180,8 @@ impl State {
         Ok(weights)
     }
 
-    /// Writes `weights` to the values from `at` on, which must be either all in planes or all outside planes. `staging` is used only for
-    /// planes.
+    /// Writes `weights` to the values from index `at` on. These values must be either all in planes or all outside planes. `staging` is
+    /// used only for planes.
     fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
         if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
@@ -205,12 +206,12 @@ impl State {
     fn read_tensors(&self, weights: &[f32], running: &Buffer) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
         self.layout.export(None, weights, &mut all);
-        let values = read(running)?;
-        for r in &self.running {
-            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
-                let values = values[at..at + r.channels].to_vec();
-                let tensor = HostTensor { shape: vec![r.channels], values };
-                all.insert(format!("{}.{suffix}", r.name), tensor);
+        let running_values = read_floats(running)?;
+        for norm in &self.running_layouts {
+            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
+                let values = running_values[at..at + norm.channels].to_vec();
+                let tensor = HostTensor { shape: vec![norm.channels], values };
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
             }
         }
         Ok(all)
@@ -232,10 +233,10 @@ impl State {
     /// The running statistics of `values`, in the order of the GPU's buffer.
     fn statistics_of(&self, values: &dyn TensorSource) -> Vec<f32> {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
-        for r in &self.running {
-            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
-                let target = &mut statistics[at..at + r.channels];
-                values.read(&format!("{}.{suffix}", r.name), 0, target);
+        for norm in &self.running_layouts {
+            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
+                let target = &mut statistics[at..at + norm.channels];
+                values.read(&format!("{}.{suffix}", norm.name), 0, target);
             }
         }
         statistics
@@ -277,11 +278,11 @@ impl State {
         let [weights, running] =
             [&self.weights, &self.running_values].map(|buffer| device.zeros(buffer.bytes));
         self.average = Some([weights?, running?]);
-        // The zeros must be written before another stream uses them.
+        // Another stream will use the zeros.
         device.synchronize()
     }
 
-    /// Discards an average whose step will never finish. Its memory is leaked: freeing would wait for the GPU.
+    /// Discards an average whose step will never finish. Its memory is leaked, because freeing it would wait for the GPU.
     pub(super) fn leak_average(&mut self) {
         std::mem::forget(self.average.take());
     }
@@ -291,7 +292,8 @@ impl State {
     }
 
     pub(super) fn read_average(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let read_tensors = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
+        let read_tensors =
+            |[weights, running]: &[Buffer; 2]| self.read_tensors(&read_floats(weights)?, running);
         self.average.as_ref().map(read_tensors).transpose()
     }
 
@@ -322,11 +324,11 @@ impl State {
 
     /// Whether a model group splits a batch norm's channels.
     pub(super) fn splits_statistics(&self) -> bool {
-        self.running.iter().any(|running| running.is_split)
+        self.running_layouts.iter().any(|norm| norm.is_split)
     }
 
     pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {
-        read(&self.running_values)
+        read_floats(&self.running_values)
     }
 
     pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result<(), CudaError> {
@@ -346,7 +348,7 @@ impl State {
 
     /// A kernel that converts the matrices, except those in planes, to `low_precision`. `None` with float32.
     fn convert_kernel(&self, ops: &Ops) -> Option<Kernel> {
-        let copied = self.planar_len..self.layout.matrices;
+        let copied = self.planar_len..self.layout.matrix_len;
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;
@@ -355,19 +357,19 @@ impl State {
 
     /// Loss scaling of the next step.
     pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
-        let now = self.read_scaler()?;
-        Ok(LossScaling { scale: now.scale, growth_tracker: now.good_steps })
+        let scaler = self.read_scaler()?;
+        Ok(LossScaling { scale: scaler.scale, growth_tracker: scaler.good_steps })
     }
 
-    pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
-        let now = self.read_scaler()?;
-        self.scaler.write(&[Scaler { scale: to.scale, good_steps: to.growth_tracker, ..now }])
+    pub(super) fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), CudaError> {
+        let scaler = self.read_scaler()?;
+        self.scaler.write(&[Scaler { scale: scaling.scale, good_steps: scaling.growth_tracker, ..scaler }])
     }
 
     pub(super) fn read_scaler(&self) -> Result<Scaler, CudaError> {
-        let mut now: [Scaler; 1] = bytemuck::Zeroable::zeroed();
-        self.scaler.read(0, &mut now)?;
-        Ok(now[0])
+        let mut scaler: [Scaler; 1] = bytemuck::Zeroable::zeroed();
+        self.scaler.read(0, &mut scaler)?;
+        Ok(scaler[0])
     }
 
     /// Kernels that check all weights, biases, running statistics, optimizer slots and the average. [`Region::CheckResult`] is set if
@@ -407,18 +409,18 @@ impl State {
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
     }
 
-    /// The optimizer's state. If ranks divide it: only this rank's part, and zeros elsewhere.
+    /// The optimizer's state. If ranks divide it, the other ranks' parts are zeros.
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let mut slots = NamedTensors::new();
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            let mut flat = read(buffer)?;
+            let mut flat = read_floats(buffer)?;
             if let Some(share) = self.share {
                 let own = std::mem::replace(&mut flat, vec![0.0; self.layout.len]);
                 let mut rest = &own[..];
                 for range in self.layout.own_ranges(share) {
-                    let (part, behind) = rest.split_at(range.len());
+                    let (part, others) = rest.split_at(range.len());
                     flat[range].copy_from_slice(part);
-                    rest = behind;
+                    rest = others;
                 }
             }
             self.layout.export(Some(name), &flat, &mut slots);
@@ -426,7 +428,7 @@ impl State {
         Ok(OptimizerState { slots, updates: self.read_scaler()?.updates.into() })
     }
 
-    /// The whole optimizer state on ranks with `keep`, otherwise `None`. Collective if ranks divide the optimizer's state.
+    /// The whole optimizer state; `None` on ranks without `keep`. Collective if ranks divide the optimizer's state.
     pub(super) fn gathered_optimizer_state(
         &self,
         comm: &dyn ProcessGroup,
@@ -435,16 +437,16 @@ impl State {
         let Some(share) = self.share else { return keep.then(|| self.optimizer_state()).transpose() };
         let mut slots = NamedTensors::new();
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            let own = read(buffer)?;
+            let own = read_floats(buffer)?;
             let (mut rest, mut flat) = (&own[..], Vec::new());
             for range in self.layout.own_ranges(share) {
-                let (part, behind) = rest.split_at(range.len());
+                let (part, others) = rest.split_at(range.len());
                 let mut all = vec![0.0; part.len() * share.ranks];
                 comm.all_gather(part.into(), (&mut all).into())?;
                 if keep {
                     flat.extend(all);
                 }
-                rest = behind;
+                rest = others;
             }
             if keep {
                 // Parameters that are not trained have no state.
@@ -470,12 +472,13 @@ impl State {
         }
         // No run has more than `u32::MAX` updates, and Adam's bias corrections are 1 long before that number.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
-        let now = self.read_scaler()?;
-        Ok(self.scaler.write(&[Scaler { updates, ..now }])?)
+        let scaler = self.read_scaler()?;
+        Ok(self.scaler.write(&[Scaler { updates, ..scaler }])?)
     }
 }
 
-fn read(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
+/// Copies all float32 values of a buffer to the host.
+fn read_floats(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
     let mut values = vec![0f32; buffer.bytes / 4];
     buffer.read(0, &mut values)?;
     Ok(values)

@@ -1,4 +1,4 @@
-//! How the ranks of a group add up batch norm's sums, as far as a step's commands depend on it.
+//! How the ranks of a group add up batch norm's sums. A step's commands depend on this.
 
 use super::{
     command::{Operand, Region},
@@ -26,19 +26,19 @@ pub(super) enum Statistics {
     /// Each rank has its own statistics.
     Local,
     /// Each rank has its own statistics, and ranks exchange other values between kernels.
-    LocalInOrder,
-    /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slots of the forward and of the backward pass.
+    LocalWithExchanges,
+    /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slot of the forward pass, then of the backward pass.
     PeerMemory(Vec<[ExchangeSlot; 2]>),
     /// NCCL adds sums between two kernels of the batch norm.
     Nccl,
 }
 
 impl Statistics {
-    /// Exchange through the memory of `world` ranks, for batch norms with these numbers of `channels`. Also returns the bytes of an
-    /// exchange buffer and of the sequences.
+    /// Exchange through the memory of `world` ranks. `channels` has each batch norm's number of channels. Also returns the bytes of an
+    /// exchange buffer, and the bytes of the sequences.
     pub(super) fn peer_memory(channels: &[usize], world: usize) -> (Self, usize, usize) {
         let (mut offset, mut sequence) = (0, 0);
-        let mut next = |channels: usize| {
+        let mut next_slot = |channels: usize| {
             let bytes = 4 * 2 * channels;
             let slot = ExchangeSlot {
                 offset: offset as u64,
@@ -48,7 +48,7 @@ impl Statistics {
             sequence += bytes;
             slot
         };
-        let slots = channels.iter().map(|c| [next(*c), next(*c)]).collect();
+        let slots = channels.iter().map(|c| [next_slot(*c), next_slot(*c)]).collect();
         (Self::PeerMemory(slots), offset, sequence)
     }
 
@@ -60,24 +60,26 @@ impl Statistics {
     /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.
     pub(super) fn reduction(&self, norm: usize, channels: usize, pass: NormPass) -> Reduce {
         match self {
-            Statistics::Local | Statistics::LocalInOrder => Reduce::Local,
+            Statistics::Local | Statistics::LocalWithExchanges => Reduce::Local,
             Statistics::PeerMemory(slots) => {
                 let ExchangeSlot { offset, sequence } = slots[norm][pass as usize];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
             }
-            Statistics::Nccl => Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) },
+            Statistics::Nccl => {
+                Reduce::StoreSums { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) }
+            }
         }
     }
 
     /// Whether kernels wait for other ranks.
-    pub(super) fn waits(&self) -> bool {
+    pub(super) fn kernels_wait_for_ranks(&self) -> bool {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels. Two streams must not use one group
-    /// of ranks at the same time, nor two groups that wait for each other's ranks.
+    /// Whether gradients are sent from the main stream, because ranks also use NCCL between the main stream's kernels. Two streams must not
+    /// use one group of ranks at the same time, nor two groups that wait for each other's ranks.
     pub(super) fn uses_main_stream(&self) -> bool {
-        matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
+        matches!(self, Statistics::Nccl | Statistics::LocalWithExchanges)
     }
 }
 

@@ -4,15 +4,15 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: passes of later stages, and backward passes.
+/// The input of passes that read no pictures: passes of later stages, and backward passes of a stage.
 const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// Time limit in which the ring must also detect the end of a rank that NCCL has detected.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
 impl CudaEngine {
-    /// The phase and control block of a micro-batch.
+    /// The phase and the control block of a micro-batch. The phase has no stage pass.
     pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
-        let StepPart { batch, is_first: first, is_last: last, stat_pictures } = *part;
+        let StepPart { batch, is_first, is_last, stat_pictures } = *part;
         let control = Control {
             valid: batch.labels.len() as u32,
             stat_pictures: stat_pictures as f32,
@@ -23,11 +23,11 @@ impl CudaEngine {
             ..Control::default()
         };
         let is_full = batch.labels.len() == self.config.batch_size;
-        let micro_batch = MicroBatch { first, last, is_full, pass: None };
+        let micro_batch = MicroBatch { is_first, is_last, is_full, pass: None };
         (Phase::Train(micro_batch), control.with_mix(batch.mix_params.as_ref()))
     }
 
-    /// The passes of a step through this rank's stage, in the order of the schedule.
+    /// Runs the passes of a step through this rank's stage, in the order of the schedule.
     pub(super) fn run_passes(
         &mut self,
         parts: &[StepPart<'_>],
@@ -65,10 +65,10 @@ impl CudaEngine {
         let has_pixels = self.program.network().stage().0 == 0 && batch.augment_params.len() != pictures;
         let values = has_pixels.then_some(batch.images.len().max(batch.bytes.len()));
         check::check_batch(&self.network, batch, values)?;
-        let input = self.input(phase, batch)?;
+        let input = self.send_pictures(phase, batch)?;
         self.wait_on_gpu(|program| program.inputs.has_room())?;
         self.program.inputs.send(control, batch);
-        if matches!(phase, Phase::Train(MicroBatch { first: true, .. })) {
+        if matches!(phase, Phase::Train(MicroBatch { is_first: true, .. })) {
             self.started_steps = self.started_steps.wrapping_add(1);
         }
         self.launch(phase, input)
@@ -76,19 +76,20 @@ impl CudaEngine {
 
     /// Launches `phase` on a micro-batch that was sent before.
     fn launch(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
-        if let Some(calls) = &mut self.profiled {
+        if let Some(calls) = &mut self.timed_calls {
             calls.extend(self.program.profile(phase, input)?);
             return Ok(());
         }
         let key = GraphKey { image_size: self.network.image_size, phase, input };
-        let main = self.program.main.0;
+        let main = self.program.main_stream.0;
         match self.graphs.get(&key) {
             Some(CapturedGraph::Graph(graph)) => graph.launch(main)?,
-            Some(CapturedGraph::Once) => {
+            Some(CapturedGraph::RunOnce) => {
                 main.begin_capture()?;
-                let emitted = self.program.run(phase, input);
+                // A capture that has begun must end, also after an error.
+                let launched = self.program.run(phase, input);
                 let graph = main.end_capture();
-                emitted?;
+                launched?;
                 let graph = graph?;
                 tracing::debug!("captured {key:?}: {} nodes", graph.nodes);
                 graph.launch(main)?;
@@ -96,28 +97,30 @@ impl CudaEngine {
             }
             None => {
                 self.program.run(phase, input)?;
-                self.graphs.insert(key, CapturedGraph::Once);
+                self.graphs.insert(key, CapturedGraph::RunOnce);
             }
         }
         Ok(())
     }
 
-    /// The location of the pictures of `batch`, which are copied to the GPU if necessary.
-    pub(super) fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
+    /// Copies the pictures of `batch` to the GPU, unless they are there already, and returns their location.
+    pub(super) fn send_pictures(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         if self.program.network().stage().0 > 0 {
             return Ok(NO_PICTURES);
         }
-        let training = matches!(phase, Phase::Train(_));
         let has_pixels = batch.augment_params.len() != batch.labels.len();
-        if let (Some(data), false) = (&self.dataset, has_pixels) {
+        if let Some(data) = &self.dataset
+            && !has_pixels
+        {
             let (crop_padding, reflects) = (data.crop_padding as u32, data.reflects);
-            let mode = match (training, &batch.mix_params) {
-                (false, _) => GatherMode::Indexed,
-                (true, None) => GatherMode::Augmented { crop_padding, reflects },
-                (true, Some(_)) => GatherMode::Mixed { crop_padding, reflects },
+            let (pictures, mode) = match phase {
+                Phase::Evaluate => (data.validation_pictures(), GatherMode::Indexed),
+                Phase::Train(_) if batch.mix_params.is_some() => {
+                    (data.train_pictures(), GatherMode::Mixed { crop_padding, reflects })
+                }
+                Phase::Train(_) => (data.train_pictures(), GatherMode::Augmented { crop_padding, reflects }),
             };
-            let (height, width) = (data.height, data.width);
-            return Ok(Input::Dataset { pictures: data.pictures(training), height, width, mode });
+            return Ok(Input::Dataset { pictures, height: data.height, width: data.width, mode });
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
@@ -127,41 +130,46 @@ impl CudaEngine {
             self.staging = Some(Staging::new(&self.device, format, values)?);
         }
         if let Some(staging) = self.staging.take() {
-            // `send` reports an error of the GPU.
-            let waited = self.wait_on_gpu(|_| staging.is_free().unwrap_or(true));
+            // If the GPU has failed, `send` below reports the error.
+            let outcome = self.wait_on_gpu(|_| staging.is_free().unwrap_or(true));
             self.staging = Some(staging);
-            waited?;
+            outcome?;
         }
         let Some(staging) = &mut self.staging else {
             return Err(
                 CudaError::Unsupported("there is no buffer for pictures (a bug in lockstep)".into()).into()
             );
         };
-        staging.send(self.program.main.0, batch)?;
+        staging.send(self.program.main_stream.0, batch)?;
         Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
     }
 
-    /// Waits for the oldest step under way and returns its result.
-    pub(super) fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
-        let divisor = match self.under_way.front() {
+    /// If the host is ahead of the GPU by more than [`MAX_STEPS_AHEAD`] steps: waits for the oldest of them and returns its result.
+    pub(super) fn wait_if_too_far_ahead(&mut self) -> Result<Option<StepResult>, EngineError> {
+        if self.pending_steps.len() > MAX_STEPS_AHEAD { self.wait_for_oldest_step() } else { Ok(None) }
+    }
+
+    /// Waits for the oldest pending step and returns its result; `None` if no step is pending.
+    pub(super) fn wait_for_oldest_step(&mut self) -> Result<Option<StepResult>, EngineError> {
+        let divisor = match self.pending_steps.front() {
             None => return Ok(None),
-            Some(UnderWay::Empty) => {
-                self.under_way.pop_front();
+            Some(PendingStep::Empty) => {
+                self.pending_steps.pop_front();
                 return Ok(Some(StepResult::default()));
             }
-            Some(UnderWay::OnGpu { divisor }) => *divisor,
+            Some(PendingStep::OnGpu { divisor }) => *divisor,
         };
         self.wait_on_gpu(|program| program.results.has_next())?;
         let record = self.program.results.take();
-        self.under_way.pop_front();
+        self.pending_steps.pop_front();
         self.done_steps += 1;
         if let Some(watchdog) = &self.watchdog {
             watchdog.record_done(self.done_steps);
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
-        // While steps directly follow each other, the time between their ends counts, which includes waits for the
-        // host.
+        // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for
+        // the host.
         let from = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {
@@ -176,32 +184,32 @@ impl CudaEngine {
         }))
     }
 
-    /// Where ranks divide the optimizer's state, gets the float32 weights that other ranks have updated. Collective.
+    /// Collective: where ranks divide the optimizer's state, gets the float32 weights that other ranks have updated.
     pub(super) fn gather_weights(&mut self) -> Result<(), EngineError> {
         if !std::mem::take(&mut self.has_old_weights) {
             return Ok(());
         }
         self.program.gather_weights()?;
         // The next read of the weights reports an error of the GPU.
-        self.wait_on_gpu(|program| program.main.0.is_idle().unwrap_or(true))
+        self.wait_on_gpu(|program| program.main_stream.0.is_idle().unwrap_or(true))
     }
 
-    /// Waits for the GPU until `is_done`. While waiting, checks that the other ranks are alive.
+    /// Waits until the GPU has done the work that `is_done` checks. While waiting, checks that the other ranks are alive.
     pub(super) fn wait_on_gpu(&mut self, is_done: impl Fn(&Program) -> bool) -> Result<(), EngineError> {
         const OPERATION: &str = "a step on the GPU";
         let is_alone = self.comm.size() == 1;
         let time_limit = if is_alone { Duration::from_secs(600) } else { self.comm.timeout() };
         let (program, comm) = (&self.program, self.comm.as_ref());
         let check_alive = || -> Result<(), EngineError> {
-            program.main.0.check_failure()?;
+            program.main_stream.0.check_failure()?;
             // On one machine NCCL does not detect a dead rank, but the connection of the ring does, immediately.
             comm.check(OPERATION)?;
             let Some(reducer) = &program.reducer else { return Ok(()) };
             // Between machines NCCL may detect a dead rank first, but only the ring knows which rank it is.
-            reducer.check_errors().map_err(|error| end_of_a_rank(comm, OPERATION).unwrap_or(error).into())
+            reducer.check_errors().map_err(|error| ring_error(comm, OPERATION).unwrap_or(error).into())
         };
         wait_until(|| is_done(program), time_limit, check_alive).map_err(|error| {
-            self.failed = true;
+            self.has_failed = true;
             match self.watchdog.as_ref().and_then(|w| w.stall_reason()) {
                 Some(reason) => CommError::Aborted { operation: OPERATION, reason: reason.into() }.into(),
                 None => error,
@@ -210,23 +218,24 @@ impl CudaEngine {
     }
 }
 
-/// Waits until `is_done`. While waiting, regularly calls `check_alive`, which fails if the GPU cannot continue. Fails after `time_limit`.
+/// Waits until `is_done` returns true. While waiting, regularly calls `check_alive`, which fails if the GPU cannot continue. Fails after
+/// `time_limit`.
 fn wait_until(
     is_done: impl Fn() -> bool,
     time_limit: Duration,
     check_alive: impl Fn() -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     let began = Instant::now();
-    let mut reads = 0u32;
+    let mut polls = 0u32;
     while !is_done() {
-        reads += 1;
+        polls += 1;
         // Polls during short waits; sleeps during long waits, so that other threads can use the core.
-        if reads < 2_000 {
+        if polls < 2_000 {
             std::hint::spin_loop();
             continue;
         }
         std::thread::sleep(Duration::from_micros(20));
-        if reads.is_multiple_of(256) {
+        if polls.is_multiple_of(256) {
             check_alive()?;
             if began.elapsed() > time_limit {
                 return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64(), what: "a step" }.into());
@@ -236,13 +245,14 @@ fn wait_until(
     Ok(())
 }
 
-/// The ring's error, which names the rank that has ended, for a failure that NCCL has detected. `None` if no rank has ended.
-fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
-    let until = Instant::now() + RING_DETECTION_LIMIT;
+/// After NCCL has detected a failure: the ring's error, which names the rank that has ended. `None` if the ring detects no ended rank
+/// within [`RING_DETECTION_LIMIT`].
+fn ring_error(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
+    let deadline = Instant::now() + RING_DETECTION_LIMIT;
     loop {
         match comm.check(operation) {
             Err(error) => return Some(error),
-            Ok(()) if Instant::now() > until => return None,
+            Ok(()) if Instant::now() > deadline => return None,
             Ok(()) => std::thread::sleep(Duration::from_millis(1)),
         }
     }

@@ -4,7 +4,7 @@
 
 use super::{
     convolution::{Convolution, Direction, Tensors},
-    cudnn::{Choice, Cudnn, Plan},
+    cudnn::{Choice, Cudnn, FALLBACK_ENGINES, FAST_ENGINES, Plan},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
     error::CudaError,
 };
@@ -21,42 +21,43 @@ const MEASURED: [(&str, &str); 1] =
     [("plans-NVIDIA-H200-cudnn91400-any.json", include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"))];
 
 /// Maximum workspace of a plan, in bytes.
-const MAX_WORKSPACE: usize = 512 << 20;
-/// Bytes of activations that a separate pass reads per millisecond (3 TB/s): a convolution that computes sums saves such a pass.
+const MAX_WORKSPACE_BYTES: usize = 512 << 20;
+/// Bytes of activations that a separate pass for the sums reads per millisecond (3 TB/s). A convolution that computes sums saves this pass.
 const PASS_BYTES_PER_MS: f32 = 3e9;
 /// Number of runs in the captured graph that is timed.
 const RUNS: usize = 4;
-/// A plan whose first run takes this many times the best plan's time is not timed further.
-const TOO_SLOW: f32 = 3.0;
-/// Once a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first; for
-/// convolutions with many groups, some later candidates take seconds.
-const LONG_ENOUGH: Duration = Duration::from_millis(2500);
+/// A plan whose first run takes more than this many times the best plan's time is not timed further.
+const TOO_SLOW_FACTOR: f32 = 3.0;
+/// Time after which no further candidates are tried, if a plan has been found. The likely fastest candidates come first. For convolutions
+/// with many groups, some later candidates take seconds.
+const MAX_SEARCH_TIME: Duration = Duration::from_millis(2500);
 
 /// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
-const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
+const MAX_TIMING_WAIT: Duration = Duration::from_secs(60);
 
 /// Plans by convolution.
 pub(super) struct Tuner {
     pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
-    /// By the `Debug` text of a convolution. `None` for a convolution with sums: cuDNN has no plan, or none is faster than a separate pass.
+    /// By the `Debug` text of a convolution. `None` for a convolution with sums for which cuDNN has no plan that is faster than a separate
+    /// pass for the sums.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
     /// Whether plans must give the same bits in every run.
-    pub(super) deterministic: bool,
+    pub(super) is_deterministic: bool,
 }
 
 impl Tuner {
-    pub(super) fn new(device: &Device, cudnn: Cudnn, deterministic: bool) -> Self {
+    pub(super) fn new(device: &Device, cudnn: Cudnn, is_deterministic: bool) -> Self {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
-        let suffix = if deterministic { "" } else { "-any" };
+        let suffix = if is_deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{suffix}.json", Cudnn::version());
-        Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
+        Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, is_deterministic }
     }
 
     /// Whether a convolution has a plan. A convolution with sums has a plan only if that is faster than a separate pass for the sums.
-    pub(super) fn has(&self, convolution: &Convolution) -> bool {
+    pub(super) fn has_plan(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }
 
@@ -74,63 +75,65 @@ impl Tuner {
         [weights, others].map(|all| all.iter().map(|(_, plan)| plan.workspace_bytes).max().unwrap_or(0))
     }
 
-    /// Rebuilds the plans of `convolutions` whose choices are cached; returns the other convolutions.
+    /// Builds the plans of `convolutions` whose choices are cached. Returns the other convolutions.
     fn rebuild(&mut self, convolutions: &[Convolution]) -> Vec<Convolution> {
         let mut unknown = Vec::new();
         for convolution in convolutions {
             if self.plans.contains_key(convolution) {
                 continue;
             }
-            let known = self.choices.get(&format!("{convolution:?}"));
-            match known.map(|choice| choice.as_ref().map(|choice| self.cudnn.rebuild(convolution, choice))) {
-                Some(Some(Ok(plan))) => {
-                    self.plans.insert(*convolution, plan);
-                }
-                Some(None) if convolution.sums => {}
-                _ if !unknown.contains(convolution) => unknown.push(*convolution),
-                _ => {}
+            let choice = self.choices.get(&format!("{convolution:?}"));
+            if choice == Some(&None) && convolution.sums {
+                continue;
+            }
+            if let Some(Some(choice)) = choice
+                && let Ok(plan) = self.cudnn.rebuild(convolution, choice)
+            {
+                self.plans.insert(*convolution, plan);
+            } else if !unknown.contains(convolution) {
+                unknown.push(*convolution);
             }
         }
         unknown
     }
 
     /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates,
-    /// and the other ranks use its choices: ranks with different plans would compute different last bits.
+    /// and the other ranks use its choices, because ranks with different plans would compute different last bits.
     pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result<(), CudaError> {
         if self.rebuild(convolutions).is_empty() {
             return Ok(());
         }
-        let _one_at_a_time = cache::lock(cache::dir(), &self.file, OTHERS_TIME_WITHIN);
-        let before = choices_in(&self.file);
-        self.choices.extend(before.clone());
+        let _one_at_a_time = cache::lock(cache::dir(), &self.file, MAX_TIMING_WAIT);
+        let earlier = choices_in(&self.file);
+        self.choices.extend(earlier.clone());
         let mut unknown = self.rebuild(convolutions);
         if unknown.is_empty() {
             return Ok(());
         }
         // A convolution with sums is compared with the same convolution without sums, which comes first.
         unknown.sort_by_key(|convolution| convolution.sums);
-        let bench = Bench::new(device, &unknown, self.deterministic)?;
+        let bench = Bench::new(device, &unknown, self.is_deterministic)?;
         for convolution in unknown {
-            let name = format!("{convolution:?}");
+            let key = format!("{convolution:?}");
             let fastest = bench.fastest(&self.cudnn, &convolution);
             let chosen = if convolution.sums {
                 let fastest = fastest.ok();
                 let plain = self.plan(&Convolution { sums: false, ..convolution })?;
-                let plain = bench.time(&self.cudnn, &convolution, plain, None)?;
-                let separate_millis = plain + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
+                let plain_millis = bench.time(&self.cudnn, &convolution, plain, None)?;
+                let separate_millis = plain_millis + convolution.bytes()[2] as f32 / PASS_BYTES_PER_MS;
                 fastest.filter(|(_, millis)| *millis < separate_millis)
             } else {
                 Some(fastest?)
             };
-            self.choices.insert(name, chosen.as_ref().map(|(plan, _)| plan.choice.clone()));
+            self.choices.insert(key, chosen.as_ref().map(|(plan, _)| plan.choice.clone()));
             if let Some((plan, _)) = chosen {
                 self.plans.insert(convolution, plan);
             }
         }
-        // Another rank may have timed the same candidates meanwhile, because a wait for the lock is limited: its choices are kept. Older
-        // choices that cannot be rebuilt (after a change of the driver) are replaced.
+        // The wait for the lock is limited, so another rank may have timed the same candidates meanwhile. Its choices are kept. Earlier
+        // choices whose plans could not be built, after a change of the driver, are replaced.
         let mut all = self.choices.clone();
-        let is_new = |(name, choice): &(String, Option<Choice>)| before.get(name) != Some(choice);
+        let is_new = |(key, choice): &(String, Option<Choice>)| earlier.get(key) != Some(choice);
         all.extend(choices_in(&self.file).into_iter().filter(is_new));
         if let Ok(json) = serde_json::to_vec_pretty(&all) {
             cache::write(&self.file, &json);
@@ -157,7 +160,8 @@ fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
 
 /// Memory in which plans are timed.
 struct Bench {
-    deterministic: bool,
+    /// That of [`Tuner`].
+    is_deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,
     stream: OwnedStream,
@@ -166,11 +170,11 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, convolutions: &[Convolution], deterministic: bool) -> Result<Self, CudaError> {
+    fn new(device: &Device, convolutions: &[Convolution], is_deterministic: bool) -> Result<Self, CudaError> {
         let bytes =
             convolutions.iter().map(|c| tensor_bytes(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
-        // Different finite numbers in either 16-bit type: zeros would run faster.
+        // The bits are different finite numbers in either 16-bit type. Zeros would run faster.
         let mut state = 1u32;
         let pattern: Vec<u16> = (0..1 << 22)
             .map(|_| {
@@ -183,9 +187,9 @@ impl Bench {
             tensors.write_at(offset, &pattern[..len])?;
         }
         Ok(Self {
-            deterministic,
+            is_deterministic,
             tensors,
-            workspace: device.alloc(MAX_WORKSPACE)?,
+            workspace: device.alloc(MAX_WORKSPACE_BYTES)?,
             stream: OwnedStream::new()?,
             begin: Event::timed()?,
             end: Event::timed()?,
@@ -197,18 +201,20 @@ impl Bench {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         let began = Instant::now();
-        // Sometimes none of the plans that the heuristics propose can run.
-        for fallback in [false, true] {
+        // Sometimes none of the fast engines can run a convolution.
+        for heuristics in [FAST_ENGINES, FALLBACK_ENGINES] {
             if best.is_some() {
                 break;
             }
-            for plan in cudnn.candidates(convolution, MAX_WORKSPACE, self.deterministic, fallback)? {
+            for plan in
+                cudnn.candidates(convolution, MAX_WORKSPACE_BYTES, self.is_deterministic, heuristics)?
+            {
                 match self.time(cudnn, convolution, &plan, best.as_ref().map(|b| b.1)) {
                     Ok(millis) if best.as_ref().is_none_or(|b| millis < b.1) => best = Some((plan, millis)),
                     Ok(_) => {}
                     Err(error) => first_error = first_error.or(Some(error)),
                 }
-                if best.is_some() && began.elapsed() > LONG_ENOUGH {
+                if best.is_some() && began.elapsed() > MAX_SEARCH_TIME {
                     break;
                 }
             }
@@ -232,9 +238,9 @@ impl Bench {
         Tensors { x, w, y, channel_sums }
     }
 
-    /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch
-    /// overhead is longer than a short kernel. A plan that is much slower than the best one is not
-    /// timed in a graph, and a plan that cannot be captured is rejected.
+    /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch overhead is longer than a short kernel.
+    /// `best` is the time of the best plan so far in milliseconds. A plan that is much slower is not timed in a graph. Fails for a plan
+    /// that cannot be captured.
     fn time(
         &self,
         cudnn: &Cudnn,
@@ -243,8 +249,8 @@ impl Bench {
         best: Option<f32>,
     ) -> Result<f32, CudaError> {
         let stream = self.stream.0;
-        let at = self.addresses(convolution);
-        let run = || cudnn.run(stream, plan, at, self.workspace.ptr);
+        let tensors = self.addresses(convolution);
+        let run = || cudnn.run(stream, plan, tensors, self.workspace.ptr);
         // The first run also loads the kernel.
         run()?;
         self.begin.record(stream)?;
@@ -252,13 +258,14 @@ impl Bench {
         self.end.record(stream)?;
         let once = self.begin.millis_to(&self.end)?;
         // A single run also includes the host's launch overhead: 0.1 ms.
-        if best.is_some_and(|best| once > TOO_SLOW * best + 0.1) {
+        if best.is_some_and(|best| once > TOO_SLOW_FACTOR * best + 0.1) {
             return Ok(once);
         }
         stream.begin_capture()?;
-        let captured = (0..RUNS).try_for_each(|_| run());
+        // A capture that has begun must end, also after an error.
+        let launched = (0..RUNS).try_for_each(|_| run());
         let graph = stream.end_capture();
-        captured?;
+        launched?;
         let graph = graph?;
         let mut shortest = f32::INFINITY;
         for _ in 0..2 {

@@ -3,7 +3,7 @@
 
 use super::{
     convolution::{Convolution, Direction},
-    cudnn::Cudnn,
+    cudnn::{Cudnn, FAST_ENGINES},
     device::Device,
     dtype::DType,
     error::CudaError,
@@ -16,8 +16,8 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-/// The opened parts.
-pub(super) struct Opened {
+/// What an engine needs of a GPU, except what depends on the network.
+pub(super) struct GpuParts {
     // Fields are dropped in this order: everything uses the device.
     pub(super) kernels: Kernels,
     pub(super) cudnn: Cudnn,
@@ -28,20 +28,20 @@ pub(super) struct Opened {
     dtype: DType,
 }
 
-/// The parts that were opened in advance and are not used yet.
+/// The parts that were opened in advance and that no engine has taken yet.
 enum State {
     Nothing,
-    Opening(JoinHandle<Result<Opened, CudaError>>),
-    Open(Box<Opened>),
+    Opening(JoinHandle<Result<GpuParts, CudaError>>),
+    Open(Box<GpuParts>),
 }
 
 impl State {
-    /// Waits for the thread. `None` if it failed: [`open`] then opens the parts and reports the error.
-    fn wait(self) -> Option<Opened> {
+    /// Waits for the thread. `None` if there are no parts, or if the thread failed: [`open`] then tries again and reports the error.
+    fn wait(self) -> Option<GpuParts> {
         match self {
             Self::Nothing => None,
             Self::Opening(thread) => thread.join().ok()?.ok(),
-            Self::Open(opened) => Some(*opened),
+            Self::Open(parts) => Some(*parts),
         }
     }
 }
@@ -52,33 +52,33 @@ fn lock_state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype` (`None` if no job is known yet).
+/// Starts to open GPU `ordinal` for a job of `ranks` ranks. `dtype` is the format in which the job computes; `None` if no job is known yet.
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut state = lock_state();
-    let before = mem::replace(&mut *state, State::Nothing);
-    let open = move || -> Result<Opened, CudaError> {
+    let earlier = mem::replace(&mut *state, State::Nothing);
+    let open = move || -> Result<GpuParts, CudaError> {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
-        let opened = open_missing(before.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
+        let parts = open_missing(earlier.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
         if ranks > 1 && libraries::check_loadable(&[Library::Nccl]).is_ok() {
             // Loads the library.
             let _ = cudarc::nccl::result::get_nccl_version();
         }
         if dtype.is_none() {
-            load_engines(&opened.cudnn);
+            load_engines(&parts.cudnn);
         }
-        Ok(opened)
+        Ok(parts)
     };
     if let Ok(thread) = thread::Builder::new().name("warm-up".into()).spawn(open) {
         *state = State::Opening(thread);
     }
 }
 
-/// Opens GPU `ordinal` and makes it current on the calling thread. Uses the parts that were opened in advance.
-pub(super) fn open(ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
+/// Opens GPU `ordinal` and makes it current on the calling thread. Takes the parts that were opened in advance, and opens the rest.
+pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
     // The lock is released before the wait for the thread.
-    let before = mem::replace(&mut *lock_state(), State::Nothing);
-    open_missing(before.wait(), ordinal, dtype)
+    let earlier = mem::replace(&mut *lock_state(), State::Nothing);
+    open_missing(earlier.wait(), ordinal, dtype)
 }
 
 /// Whether a thread is opening the GPU. Exit handlers must not run at the same time.
@@ -92,26 +92,26 @@ pub(super) fn is_sound() -> bool {
     if matches!(&*state, State::Opening(thread) if !thread.is_finished()) {
         return true;
     }
-    let Some(opened) = mem::replace(&mut *state, State::Nothing).wait() else { return false };
-    let works = opened.device.bind().and_then(|()| opened.device.zeros(256)).is_ok();
-    *state = State::Open(Box::new(opened));
-    works
+    let Some(parts) = mem::replace(&mut *state, State::Nothing).wait() else { return false };
+    let is_usable = parts.device.bind().and_then(|()| parts.device.zeros(256)).is_ok();
+    *state = State::Open(Box::new(parts));
+    is_usable
 }
 
-/// Opens the parts that `before` lacks.
-fn open_missing(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
-    let Some(opened) = before.filter(|opened| opened.ordinal == ordinal) else {
+/// Opens the parts that are not among the parts `earlier`.
+fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
+    let Some(parts) = earlier.filter(|parts| parts.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
-        let (free_before, _) = device.memory();
+        let (free_before, _) = device.free_and_total_bytes();
         let kernels = Kernels::load(&device, dtype)?;
-        return Ok(Opened { kernels, cudnn: Cudnn::new()?, device, free_before, ordinal, dtype });
+        return Ok(GpuParts { kernels, cudnn: Cudnn::new()?, device, free_before, ordinal, dtype });
     };
-    opened.device.bind()?;
-    if opened.dtype == dtype {
-        return Ok(opened);
+    parts.device.bind()?;
+    if parts.dtype == dtype {
+        return Ok(parts);
     }
-    let kernels = Kernels::load(&opened.device, dtype)?;
-    Ok(Opened { kernels, dtype, ..opened })
+    let kernels = Kernels::load(&parts.device, dtype)?;
+    Ok(GpuParts { kernels, dtype, ..parts })
 }
 
 /// Makes cuDNN load the libraries of its engines, by building a plan for a convolution.
@@ -133,7 +133,7 @@ fn load_engines(cudnn: &Cudnn) {
         groups: 1,
         sums: false,
     };
-    if let Ok(mut plans) = cudnn.candidates(&convolution, usize::MAX, false, false) {
+    if let Ok(mut plans) = cudnn.candidates(&convolution, usize::MAX, false, FAST_ENGINES) {
         drop(plans.next());
     }
 }

@@ -6,40 +6,51 @@ use std::{
     fmt::{Display, Formatter, Result, Write},
 };
 
-/// By region and offset: the length in bytes, the name, and the name of the part.
+/// The name of a range: `part` of `whole`, or only `whole` if `part` is empty.
+#[derive(Debug, Clone)]
+struct Name {
+    /// Length of the range.
+    bytes: usize,
+    whole: String,
+    part: String,
+}
+
+/// The names of ranges, by region and offset.
 #[derive(Debug, Clone, Default)]
-pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
+pub(in crate::cuda) struct Names(HashMap<(Region, usize), Name>);
 
 impl Names {
-    /// Names a range as `part` of `what`.
-    pub(in crate::cuda) fn insert(&mut self, operand: Operand, what: &str, part: &str) {
+    /// Names a range as `part` of `whole`.
+    pub(in crate::cuda) fn insert(&mut self, operand: Operand, whole: &str, part: &str) {
         let Operand { region, offset, bytes } = operand;
-        self.0.insert((region, offset), (bytes, what.into(), part.into()));
+        self.0.insert((region, offset), Name { bytes, whole: whole.into(), part: part.into() });
     }
 
-    fn name(&self, operand: Operand) -> (String, String) {
+    fn name(&self, operand: Operand) -> Name {
         let Operand { region, offset, bytes } = operand;
+        let unnamed = |whole: String| Name { bytes, whole, part: String::new() };
         match self.0.get(&(region, offset)) {
-            Some((length, what, part)) if *length == bytes => (what.clone(), part.clone()),
-            _ if offset == 0 => (region.to_string(), String::new()),
-            _ => (format!("{region} at {offset}"), String::new()),
+            Some(name) if name.bytes == bytes => name.clone(),
+            _ if offset == 0 => unnamed(region.to_string()),
+            _ => unnamed(format!("{region} at {offset}")),
         }
     }
 
     /// A list of operands, with parts of the same name joined.
     fn list(&self, operands: &[Operand]) -> String {
-        let mut all: Vec<(String, String)> = Vec::new();
-        for (what, part) in operands.iter().map(|operand| self.name(*operand)) {
+        let mut all: Vec<Name> = Vec::new();
+        for name in operands.iter().map(|operand| self.name(*operand)) {
             match all.last_mut() {
-                Some((last, parts)) if *last == what && !part.is_empty() => {
-                    let _ = write!(parts, "+{part}");
+                Some(last) if last.whole == name.whole && !name.part.is_empty() => {
+                    let _ = write!(last.part, "+{}", name.part);
                 }
-                _ => all.push((what, part)),
+                _ => all.push(name),
             }
         }
-        let join =
-            |(what, part): (String, String)| if part.is_empty() { what } else { format!("{what} {part}") };
-        all.into_iter().map(join).collect::<Vec<_>>().join(", ")
+        let text = |Name { whole, part, .. }: Name| {
+            if part.is_empty() { whole } else { format!("{whole} {part}") }
+        };
+        all.into_iter().map(text).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -58,7 +69,7 @@ pub(in crate::cuda) fn to_text(
                 names.insert(*at, &content.to_string(), "");
                 format!("  alloc {content}: {} at {}", kib(at.bytes), kib(at.offset))
             }
-            Command::Free { at } => format!("  free {}", names.name(*at).0),
+            Command::Free { at } => format!("  free {}", names.name(*at).whole),
             Command::Record { stream, event } => format!("  {stream}: record {event:?}"),
             Command::Wait { stream, event } => format!("  {stream}: wait for {event:?}"),
             Command::Kernel { stream, kernel } => {
@@ -80,7 +91,7 @@ pub(in crate::cuda) fn to_text(
     text
 }
 
-/// A command's operands: `read -> written; changes changed`.
+/// A command's operands, as in `activation -> output; changes counters`.
 fn accesses(command: &Command, names: &Names) -> String {
     let all = command.accesses();
     let list = |kind: Access| {

@@ -2,11 +2,11 @@
 //!
 //! - Memory is written before it is read, and freed memory is not accessed.
 //! - If a command writes memory that another command accesses, a stream or events order the two commands.
-//! - Events are recorded before a stream waits for them, and every other stream begins with a wait for the main stream.
+//! - Events are recorded before a stream waits for them, and every stream except the main stream begins with a wait.
 //! - Collectives run one after another, and all streams join the main stream before the list ends.
 //! - Weights and optimizer state change only after the host can see that an update may be under way ([`UPDATING`]). From then on no
-//!   command waits for other ranks, except where ranks divide the optimizer's state: they exchange norms and new weights. In this case no
-//!   single rank has the whole state of an interrupted step, so the host does not try to recover this state.
+//!   command waits for other ranks. Exception: ranks that divide the optimizer's state exchange norms and new weights. No single rank
+//!   then has the whole state of an interrupted step, so the host does not try to recover this state.
 //!
 //! The check uses vector clocks: for each stream, how many commands of every stream are known to have completed.
 
@@ -16,16 +16,16 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: number of commands that are known to have completed.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list of commands. `carries_over`: the list continues from the gradients and totals of an earlier micro-batch.
+/// Checks a list of commands. With `carries_over`, the list continues from the gradients and totals of an earlier micro-batch.
 ///
 /// # Errors
-/// Names the first invalid command and the reason.
+/// A command is invalid. The error names the first invalid command and the reason.
 pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
     let mut check = Check { carries_over, ..Check::default() };
     for (number, command) in commands.iter().enumerate() {
         check
             .check_command(command)
-            .map_err(|error| format!("command {number}, {}: {error}", name(command)))?;
+            .map_err(|error| format!("command {number}, {}: {error}", describe(command)))?;
     }
     check.end()
 }
@@ -33,7 +33,7 @@ pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Resul
 /// Collectives and exchanges in launch order, which must be the same on all ranks of a group.
 #[cfg(test)]
 pub(in crate::cuda) fn collective_calls(commands: &[Command]) -> Vec<String> {
-    let exchange = |operand: &Operand| operand.region == Region::PeerSequences;
+    let is_exchanged = |operand: &Operand| operand.region == Region::PeerSequences;
     commands
         .iter()
         .filter_map(|command| match command {
@@ -43,7 +43,7 @@ pub(in crate::cuda) fn collective_calls(commands: &[Command]) -> Vec<String> {
             Command::Exchange { stream, group, .. } => Some(format!("Exchange {group:?} {stream:?}")),
             Command::Kernel { .. } => {
                 let accesses = command.accesses();
-                let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
+                let (operand, _) = accesses.iter().find(|(operand, _)| is_exchanged(operand))?;
                 Some(format!("exchange at {}", operand.offset))
             }
             _ => None,
@@ -51,7 +51,7 @@ pub(in crate::cuda) fn collective_calls(commands: &[Command]) -> Vec<String> {
         .collect()
 }
 
-fn name(command: &Command) -> String {
+fn describe(command: &Command) -> String {
     match command {
         Command::Kernel { stream, kernel } => format!("{} on {stream:?}", kernel.name),
         Command::Convolution { stream, convolution, .. } => format!("{convolution} on {stream:?}"),
@@ -82,9 +82,9 @@ impl Position {
 struct Piece {
     end: usize,
     state: MemoryState,
-    written: Option<Position>,
+    last_write: Option<Position>,
     /// By stream: the last read since the last write.
-    read: [Option<Position>; StreamId::ALL.len()],
+    last_reads: [Option<Position>; StreamId::ALL.len()],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,16 +99,16 @@ enum MemoryState {
 struct Check {
     carries_over: bool,
     clocks: [Clock; StreamId::ALL.len()],
-    /// By stream: whether it has waited for another stream, as every stream except the main stream must before its first command.
-    joined: [bool; StreamId::ALL.len()],
+    /// By stream: whether it has waited for an event, as every stream except the main stream must before its first command.
+    has_waited: [bool; StreamId::ALL.len()],
     events: HashMap<EventId, Clock>,
     memory: HashMap<Region, BTreeMap<usize, Piece>>,
     /// By offset: the end of each allocation in the arena.
-    live: BTreeMap<usize, usize>,
-    /// The newest collective or exchange.
-    collective: Option<Position>,
+    allocations: BTreeMap<usize, usize>,
+    /// The newest collective or exchange by NCCL.
+    last_collective: Option<Position>,
     /// Whether a command so far has set [`UPDATING`], so that weights may change.
-    updates: bool,
+    may_update: bool,
 }
 
 impl Check {
@@ -121,15 +121,15 @@ impl Check {
         let Some(stream) = command.stream().map(|stream| stream as usize) else { return Ok(()) };
         match *command {
             Command::Wait { event, .. } => {
-                let done =
-                    *self.events.get(&event).ok_or_else(|| format!("{event:?} is not recorded before"))?;
-                for (known, recorded) in self.clocks[stream].iter_mut().zip(done) {
-                    *known = recorded.max(*known);
+                let recorded =
+                    *self.events.get(&event).ok_or_else(|| format!("{event:?} has not been recorded"))?;
+                for (known, completed) in self.clocks[stream].iter_mut().zip(recorded) {
+                    *known = completed.max(*known);
                 }
-                self.joined[stream] = true;
+                self.has_waited[stream] = true;
                 return Ok(());
             }
-            _ if stream != StreamId::Main as usize && !self.joined[stream] => {
+            _ if stream != StreamId::Main as usize && !self.has_waited[stream] => {
                 return Err("its stream has not waited for the main stream".into());
             }
             Command::Record { event, .. } => {
@@ -140,29 +140,29 @@ impl Check {
         }
         self.clocks[stream][stream] += 1;
         let position = Position { stream, number: self.clocks[stream][stream] };
-        // A command reads its operands before it writes.
         let accesses = command.accesses();
         self.check_update(command, &accesses, stream)?;
+        // A command reads its operands before it writes.
         for (operand, access) in &accesses {
             if *access != Access::Write {
-                self.touch(*operand, position, false)?;
+                self.read(*operand, position)?;
             }
         }
         for (operand, access) in accesses {
             if access != Access::Read {
-                self.touch(operand, position, true)?;
+                self.write(operand, position)?;
             }
         }
         if command.waits_for_ranks() {
-            if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
+            if self.last_collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
-            self.collective = Some(position);
+            self.last_collective = Some(position);
         }
         Ok(())
     }
 
-    /// Checks that the host can see updates, and that no command waits for other ranks during an update.
+    /// Checks that the host can see when an update begins, and that no command waits for other ranks during an update.
     fn check_update(
         &mut self,
         command: &Command,
@@ -170,28 +170,28 @@ impl Check {
         stream: usize,
     ) -> Result<(), String> {
         let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
-        let trained = |operand: Operand| {
+        let is_trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };
         // Ranks that divide the optimizer's state wait for each other during the update: they reduce norms and gather weights.
-        let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
-        let waits = match *command {
-            Command::Collective { to, .. } => !of_update(to),
+        let is_of_update = |to: Operand| is_trained(to) || to.region == Region::SegmentSquares;
+        let waits_for_ranks = match *command {
+            Command::Collective { to, .. } => !is_of_update(to),
             _ => {
                 command.waits_for_ranks() || written().any(|operand| operand.region == Region::PeerSequences)
             }
         };
-        if self.updates && waits {
+        if self.may_update && waits_for_ranks {
             return Err("it waits for other ranks after an update may have begun".into());
         }
-        if !self.updates && written().any(trained) {
+        if !self.may_update && written().any(is_trained) {
             return Err("it changes weights before the host can see that an update may be under way".into());
         }
         if written().any(|operand| operand == UPDATING) {
-            if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
+            if self.last_collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("an update may begin before the last collective has ended".into());
             }
-            self.updates = true;
+            self.may_update = true;
         }
         Ok(())
     }
@@ -208,55 +208,63 @@ impl Check {
     }
 
     fn alloc(&mut self, at: Operand) -> Result<(), String> {
-        let before = self.live.range(..at.end()).next_back();
+        let before = self.allocations.range(..at.end()).next_back();
         if let Some((offset, end)) = before.filter(|(_, end)| **end > at.offset) {
             return Err(format!("{offset}..{end} is allocated"));
         }
-        self.live.insert(at.offset, at.end());
+        self.allocations.insert(at.offset, at.end());
         self.pieces(at).for_each(|piece| piece.state = MemoryState::Uninitialised);
         Ok(())
     }
 
     fn free(&mut self, at: Operand) -> Result<(), String> {
-        if self.live.get(&at.offset) != Some(&at.end()) {
+        if self.allocations.get(&at.offset) != Some(&at.end()) {
             return Err("it is not allocated".into());
         }
-        self.live.remove(&at.offset);
+        self.allocations.remove(&at.offset);
         self.pieces(at).for_each(|piece| piece.state = MemoryState::Freed);
         Ok(())
     }
 
-    fn touch(&mut self, operand: Operand, position: Position, writes: bool) -> Result<(), String> {
-        if operand.region == Region::Arena {
-            let allocation = self.live.range(..=operand.offset).next_back();
-            if allocation.is_none_or(|(_, end)| *end < operand.end()) {
-                return Err(format!("{operand:?} is not inside an allocation"));
-            }
-        }
+    /// Notes that the command at `position` reads `operand`.
+    fn read(&mut self, operand: Operand, position: Position) -> Result<(), String> {
+        self.check_allocated(operand)?;
         let clock = self.clocks[position.stream];
         for piece in self.pieces(operand) {
-            let unordered =
-                |other: &Option<Position>| other.is_some_and(|o| !o.is_before(position.stream, &clock));
-            if unordered(&piece.written) {
-                return Err(format!("the command that writes {operand:?} may still run"));
-            }
-            if writes {
-                if piece.read.iter().any(unordered) {
-                    return Err(format!("a command that reads {operand:?} may still run"));
+            check_order(piece.last_write, position, &clock, "writes", operand)?;
+            match piece.state {
+                MemoryState::Initialised => {}
+                MemoryState::Uninitialised => {
+                    return Err(format!("{operand:?} is read before it is written"));
                 }
-                piece.state = MemoryState::Initialised;
-                piece.written = Some(position);
-                piece.read = Default::default();
-            } else {
-                match piece.state {
-                    MemoryState::Initialised => {}
-                    MemoryState::Uninitialised => {
-                        return Err(format!("{operand:?} is read before it is written"));
-                    }
-                    MemoryState::Freed => return Err(format!("{operand:?} is freed")),
-                }
-                piece.read[position.stream] = Some(position);
+                MemoryState::Freed => return Err(format!("{operand:?} is freed")),
             }
+            piece.last_reads[position.stream] = Some(position);
+        }
+        Ok(())
+    }
+
+    /// Notes that the command at `position` writes `operand`.
+    fn write(&mut self, operand: Operand, position: Position) -> Result<(), String> {
+        self.check_allocated(operand)?;
+        let clock = self.clocks[position.stream];
+        for piece in self.pieces(operand) {
+            check_order(piece.last_write, position, &clock, "writes", operand)?;
+            for last_read in piece.last_reads {
+                check_order(last_read, position, &clock, "reads", operand)?;
+            }
+            piece.state = MemoryState::Initialised;
+            piece.last_write = Some(position);
+            piece.last_reads = Default::default();
+        }
+        Ok(())
+    }
+
+    /// Checks that an operand in the arena is inside an allocation.
+    fn check_allocated(&self, operand: Operand) -> Result<(), String> {
+        let allocation = self.allocations.range(..=operand.offset).next_back();
+        if operand.region == Region::Arena && allocation.is_none_or(|(_, end)| *end < operand.end()) {
+            return Err(format!("{operand:?} is not inside an allocation"));
         }
         Ok(())
     }
@@ -269,7 +277,7 @@ impl Check {
             _ if is_initialised(region, self.carries_over) => MemoryState::Initialised,
             _ => MemoryState::Uninitialised,
         };
-        let all = Piece { end: usize::MAX, state, written: None, read: Default::default() };
+        let all = Piece { end: usize::MAX, state, last_write: None, last_reads: Default::default() };
         let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, all)]));
         for at in [offset, operand.end()] {
             if let Some((_, before)) = pieces.range_mut(..at).next_back()
@@ -282,6 +290,20 @@ impl Check {
         }
         pieces.range_mut(offset..operand.end()).map(|(_, piece)| piece)
     }
+}
+
+/// Checks that the command at `earlier`, which `accesses` the operand, is known to have completed when the command at `position` starts.
+fn check_order(
+    earlier: Option<Position>,
+    position: Position,
+    clock: &Clock,
+    accesses: &str,
+    operand: Operand,
+) -> Result<(), String> {
+    if earlier.is_some_and(|earlier| !earlier.is_before(position.stream, clock)) {
+        return Err(format!("the command that {accesses} {operand:?} may still run"));
+    }
+    Ok(())
 }
 
 /// Whether a region is initialised when a list begins: it outlives a step or, with `carries_over`, a micro-batch.
@@ -312,7 +334,7 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::ScaleColumns
         | Region::InputRing
         | Region::InputCounter
-        | Region::InputsTaken
+        | Region::HostInputCounter
         | Region::ResultRing
         | Region::ResultCounter
         | Region::InputGradient

@@ -52,8 +52,8 @@ impl Drop for Buffer {
     }
 }
 
-/// Page-locked host memory that the GPU can access. It is cached (not write-combined), so that the host
-/// reads it at full speed.
+/// Page-locked host memory that the GPU can access. The host's caches hold it (it is not write-combined), so that the host reads it at
+/// full speed.
 pub(in crate::cuda) struct Pinned {
     pub(super) host: NonNull<u8>,
     /// Device address.
@@ -67,7 +67,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// `bytes` zeros.
+    /// Allocates `bytes` zeros.
     pub(in crate::cuda) fn new(bytes: usize) -> Result<Self, CudaError> {
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: freed when this is dropped; the driver returned the address.

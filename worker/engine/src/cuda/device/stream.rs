@@ -7,7 +7,7 @@ use crate::cuda::error::CudaError;
 use cudarc::driver::{result, sys};
 use std::{cell::Cell, marker::PhantomData};
 
-/// A handle of a stream, which its [`OwnedStream`] must outlive.
+/// A handle of a stream. The [`OwnedStream`] must outlive the handle.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Stream(pub(in crate::cuda) sys::CUstream);
 
@@ -20,7 +20,7 @@ unsafe impl Send for OwnedStream {}
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
-    /// A stream that does not synchronise with the default stream.
+    /// Creates a stream that does not synchronise with the default stream.
     pub(in crate::cuda) fn new() -> Result<Self, CudaError> {
         Self::with_priority(0)
     }
@@ -74,7 +74,7 @@ impl Stream {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
             sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-            error => error.result().map_err(CudaError::driver("a step")),
+            error => error.result().map_err(CudaError::driver("running a step")),
         }
     }
 
@@ -168,12 +168,12 @@ pub(in crate::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 unsafe impl Send for Event {}
 
 impl Event {
-    /// An event that orders streams.
+    /// Creates an event that orders streams.
     pub(in crate::cuda) fn new() -> Result<Self, CudaError> {
         Self::with_flags(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// An event that also records the time.
+    /// Creates an event that also records the time.
     pub(in crate::cuda) fn timed() -> Result<Self, CudaError> {
         Self::with_flags(sys::CUevent_flags::CU_EVENT_DEFAULT)
     }
@@ -184,7 +184,7 @@ impl Event {
             .map_err(CudaError::driver("creating an event"))
     }
 
-    /// An event whose [`Event::wait`] blocks instead of spinning, so that other threads can use the core. A wait takes
+    /// Creates an event whose [`Event::wait`] blocks instead of spinning, so that other threads can use the core. A wait takes
     /// about 50 us longer.
     pub(in crate::cuda) fn sleeping() -> Result<Self, CudaError> {
         use sys::CUevent_flags as F;
@@ -217,7 +217,7 @@ impl Event {
         }
     }
 
-    /// Milliseconds from this event to a later one. Both must have occurred.
+    /// Waits for the event `later`, and returns the milliseconds from this event to it. Both must be [timed](Event::timed).
     pub(in crate::cuda) fn millis_to(&self, later: &Event) -> Result<f32, CudaError> {
         // SAFETY: both are alive and timed.
         unsafe {

@@ -15,14 +15,14 @@ pub(super) struct Cropper {
     size: (u32, u32),
     outputs: Option<Buffer>,
     host_outputs: Option<Pinned>,
-    /// The `Cropping`s and resampling tables of a group.
+    /// The [`Cropping`]s and resampling tables of a group.
     lists: Option<Buffer>,
     host_lists: Option<Pinned>,
 }
 
 impl Cropper {
     pub(super) fn new() -> Result<Self, CudaError> {
-        // A stream of high priority: these kernels are few and short, and would otherwise wait for all kernels of a
+        // The stream has a high priority, because these kernels are few and short, and would otherwise wait for all kernels of a
         // training step.
         let stream = OwnedStream::with_highest_priority()?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
@@ -34,7 +34,7 @@ impl Cropper {
     }
 
     /// Allocates memory for `pictures` outputs of `size`.
-    pub(super) fn begin(
+    pub(super) fn allocate(
         &mut self,
         device: &Device,
         pictures: usize,
@@ -47,7 +47,7 @@ impl Cropper {
         Ok(())
     }
 
-    /// Launches the kernel. Earlier work of this cropper must be done.
+    /// Launches the kernel for a group of pictures. The kernels of earlier groups must have finished.
     pub(super) fn run(
         &mut self,
         device: &Device,
@@ -56,16 +56,16 @@ impl Cropper {
         tables: &[i32],
     ) -> Result<(), CudaError> {
         let (Some(outputs), (width, height)) = (&self.outputs, self.size) else { return Ok(()) };
-        // Tables follow croppings, on a separate cache line.
-        let tables_after = size_of_val(croppings).next_multiple_of(256);
-        let bytes = tables_after + size_of_val(tables);
+        // The tables follow the croppings, on a separate cache line.
+        let tables_offset = size_of_val(croppings).next_multiple_of(256);
+        let bytes = tables_offset + size_of_val(tables);
         let lists = grow_buffer(&mut self.lists, bytes, |bytes| device.alloc(bytes))?;
         let host = grow_pinned(&mut self.host_lists, bytes)?;
         host.write(0, croppings);
-        host.write(tables_after, tables);
+        host.write(tables_offset, tables);
         self.stream.0.upload(lists, host, 0, bytes)?;
         let (rows, shared_bytes) = rows_per_block(croppings, height);
-        let [croppings_at, tables_at] = [lists.ptr, lists.ptr + tables_after as u64];
+        let [croppings_at, tables_at] = [lists.ptr, lists.ptr + tables_offset as u64];
         let [to_width, to_height, block_rows] = [width, height, rows].map(u64::from);
         let args = [croppings_at, tables_at, outputs.ptr, to_width, to_height, block_rows];
         let geometry = Geometry {
@@ -78,7 +78,7 @@ impl Cropper {
     }
 
     /// Starts the copy of `pictures` outputs to the host.
-    pub(super) fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
+    pub(super) fn start_download(&mut self, pictures: usize) -> Result<(), CudaError> {
         let bytes = pictures * self.bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
             self.stream.0.download(host, outputs, bytes)?;
@@ -86,7 +86,7 @@ impl Cropper {
         Ok(())
     }
 
-    /// The pixels copied by [`Cropper::end`], after the copy is done.
+    /// The first `bytes` bytes of the outputs, after the copy that [`Cropper::start_download`] started is done.
     pub(super) fn pixels(&self, bytes: usize) -> &[u8] {
         self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
     }
@@ -98,7 +98,7 @@ pub(super) fn grow_buffer(
     bytes: usize,
     alloc: impl FnOnce(usize) -> Result<Buffer, CudaError>,
 ) -> Result<&Buffer, CudaError> {
-    // Frees memory that is too small first. Allocates slightly more than requested, since groups differ.
+    // Memory that is too small is freed first. More is allocated than requested, because the next group may be slightly larger.
     let large_enough = match buffer.take().filter(|existing| existing.bytes >= bytes) {
         Some(existing) => existing,
         None => alloc((bytes + bytes / 8).next_multiple_of(1 << 20))?,
@@ -106,7 +106,7 @@ pub(super) fn grow_buffer(
     Ok(buffer.insert(large_enough))
 }
 
-/// Page-locked memory of at least `bytes`, as [`grow_buffer`]. It must not be in use.
+/// Page-locked memory of at least `bytes`: the existing memory, which must not be in use, or new memory that replaces it.
 pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned, CudaError> {
     let large_enough = match memory.take().filter(|existing| existing.bytes >= bytes) {
         Some(existing) => existing,

@@ -7,11 +7,11 @@ use crate::nvjpeg;
 use lockstep_data::device::{Encoded, Stored};
 use std::ops::Range;
 
-/// Maximum size of a group's decoded pictures in bytes: less than 2 GiB for all groups that are under way.
-pub(super) const MAX_DECODED: usize = 512 << 20;
-/// Maximum number of pictures per launch: limit of a grid's second dimension.
+/// Maximum size of a group's decoded pictures in bytes: less than 2 GiB for all groups that are decoded concurrently.
+pub(super) const MAX_DECODED_BYTES: usize = 512 << 20;
+/// Maximum number of pictures per launch: the limit of a grid's second dimension.
 const MAX_PICTURES: usize = 65_535;
-/// Alignment of planes in bytes: two planes never share a cache line.
+/// Alignment of planes in bytes, so that two planes never share a cache line.
 const ALIGN: usize = 256;
 /// Alignment of a plane's rows in bytes: a sector of GPU memory, so that a warp reads as few sectors as possible.
 const ROW_ALIGN: usize = 32;
@@ -73,25 +73,25 @@ fn pitch(width: u32) -> usize {
 }
 
 /// Size of a plane in bytes.
-fn plane(width: u32, height: u32) -> usize {
+fn plane_bytes(width: u32, height: u32) -> usize {
     (pitch(width) * height as usize).next_multiple_of(ALIGN)
 }
 
 /// Total size in bytes of a decoded picture's planes.
 pub(super) fn planes_bytes(stored: Stored) -> usize {
     let (width, height) = stored.chroma();
-    plane(stored.width, stored.height) + 2 * plane(width, height)
+    plane_bytes(stored.width, stored.height) + 2 * plane_bytes(width, height)
 }
 
 impl Planes {
-    /// Consecutive planes from address `at` on, in [`planes_bytes`] bytes.
+    /// Consecutive planes of [`planes_bytes`] bytes in total, from address `at` on.
     pub(super) fn new(stored: Stored, at: Ptr) -> Self {
         let (chroma_width, chroma_height) = stored.chroma();
-        let cb = at + plane(stored.width, stored.height) as Ptr;
+        let cb = at + plane_bytes(stored.width, stored.height) as Ptr;
         Self {
             luma: at,
             cb,
-            cr: cb + plane(chroma_width, chroma_height) as Ptr,
+            cr: cb + plane_bytes(chroma_width, chroma_height) as Ptr,
             luma_pitch: pitch(stored.width) as u32,
             chroma_pitch: pitch(chroma_width) as u32,
             chroma_width,
@@ -102,7 +102,7 @@ impl Planes {
     }
 
     /// The planes as destinations for the decoder.
-    pub(super) fn all(&self) -> [nvjpeg::Plane; 3] {
+    pub(super) fn destinations(&self) -> [nvjpeg::Plane; 3] {
         [(self.luma, self.luma_pitch), (self.cb, self.chroma_pitch), (self.cr, self.chroma_pitch)]
             .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
     }
@@ -110,7 +110,7 @@ impl Planes {
 
 /// Divides pictures of these `sizes`, in bytes, into groups of consecutive pictures, of at most [`MAX_PICTURES`] pictures and `max_bytes`
 /// bytes. A picture of more than `max_bytes` bytes is a group of its own.
-pub(super) fn groups(sizes: &[usize], max_bytes: usize) -> Vec<Range<usize>> {
+pub(super) fn divide_into_groups(sizes: &[usize], max_bytes: usize) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     let mut bytes = 0;
     for (number, size) in sizes.iter().enumerate() {
@@ -129,7 +129,8 @@ pub(super) fn groups(sizes: &[usize], max_bytes: usize) -> Vec<Range<usize>> {
 }
 
 impl Cropping {
-    /// For a picture that is decoded to `planes` and becomes the output with index `output`. Appends its resampling tables to `tables`.
+    /// Describes a picture that is decoded to `planes` and becomes the output with index `output`. Appends its resampling tables to
+    /// `tables`.
     pub(super) fn new(picture: &Encoded<'_>, planes: Planes, output: u32, tables: &mut Vec<i32>) -> Self {
         // Sides are at most `MAX_SIDE`, so the casts are exact.
         let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
@@ -188,11 +189,11 @@ mod tests {
 
     #[test]
     fn groups_are_as_long_as_possible_and_have_at_least_one_picture() {
-        assert!(groups(&[], 10).is_empty());
-        assert_eq!(groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
-        assert_eq!(groups(&[4, 7], 10), [0..1, 1..2]);
+        assert!(divide_into_groups(&[], 10).is_empty());
+        assert_eq!(divide_into_groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
+        assert_eq!(divide_into_groups(&[4, 7], 10), [0..1, 1..2]);
         assert_eq!(
-            groups(&[1; MAX_PICTURES + 1], 1 << 20),
+            divide_into_groups(&[1; MAX_PICTURES + 1], 1 << 20),
             [0..MAX_PICTURES, MAX_PICTURES..MAX_PICTURES + 1]
         );
     }
@@ -212,10 +213,10 @@ mod tests {
 
     #[test]
     fn the_largest_picture_fits_and_small_ones_need_little_memory() {
-        assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MAX_DECODED);
+        assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MAX_DECODED_BYTES);
         // The maximum number of the smallest pictures.
         let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
-        assert!(smallest == 3 * ALIGN && MAX_PICTURES * smallest <= MAX_DECODED);
+        assert!(smallest == 3 * ALIGN && MAX_PICTURES * smallest <= MAX_DECODED_BYTES);
         let half = Subsampling { columns: 2, rows: 2 };
         assert_eq!(
             planes_bytes(Stored { width: 480, height: 370, subsampling: half, ..FULL }),
@@ -229,7 +230,7 @@ mod tests {
             for (width, height) in [(1, 1), (2, 3), (33, 17), (8191, 5)] {
                 let stored = Stored { width, height, subsampling: Subsampling { columns, rows }, ..FULL };
                 let planes = Planes::new(stored, 1 << 40);
-                let [luma, cb, cr] = planes.all();
+                let [luma, cb, cr] = planes.destinations();
                 let end = |plane: nvjpeg::Plane, rows: u32| plane.to + plane.pitch as u64 * u64::from(rows);
                 assert_eq!(luma.to, 1 << 40);
                 assert!(end(luma, height) <= cb.to, "{stored:?}");

@@ -19,7 +19,7 @@ pub(super) fn for_dtype(dtype: DType) -> [(&'static str, String); 17] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),
-        // A double. `{:?}` gives the shortest text that parses as the same number.
+        // A double: `{:?}` gives the shortest text that parses as the same number.
         ("EPSILON", format!("{EPSILON:?}")),
         ("SMALL_GROUPS", SMALL_GROUPS.to_string()),
         ("EXPANDED", EXPANDED.to_string()),

@@ -107,12 +107,12 @@ fn gpu_damaged_kernels_in_the_cache_are_compiled_again() {
         [("emptied", &[][..]), ("cut", &whole[..whole.len() / 2]), ("flipped", &flipped[..])]
     {
         std::fs::write(&path, damaged).unwrap();
-        assert!(cached(&name).is_none(), "{case}");
+        assert!(load_cached(&name).is_none(), "{case}");
         assert!(!path.exists(), "{case}: the file remains");
     }
     cache::write(&name, b"neither machine code nor PTX\0");
     drop(Kernels::load(&device, DType::F32).unwrap());
-    assert!(cached(&name).is_some(), "the kernel was not compiled again");
+    assert!(load_cached(&name).is_some(), "the kernel was not compiled again");
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! AdamW and LAMB over flat buffers; `adam.cu`.
 
-use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
+use super::{Arg, CONTROL, FlatParameters, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 
 /// Adam's running means of the gradient and of its square, and the decay rates of the means. The number of updates is
 /// `Scaler::updates`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Moments {
-    /// float32, with the length of the weights.
+    /// The mean of the gradient: float32, with the length of the weights.
     pub(in crate::cuda) first: Operand,
+    /// The mean of the gradient's square: float32, with the length of the weights.
     pub(in crate::cuda) second: Operand,
     pub(in crate::cuda) beta1: f64,
     pub(in crate::cuda) beta2: f64,
@@ -15,9 +16,8 @@ pub(in crate::cuda) struct Moments {
 }
 
 impl Moments {
-    /// Kernel arguments. `writes`: the kernel also writes the moments.
-    fn args(self, writes: bool) -> [Arg; 5] {
-        let moment = if writes { Arg::InOut } else { Arg::In };
+    /// The kernel arguments. `moment` is `Arg::InOut` if the kernel also writes the moments, otherwise `Arg::In`.
+    fn args(self, moment: fn(Operand) -> Arg) -> [Arg; 5] {
         [
             moment(self.first),
             moment(self.second),
@@ -31,31 +31,37 @@ impl Moments {
 impl Ops {
     /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and moments, reads
     /// gradients, writes the low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
-    pub(in crate::cuda) fn adamw(&self, flat: Flat, moments: Moments) -> Kernel {
+    pub(in crate::cuda) fn adamw(&self, flat: FlatParameters, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
-        args.extend(moments.args(true));
+        args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
         args.extend([Arg::In(CONTROL), Arg::In(SCALER)]);
         args.extend(flat.decay.map(Arg::F32));
         kernel(
-            if flat.planar { "adamw_planes" } else { "adamw" },
-            self.items(flat.gradients.length / 8, 6),
+            if flat.is_planar { "adamw_planes" } else { "adamw" },
+            self.per_item(flat.gradients.length / 8, 6),
             args,
         )
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Updates the moments, and sums the squares of each parameter's weights and of its update into
-    /// `rates.squares`. Memory traffic: reads weights and gradients, reads and writes moments.
-    pub(in crate::cuda) fn lamb_moments(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
+    /// Updates the moments, and sums the squares of each parameter's weights and of its update into `rates.squares`. Runs after
+    /// [`Ops::gradient_norm`]. Memory traffic: reads weights and gradients, reads and writes moments.
+    pub(in crate::cuda) fn lamb_moments(
+        &self,
+        flat: FlatParameters,
+        moments: Moments,
+        rates: Rates,
+    ) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
-        args.extend(moments.args(true));
+        args.extend(moments.args(Arg::InOut));
         args.extend(flat.gradients.args());
         args.extend([Arg::In(SCALER), Arg::F32(flat.decay[0])]);
         args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
         kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_moments`]. `decay`: weight decay of the parameters whose rate LAMB scales by norm(weights) / norm(update).
+    /// Computes the rate of each parameter. Runs after [`Ops::lamb_moments`]. `decay` is the weight decay of the parameters whose rate LAMB
+    /// scales by norm(weights) / norm(update).
     pub(in crate::cuda) fn lamb_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let (segments, count) = (Arg::In(rates.segments), Arg::U32(rates.count));
         let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.per_parameter)];
@@ -64,12 +70,12 @@ impl Ops {
 
     /// One step of all weights by LAMB. Runs after [`Ops::lamb_rates`]. Memory traffic: reads and writes weights, reads moments, writes the
     /// low-precision copy of the weights.
-    pub(in crate::cuda) fn lamb(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
+    pub(in crate::cuda) fn lamb(&self, flat: FlatParameters, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
-        args.extend(moments.args(false));
-        args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
+        args.extend(moments.args(Arg::In));
+        args.extend([Arg::U64(flat.gradients.matrix_length), Arg::U64(flat.gradients.length)]);
         args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::In(rates.segments)]);
         args.extend([Arg::In(rates.per_parameter), Arg::U32(rates.count)]);
-        kernel("lamb", self.items(flat.gradients.length / 8, 6), args)
+        kernel("lamb", self.per_item(flat.gradients.length / 8, 6), args)
     }
 }

@@ -13,9 +13,9 @@ const WORKSPACE: Operand = Operand::whole(Region::Workspace);
 
 /// The batch norm and ReLU before the convolution.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Before {
+pub(in crate::cuda) struct NormBefore {
     pub(in crate::cuda) norm: NormSite,
-    /// Adds to dgamma and dbeta instead of replacing them.
+    /// Whether to add to dgamma and dbeta instead of replacing them.
     pub(in crate::cuda) accumulate: bool,
     pub(in crate::cuda) reduce: Reduce,
 }
@@ -38,7 +38,7 @@ pub(in crate::cuda) struct Bottleneck {
     /// T `[256, 64]`.
     pub(in crate::cuda) dweights: Operand,
     pub(in crate::cuda) shape: Shape,
-    pub(in crate::cuda) before: Option<Before>,
+    pub(in crate::cuda) before: Option<NormBefore>,
 }
 
 /// A 1x1 convolution from 64 to 256 channels, forward.
@@ -98,7 +98,7 @@ impl Ops {
                 args.extend(before.norm.backward_args(before.accumulate, before.reduce));
                 args.extend(before.reduce.args());
             }
-            // Placeholders: no batch norm precedes the convolution.
+            // No batch norm precedes the convolution, so the kernel does not use these arguments.
             None => {
                 args.extend(p.after.backward_args(false, Reduce::Local).map(Arg::unused));
                 args.extend(Reduce::Local.args());

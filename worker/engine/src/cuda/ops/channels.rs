@@ -2,25 +2,32 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Rows of channels: T `[rows, channels]`, the number of channels, and the index of the first value that is read or written.
-pub(in crate::cuda) type Channels = (Operand, usize, usize);
+/// Rows of channels that are read or written.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct ChannelRows {
+    /// T `[rows, channels]`.
+    pub(in crate::cuda) memory: Operand,
+    pub(in crate::cuda) channels: usize,
+    /// Index of the first value that is read or written.
+    pub(in crate::cuda) first: usize,
+}
 
 impl Ops {
-    /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `keeps_others`: whether
-    /// other values of `to` were written before and are still needed.
+    /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `keeps_others` must be
+    /// set if other values of `to` were written before and are still needed.
     ///
     /// Traffic: the copied values twice.
     pub(in crate::cuda) fn copy_channels(
         &self,
-        (from, from_channels, first): Channels,
-        (to, to_channels, at): Channels,
+        from: ChannelRows,
+        to: ChannelRows,
         [rows, channels]: [usize; 2],
         keeps_others: bool,
     ) -> Kernel {
-        let mut args = vec![Arg::In(from), Arg::out(to, keeps_others), Arg::U64(rows as u64)];
-        args.extend([channels, from_channels, to_channels].map(|channels| Arg::U32(channels as u32 / 8)));
-        args.extend([first, at].map(|value| Arg::U64(value as u64 / 8)));
-        kernel("copy_channels", self.items((rows * channels / 8) as u64, 8), args)
+        let mut args = vec![Arg::In(from.memory), Arg::out(to.memory, keeps_others), Arg::U64(rows as u64)];
+        args.extend([channels, from.channels, to.channels].map(|channels| Arg::U32(channels as u32 / 8)));
+        args.extend([from.first, to.first].map(|value| Arg::U64(value as u64 / 8)));
+        kernel("copy_channels", self.per_item((rows * channels / 8) as u64, 8), args)
     }
 
     /// Zeros the pictures of `y` that are padding. `y` has `batch` pictures from each of `ranks` ranks, with `values` values each.

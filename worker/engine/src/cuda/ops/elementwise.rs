@@ -3,19 +3,21 @@
 use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Shape, kernel, plain};
 
 /// Maximum number of channels of [`Ops::row_sums`].
-pub(in crate::cuda) const SUMMED_CHANNELS: usize = 512;
+pub(in crate::cuda) const MAX_ROW_SUM_CHANNELS: usize = 512;
 
 /// A max pooling with square windows of at most 15 x 15 pixels.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct PlainPool {
     pub(in crate::cuda) pictures: u32,
-    /// Height and width of the input and of the output.
+    /// Height and width of the input.
     pub(in crate::cuda) input: [u32; 2],
+    /// Height and width of the output.
     pub(in crate::cuda) output: [u32; 2],
     pub(in crate::cuda) kernel: u32,
     pub(in crate::cuda) stride: u32,
-    /// Padding of columns, and of rows.
+    /// Number of padding columns on either side.
     pub(in crate::cuda) padding: u32,
+    /// Number of padding rows on either side.
     pub(in crate::cuda) row_padding: u32,
     /// A multiple of 8.
     pub(in crate::cuda) channels: u32,
@@ -29,7 +31,8 @@ impl PlainPool {
             .map(Arg::U32)
     }
 
-    fn items(self, [height, width]: [u32; 2]) -> u64 {
+    /// Number of groups of 8 channels of an input or output with this height and width.
+    fn groups(self, [height, width]: [u32; 2]) -> u64 {
         u64::from(self.pictures) * u64::from(height) * u64::from(width) * u64::from(self.channels / 8)
     }
 }
@@ -45,7 +48,7 @@ impl Ops {
     ) -> Kernel {
         let mut args = from.map(Arg::In).to_vec();
         args.extend([Arg::Out(to), Arg::U64(length)]);
-        kernel(name, self.items(length / 8, 8), args)
+        kernel(name, self.per_item(length / 8, 8), args)
     }
 
     /// y = max(x, 0).
@@ -73,7 +76,7 @@ impl Ops {
         self.elementwise("add_forward", [a, b], sum, length)
     }
 
-    /// to (T) = from (float32).
+    /// Rounds: to (T) = from (float32).
     pub(in crate::cuda) fn convert_to_low_precision(
         &self,
         from: Operand,
@@ -85,10 +88,10 @@ impl Ops {
 
     /// Zeros the gradient of a parameter that is not trained; T, `length` values.
     pub(in crate::cuda) fn zero_gradient(&self, gradient: Operand, length: u64) -> Kernel {
-        kernel("zero_gradient", self.items(length / 8, 8), [Arg::Out(gradient), Arg::U64(length)])
+        kernel("zero_gradient", self.per_item(length / 8, 8), [Arg::Out(gradient), Arg::U64(length)])
     }
 
-    /// [`Ops::bias_gradient`] for many rows of at most [`SUMMED_CHANNELS`] channels. Traffic: dy once.
+    /// As [`Ops::bias_gradient`], but for many rows of at most [`MAX_ROW_SUM_CHANNELS`] channels. Traffic: dy once.
     pub(in crate::cuda) fn row_sums(
         &self,
         dy: Operand,
@@ -113,7 +116,7 @@ impl Ops {
     /// y = factor x. Traffic: x and y once.
     pub(in crate::cuda) fn scale_values(&self, [x, y]: [Operand; 2], length: u64, factor: f32) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length), Arg::F32(factor)];
-        kernel("scale_values", self.items(length / 8, 8), args)
+        kernel("scale_values", self.per_item(length / 8, 8), args)
     }
 
     /// y += bias, float32 `[channels]`. Traffic: y twice.
@@ -121,7 +124,7 @@ impl Ops {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
         let args = [Arg::InOut(y), Arg::In(bias), Arg::U32(rows), Arg::U32(channels)];
         let items = u64::from(rows) * u64::from(channels / 8);
-        kernel("add_bias", self.items(items, 8), args)
+        kernel("add_bias", self.per_item(items, 8), args)
     }
 
     /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias. Traffic: dy once.
@@ -144,7 +147,7 @@ impl Ops {
         let Shape { pictures, pixels, channels } = shape;
         let args = [Arg::In(dy), Arg::Out(dx), Arg::U32(pictures), Arg::U32(pixels), Arg::U32(channels)];
         let items = u64::from(pictures) * u64::from(pixels) * u64::from(channels / 8);
-        kernel("global_average_backward", self.items(items, 8), args)
+        kernel("global_average_backward", self.per_item(items, 8), args)
     }
 
     /// Computes y and argmax, the position of each maximum in its window (u8; absent in inference). Traffic: x a few times,
@@ -152,7 +155,7 @@ impl Ops {
     pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
         let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
         args.extend(pool.args());
-        kernel("plain_max_pool", self.items(pool.items(pool.output), 8), args)
+        kernel("plain_max_pool", self.per_item(pool.groups(pool.output), 8), args)
     }
 
     /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Traffic: dx once, dy and argmax a few times from the cache.
@@ -163,6 +166,6 @@ impl Ops {
     ) -> Kernel {
         let mut args = vec![Arg::In(dy), Arg::In(argmax), Arg::Out(dx)];
         args.extend(pool.args());
-        kernel("plain_max_pool_backward", self.items(pool.items(pool.input), 8), args)
+        kernel("plain_max_pool_backward", self.per_item(pool.groups(pool.input), 8), args)
     }
 }

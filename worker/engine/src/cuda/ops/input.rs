@@ -1,4 +1,4 @@
-//! Kernels that make the network's input from uint8 pictures on the GPU; `gather.cu`.
+//! Kernels that make the network's input from pictures on the GPU; `gather.cu`.
 
 use super::{Arg, CONTROL, Geometry, Kernel, Operand, Ops, Region, kernel, plain};
 
@@ -7,14 +7,14 @@ pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 /// Which pictures a batch has, and whether they are augmented.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::cuda) enum GatherMode {
-    /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
-    /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else is black.
+    /// The pictures with the control block's indices, augmented by its parameters: bits 0 to 14 are the top of the crop window, bits 15 to
+    /// 29 the left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture if `reflects` is set, else is black.
     Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32, reflects: bool },
-    /// The control block's indices, not augmented, except that augmentation parameters with bit 31 crop and flip as a view requires.
+    /// The pictures with the control block's indices, not augmented. Augmentation parameters with bit 31 crop and flip for a view.
     Indexed,
-    /// The first pictures in order, not augmented: a batch made by the host.
+    /// The first pictures in order, not augmented, for a batch that the host has made.
     InOrder,
 }
 
@@ -24,7 +24,7 @@ const PICTURES: Operand = Operand::whole(Region::Pictures);
 /// The network's input.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct BatchInput {
-    /// Pictures of the batch, including padding, which becomes zeros.
+    /// Number of pictures of the batch, including padding, which becomes zeros.
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) side: u32,
     /// 1 or 3.
@@ -33,14 +33,15 @@ pub(in crate::cuda) struct BatchInput {
     pub(in crate::cuda) to: Operand,
     /// Number of output channels, 4 or 8 (4 if folded). Channels past the first `channels` are zeros.
     pub(in crate::cuda) padded: u32,
-    pub(in crate::cuda) folded: bool,
+    /// Whether the output is [folded](Ops::fold_border).
+    pub(in crate::cuda) is_folded: bool,
 }
 
 fn scale_args(table: &ScaleTable, region: Region) -> [Arg; 3] {
     [Arg::In(Operand::whole(region)), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
-/// Flag of `Source::mode` in `gather.cu`, which also documents the modes 0 to 2.
+/// A flag of `Source::mode` in `gather.cu`, which also documents the modes 0 to 2.
 const REFLECTS: u32 = 4;
 /// Maximum number of output rows of a block in kernels that scale.
 const BAND: u32 = 32;
@@ -48,12 +49,12 @@ const BAND: u32 = 32;
 const SHARED_BYTES: u32 = 44 << 10;
 
 impl Ops {
-    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling`: resampling tables from
+    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling` has the resampling tables from
     /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
     /// they are mixed), the batch once.
     ///
-    /// Wide pictures, for which one output row reads more than 44 KiB, need more shared memory than the default
-    /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
+    /// Wide pictures, for which one output row reads more than 44 KiB, need more shared memory than the default limit. The launcher has to
+    /// raise the kernel's limit to `shared_bytes`.
     pub(in crate::cuda) fn gather(
         &self,
         p: BatchInput,
@@ -80,9 +81,9 @@ impl Ops {
             Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::In(Operand::whole(Region::Normalisation)),
-            Arg::out(p.to, p.folded),
+            Arg::out(p.to, p.is_folded),
             Arg::U32(p.padded),
-            Arg::U32(p.folded.into()),
+            Arg::U32(p.is_folded.into()),
         ]);
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
@@ -111,16 +112,16 @@ impl Ops {
     pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
         let args = [
             Arg::In(PICTURES),
-            Arg::out(p.to, p.folded),
+            Arg::out(p.to, p.is_folded),
             Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::U32(p.side),
             Arg::U32(p.channels),
             Arg::U32(p.padded),
-            Arg::U32(p.folded.into()),
+            Arg::U32(p.is_folded.into()),
         ];
         let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
-        kernel("pad_channels", self.items(pixels, 8), args)
+        kernel("pad_channels", self.per_item(pixels, 8), args)
     }
 
     /// Zeros the border of a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`. [`Ops::gather`] or
@@ -133,8 +134,8 @@ impl Ops {
         kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
     }
 
-    /// Zeros those gradients of a folded convolution's weights, T `[out, 4, 4, 16]` with `values` values, that correspond to
-    /// no weight of the 7x7 convolution.
+    /// Zeros the gradients of a folded convolution's weights, T `[out, 4, 4, 16]` with `values` values, that correspond to no
+    /// weight of the 7x7 convolution.
     pub(in crate::cuda) fn fold_gradient(&self, gradient: Operand, values: u32) -> Kernel {
         let groups = values / 8;
         let args = [Arg::InOut(gradient), Arg::U32(groups)];

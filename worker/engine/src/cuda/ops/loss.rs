@@ -2,8 +2,8 @@
 
 use super::{Arg, CONTROL, Kernel, LOSS_COUNTER, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
-/// Loss of `logits` + `bias`, its gradient, and totals: `f64 loss_sum; u64 correct; u64 samples`, of the real pictures. The gradient is
-/// multiplied by the loss scale in addition to the control block's grad_scale.
+/// Computes the loss of `logits` + `bias`, its gradient, and the totals of the real pictures: `f64 loss_sum; u64 correct; u64 samples`. The
+/// gradient is multiplied by the loss scale in addition to the control block's grad_scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct CrossEntropy {
     /// T `[pictures, padded]`, without the bias.
@@ -21,22 +21,22 @@ pub(in crate::cuda) struct CrossEntropy {
     pub(in crate::cuda) dlogits: Operand,
     /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) dbias: Operand,
-    /// Whether to add to the totals and to dbias instead of replacing them, as for later micro-batches and in
-    /// evaluation.
+    /// Whether to add to the totals and to dbias instead of replacing them, as for later micro-batches of a step.
     pub(in crate::cuda) accumulate: bool,
     /// Result of [`Ops::put_margin`]; may be absent.
     pub(in crate::cuda) label_logits: Operand,
 }
 
-/// Rows per block: one per warp.
+/// Number of rows per block: one per warp.
 pub(in crate::cuda) const LOSS_ROWS: u32 = 8;
 
+/// Number of blocks of [`Ops::cross_entropy`].
 pub(super) fn blocks(pictures: u32) -> u32 {
     pictures.div_ceil(LOSS_ROWS).max(1)
 }
 
 impl Ops {
-    /// Traffic: logits once from memory (three times from the cache), dlogits once.
+    /// Softmax cross-entropy. Traffic: logits once from memory (three times from the cache), dlogits once.
     pub(in crate::cuda) fn cross_entropy(&self, p: CrossEntropy) -> Kernel {
         let args = [
             Arg::In(p.logits),
@@ -59,7 +59,7 @@ impl Ops {
         kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }
 
-    /// Logits for the host, float32 `[pictures, classes]`: adds the bias and drops the padding.
+    /// Writes the logits for the host, float32 `[pictures, classes]`: adds the bias and drops the padding.
     pub(in crate::cuda) fn biased_logits(&self, p: CrossEntropy, to: Operand) -> Kernel {
         let args = [
             Arg::In(p.logits),

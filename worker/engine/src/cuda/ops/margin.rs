@@ -4,34 +4,34 @@ use super::{Arg, Kernel, Operand, Ops, SplitLogits, kernel, plain};
 use crate::loss::{Margin, MarginTerms};
 
 /// Size in bytes of `LabelLogit` in `loss.cu`.
-const LABEL_BYTES: usize = 16;
+const LABEL_LOGIT_BYTES: usize = 16;
 
-/// Scales products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the
-/// products.
+/// Converts products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the products.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Cosines {
     /// T, in chunks of classes: each `[rows, chunk]`.
     pub(in crate::cuda) values: Operand,
-    /// Results of [`Ops::row_factors`] for features and for weights.
+    /// Result of [`Ops::row_factors`] for features.
     pub(in crate::cuda) row_factors: Operand,
+    /// Result of [`Ops::row_factors`] for weights.
     pub(in crate::cuda) class_factors: Operand,
     /// Result of [`Ops::put_margin`], for a gradient; may be absent.
     pub(in crate::cuda) label_logits: Operand,
     pub(in crate::cuda) rows: u32,
-    /// Classes of a chunk, a multiple of 8.
+    /// Number of classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
     pub(in crate::cuda) chunks: u32,
 }
 
 impl SplitLogits {
     /// Bytes of the result of [`Ops::put_margin`].
-    pub(in crate::cuda) fn label_bytes(&self) -> usize {
-        self.rows() as usize * LABEL_BYTES
+    pub(in crate::cuda) fn label_logit_bytes(&self) -> usize {
+        self.rows() as usize * LABEL_LOGIT_BYTES
     }
 }
 
 impl Ops {
-    /// float32 `[count]`: `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
+    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -40,10 +40,10 @@ impl Ops {
         scale: f32,
     ) -> Kernel {
         let args = [Arg::In(rows), Arg::Out(factors), Arg::U32(count), Arg::U32(width), Arg::F32(scale)];
-        kernel("row_factors", self.items(32 * u64::from(count), 8), args)
+        kernel("row_factors", self.per_item(32 * u64::from(count), 8), args)
     }
 
-    /// Traffic: the values twice.
+    /// Scales all values by the factors of their row and class. Traffic: the values twice.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
         let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
         let args = [
@@ -55,7 +55,7 @@ impl Ops {
             Arg::U64(groups),
             Arg::In(p.label_logits),
         ];
-        kernel("scale_cosines", self.items(groups, 8), args)
+        kernel("scale_cosines", self.per_item(groups, 8), args)
     }
 
     /// Applies the margin to the logit of each row's label, and writes to `label_logits` the derivative and the logit
@@ -75,7 +75,7 @@ impl Ops {
             Arg::U32(p.rows()),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::In(p.sample),
             Arg::In(p.label_positions),
             Arg::F32(margin.scale),
@@ -97,6 +97,6 @@ impl Ops {
         [count, width]: [u32; 2],
     ) -> Kernel {
         let args = [Arg::In(rows), Arg::InOut(gradient), Arg::U32(count), Arg::U32(width)];
-        kernel("remove_along", self.items(32 * u64::from(count), 8), args)
+        kernel("remove_along", self.per_item(32 * u64::from(count), 8), args)
     }
 }

@@ -1,19 +1,19 @@
 //! Muon over flat buffers; `muon.cu`.
 
-use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
+use super::{Arg, CONTROL, FlatParameters, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 use crate::cuda::layout::Filter;
 use lockstep_kernels::orthogonal::STEPS;
 
-/// Rows and columns of a tile of a product.
+/// Number of rows, and of columns, of a tile of a product.
 const TILE: usize = 64;
-/// Threads that compute a tile.
+/// Number of threads that compute a tile.
 const THREADS: u32 = 128;
 
-/// One step of all weights: filters by orthogonalised momentum, all other weights by SGD with Nesterov momentum.
+/// One step of all weights. Filters are updated by orthogonalised momentum, all other weights by SGD with Nesterov momentum.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Muon<'a> {
     /// Operands of the whole flat buffers: `muon.cu` addresses them by the offsets in `filters` and segments.
-    pub(in crate::cuda) flat: Flat,
+    pub(in crate::cuda) flat: FlatParameters,
     /// The momentum buffers.
     pub(in crate::cuda) velocity: Operand,
     pub(in crate::cuda) momentum: f32,
@@ -25,7 +25,7 @@ pub(in crate::cuda) struct Muon<'a> {
     /// Array of `Policy` of `muon.cu`, one for each parameter.
     pub(in crate::cuda) policies: Operand,
     /// The same filters on the host, for the grids.
-    pub(in crate::cuda) shapes: &'a [Filter],
+    pub(in crate::cuda) host_filters: &'a [Filter],
     /// bfloat16, at the offsets of the matrices in the flat buffers: the filters before and after an iteration.
     pub(in crate::cuda) iterates: [Operand; 2],
     /// bfloat16: Gram matrices, and polynomials of them.
@@ -37,11 +37,12 @@ impl Ops {
     /// iteration the filters in 16 bits about four times.
     pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
         let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(SCALER));
-        let (filters, count) = (Arg::In(p.filters), p.shapes.len() as u32);
+        let (filters, count) = (Arg::In(p.filters), p.host_filters.len() as u32);
+        // One block per tile of the largest filter's matrix, for each filter.
         let tiles = |sides: &dyn Fn(&Filter) -> [usize; 2]| {
             let of_filter =
                 |filter: &Filter| sides(filter).map(|side| side.div_ceil(TILE)).iter().product::<usize>();
-            plain([p.shapes.iter().map(of_filter).max().unwrap_or(0) as u32, count, 1], [THREADS, 1, 1])
+            plain([p.host_filters.iter().map(of_filter).max().unwrap_or(0) as u32, count, 1], [THREADS, 1, 1])
         };
         let of_gram = tiles(&|filter| [filter.side(); 2]);
         let of_matrix = tiles(&|filter| [filter.rows, filter.columns]);
@@ -78,7 +79,7 @@ impl Ops {
             Arg::In(rates.per_parameter),
             Arg::In(p.iterates[STEPS % 2]),
         ]);
-        kernels.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
+        kernels.push(kernel("muon_update", self.per_item(flat.gradients.length / 8, 6), args));
         kernels
     }
 }

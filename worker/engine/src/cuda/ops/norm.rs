@@ -1,8 +1,8 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]): one launch for statistics and application, in which
-//! a cluster of at most 8 blocks owns 16 channels and keeps its rows in registers or the L1 cache; or two
-//! launches, each limited by memory bandwidth.
+//! There are two variants, chosen by size ([`Ops::one_launch_geometry`]). For small activations, one launch computes the statistics and
+//! applies them: a cluster of at most 8 blocks owns 16 or 32 channels and keeps its rows in registers or the L1 cache. Otherwise there
+//! are two launches, each limited by memory bandwidth.
 
 use super::{Arg, Geometry, Kernel, Operand, Ops, in_flight, kernel, plain};
 use lockstep_comm::nccl;
@@ -13,7 +13,7 @@ mod forward;
 pub(in crate::cuda) use backward::{Gradient, NormBackward};
 pub(in crate::cuda) use forward::NormForward;
 
-/// An activation: rows = pictures x pixels.
+/// The shape of an activation, which has pictures x pixels rows.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Shape {
     pub(in crate::cuda) pictures: u32,
@@ -34,14 +34,14 @@ impl Shape {
 pub(in crate::cuda) struct NormSite {
     pub(in crate::cuda) gamma: Operand,
     pub(in crate::cuda) beta: Operand,
-    /// If absent, the running statistics are not updated.
+    /// May be absent: the running statistics are then not updated.
     pub(in crate::cuda) running_mean: Operand,
     pub(in crate::cuda) running_var: Operand,
     /// Share of a new batch in the running statistics, 0 to 1.
     pub(in crate::cuda) running_momentum: f32,
     /// Mean of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) mean: Operand,
-    /// 1 / standard deviation of the batch, as `mean`.
+    /// 1 / standard deviation of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) inv_std: Operand,
     /// y = scale x + bias; written by the forward pass, read by the application and by the backward pass.
     pub(in crate::cuda) scale: Operand,
@@ -57,34 +57,34 @@ pub(in crate::cuda) struct NormSite {
 /// How a rank's channel sums are reduced.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Reduce {
-    /// Not reduced: statistics of this rank's pictures.
+    /// Not reduced, because statistics are those of this rank's pictures.
     Local,
     /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
     /// continues from there.
-    Leave { sums: Operand },
-    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers`: struct Peers in device memory.
-    /// `at`: this site's byte offset in every rank's exchange buffer, for 2 slots x ranks x 2 C values of 8
-    /// bytes. `sequence`: `u32 [2 C]`. Buffers and sequences are zero at first and are never reset; forward and
-    /// backward of a site may share them. All ranks must launch the same shapes.
+    StoreSums { sums: Operand },
+    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this site's byte
+    /// offset in every rank's exchange buffer, where it has 2 slots x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
+    /// and sequences are zero at first and are never reset. The forward and the backward pass of a site may share them. All ranks must
+    /// launch the same shapes.
     Exchange { peers: Operand, at: u64, sequence: Operand },
 }
 
 impl Reduce {
     /// Whether the kernel waits for other ranks.
-    fn waits(self) -> bool {
+    fn waits_for_ranks(self) -> bool {
         matches!(self, Reduce::Exchange { .. })
     }
 
     /// Whether the kernel stores the sums and ends.
-    fn leaves_sums(self) -> bool {
-        matches!(self, Reduce::Leave { .. })
+    fn stores_sums(self) -> bool {
+        matches!(self, Reduce::StoreSums { .. })
     }
 
     pub(super) fn args(self) -> [Arg; 5] {
         const NONE: Operand = Operand::NONE;
         let (mode, peers, at, sequence, sums) = match self {
             Reduce::Local => (0, NONE, 0, NONE, NONE),
-            Reduce::Leave { sums } => (1, NONE, 0, NONE, sums),
+            Reduce::StoreSums { sums } => (1, NONE, 0, NONE, sums),
             Reduce::Exchange { peers, at, sequence } => (2, peers, at, sequence, NONE),
         };
         [Arg::U32(mode), Arg::In(peers), Arg::U64(at), Arg::InOut(sequence), Arg::Out(sums)]
@@ -133,14 +133,14 @@ impl NormSite {
             Arg::Out(self.bias),
             Arg::F32(self.running_momentum),
         ];
-        if reduce.leaves_sums() { args.map(Arg::unused) } else { args }
+        if reduce.stores_sums() { args.map(Arg::unused) } else { args }
     }
 
     pub(super) fn backward_args(&self, accumulate: bool, reduce: Reduce) -> [Arg; 9] {
         let [mean, inv_std, scale, bias] = [self.mean, self.inv_std, self.scale, self.bias].map(Arg::In);
         let [dgamma, dbeta] = [self.dgamma, self.dbeta].map(|gradient| Arg::out(gradient, accumulate));
         let between = [self.slope, self.offset].map(Arg::Out);
-        let [slope, offset] = if reduce.leaves_sums() { between.map(Arg::unused) } else { between };
+        let [slope, offset] = if reduce.stores_sums() { between.map(Arg::unused) } else { between };
         [mean, inv_std, scale, bias, dgamma, dbeta, Arg::U32(accumulate.into()), slope, offset]
     }
 }
@@ -155,15 +155,16 @@ pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
 const SMALL_ROWS_PER_THREAD: u32 = 4;
 /// Maximum number of groups of 8 channels per block in the one-launch variant.
 pub(in crate::cuda) const SMALL_GROUPS: u32 = 4;
+
 impl Ops {
     /// Geometry of the one-launch variant, if that variant is faster.
     ///
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
-    /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
-    /// once: the grid has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
-    fn one_launch_geometry(&self, shape: Shape, waits: bool) -> Option<Geometry> {
+    /// rows / (256 k) rows. If the kernel waits for other ranks (`waits_for_ranks`), all clusters have to be resident at once. The grid
+    /// then has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
+    fn one_launch_geometry(&self, shape: Shape, waits_for_ranks: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
-        let reserved_blocks = if waits { nccl::MAX_BLOCKS } else { 0 };
+        let reserved_blocks = if waits_for_ranks { nccl::MAX_BLOCKS } else { 0 };
         let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
         let x = match groups {
             0 => return None,
@@ -189,9 +190,9 @@ impl Ops {
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
     }
 
-    /// Whether [`Ops::norm_forward`] uses the one-launch variant. `waits`: the kernel waits for other ranks.
-    pub(in crate::cuda) fn norm_is_small(&self, shape: Shape, waits: bool) -> bool {
-        self.one_launch_geometry(shape, waits).is_some()
+    /// Whether [`Ops::norm_forward`] uses the one-launch variant, in which the kernel waits for other ranks if `waits_for_ranks`.
+    pub(in crate::cuda) fn is_norm_small(&self, shape: Shape, waits_for_ranks: bool) -> bool {
+        self.one_launch_geometry(shape, waits_for_ranks).is_some()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Optimizer updates over flat buffers; `optimizer.cu`.
 //!
-//! All flat buffers have the same order: a first part with the weights of convolutions and linear layers, and a
-//! second part with batch norms and biases. Each parameter begins and ends at a multiple of 8 values.
+//! All flat buffers have the same order: matrices (the weights of convolutions and linear layers), then vectors (batch
+//! norms' parameters and biases). Each parameter begins and ends at a multiple of 8 values.
 
 use super::{Arg, CONTROL, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, SCALER, kernel, plain};
 use lockstep_kernels::optimizer::LARS_TRUST;
@@ -13,57 +13,59 @@ pub(in crate::cuda) const NORM_PARTS: u32 = 16;
 /// A step's gradients, multiplied by the loss scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Gradients {
-    /// The first part: T, or float32 if `in_float32` (accumulated over micro-batches).
-    pub(in crate::cuda) first: Operand,
-    /// The second part: float32.
-    pub(in crate::cuda) second: Operand,
-    /// Numbers of values of the first part, and of both parts.
-    pub(in crate::cuda) first_length: u64,
+    /// T, or float32 if `is_float32`.
+    pub(in crate::cuda) matrices: Operand,
+    /// float32.
+    pub(in crate::cuda) vectors: Operand,
+    /// Number of values of the matrices.
+    pub(in crate::cuda) matrix_length: u64,
+    /// Number of values of matrices and vectors.
     pub(in crate::cuda) length: u64,
-    pub(in crate::cuda) in_float32: bool,
+    /// Whether the matrices' gradients are float32, as sums over micro-batches are.
+    pub(in crate::cuda) is_float32: bool,
 }
 
 impl Gradients {
-    /// The gradients of some values of the first and of the second part; both ranges count from the beginning of the first.
-    pub(in crate::cuda) fn part(self, first: Range<usize>, second: Range<usize>) -> Self {
-        let first_length = self.first_length as usize;
-        let size = self.first.bytes / first_length.max(1);
+    /// The gradients of a range of the matrices and of a range of the vectors. Both ranges count from the first matrix.
+    pub(in crate::cuda) fn part(self, matrices: Range<usize>, vectors: Range<usize>) -> Self {
+        let matrix_length = self.matrix_length as usize;
+        let size = self.matrices.bytes / matrix_length.max(1);
         Self {
-            first: self.first.part(size * first.start, size * first.len()),
-            second: self.second.part(4 * (second.start - first_length), 4 * second.len()),
-            first_length: first.len() as u64,
-            length: (first.len() + second.len()) as u64,
+            matrices: self.matrices.part(size * matrices.start, size * matrices.len()),
+            vectors: self.vectors.part(4 * (vectors.start - matrix_length), 4 * vectors.len()),
+            matrix_length: matrices.len() as u64,
+            length: (matrices.len() + vectors.len()) as u64,
             ..self
         }
     }
 
     pub(super) fn args(self) -> [Arg; 5] {
         [
-            Arg::In(self.first),
-            Arg::In(self.second),
-            Arg::U64(self.first_length),
+            Arg::In(self.matrices),
+            Arg::In(self.vectors),
+            Arg::U64(self.matrix_length),
             Arg::U64(self.length),
-            Arg::U32(self.in_float32.into()),
+            Arg::U32(self.is_float32.into()),
         ]
     }
 }
 
-/// Weights, gradients and weight decay: operands of every optimizer's update.
+/// The operands of every optimizer's update: weights, gradients and weight decay.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Flat {
-    /// float32, in the same order as the optimizer's slots; if planar, the plane of differences from the nearest bfloat16.
+pub(in crate::cuda) struct FlatParameters {
+    /// float32, in the same order as the optimizer's slots. If `is_planar`, the plane of differences from the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
-    /// The weights as T; may be absent.
+    /// The matrices as T; may be absent.
     pub(in crate::cuda) low_precision: Operand,
-    /// Whether weights are two planes of 16 bits (bfloat16; SGD and AdamW).
-    pub(in crate::cuda) planar: bool,
+    /// Whether the weights are stored in two planes of 16 bits (`planes.rs`). SGD and AdamW support this with bfloat16.
+    pub(in crate::cuda) is_planar: bool,
     pub(in crate::cuda) gradients: Gradients,
-    /// Weight decay of the first part and of the second.
+    /// Weight decay of the matrices, then of the vectors.
     pub(in crate::cuda) decay: [f32; 2],
 }
 
-impl Flat {
-    /// The weights and their low-precision copy. Both keep their values in a step with non-finite gradients, so neither is only written.
+impl FlatParameters {
+    /// The weights and their low-precision copy. Both are `InOut`, because a step with non-finite gradients keeps their values.
     pub(super) fn weights_args(&self) -> [Arg; 2] {
         [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
     }
@@ -72,7 +74,7 @@ impl Flat {
 /// Learning rates by parameter.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Rates {
-    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order. `adapted`: LARS and LAMB scale the rate by norms.
+    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order. `adapted` is 1 if LARS and LAMB scale the rate by norms.
     pub(in crate::cuda) segments: Operand,
     pub(in crate::cuda) count: u32,
     /// 8 bytes for each parameter: `f32 rate, decay` (LARS, LAMB), or `FilterNorms` of `muon.cu` for each filter.
@@ -88,7 +90,7 @@ impl Rates {
     }
 }
 
-/// The update rule; formulas as in the CPU engine (`worker/kernels/src/optimizer.rs`).
+/// The update rule, with the formulas of the CPU engine (`worker/kernels/src/optimizer.rs`).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Update {
     Momentum,
@@ -101,29 +103,30 @@ impl Ops {
     /// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
     /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host
     /// initialises `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops
-    /// further updates if set, or 0), and all other fields to 0. `dynamic`: halves the scale if a gradient is not finite, and doubles the
-    /// scale after 2,000 finite steps. Traffic: all gradients once.
-    pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, dynamic: bool) -> Kernel {
+    /// further updates if set, or 0), and all other fields to 0. If `is_dynamic`, halves the scale if a gradient is not finite, and doubles
+    /// the scale after 2,000 finite steps. Traffic: all gradients once.
+    pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, is_dynamic: bool) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([
             Arg::InOut(SCALER),
-            Arg::U32(dynamic.into()),
+            Arg::U32(is_dynamic.into()),
             Arg::Out(self.partials()),
             self.counter(NORM_COUNTER),
         ]);
         kernel("gradient_norm", self.norm_geometry(gradients), args)
     }
 
-    /// [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64) of
+    /// [`Ops::gradient_norm`] where ranks have parts of some parameters. `others` are `count` sums of squares (f64) of
     /// gradients that are not in `gradients`.
     pub(in crate::cuda) fn gradient_norm_of_parts(
         &self,
         gradients: Gradients,
-        dynamic: bool,
+        is_dynamic: bool,
         others: Operand,
         count: u32,
     ) -> Kernel {
-        let Kernel { geometry, mut args, .. } = self.gradient_norm(gradients, dynamic);
+        let Kernel { geometry, mut args, .. } = self.gradient_norm(gradients, is_dynamic);
+        // After the arguments of the gradients.
         args.splice(5..5, [Arg::In(others), Arg::U32(count)]);
         kernel("gradient_norm_of_parts", geometry, args)
     }
@@ -141,15 +144,17 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Traffic: all weights and gradients once.
-    pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
+    /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`]. Traffic: all
+    /// weights and gradients once.
+    pub(in crate::cuda) fn lars_norms(&self, flat: FlatParameters, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
         args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
         kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lars_norms`]. `decay`: weight decay of the parameters whose rate LARS scales by norms.
+    /// Computes the rate of each parameter. Runs after [`Ops::lars_norms`]. `decay` is the weight decay of the parameters whose rate LARS
+    /// scales by norms.
     pub(in crate::cuda) fn lars_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let args = [
             Arg::In(rates.squares),
@@ -163,19 +168,19 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by SGD or LARS. `velocity`: the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic: reads
-    /// and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the 16-bit
-    /// formats.
+    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic:
+    /// reads and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the
+    /// 16-bit formats.
     pub(in crate::cuda) fn sgd(
         &self,
         update: Update,
-        flat: Flat,
+        flat: FlatParameters,
         velocity: Operand,
         momentum: f32,
     ) -> Kernel {
         let none =
             Rates { segments: Operand::NONE, count: 0, per_parameter: Operand::NONE, squares: Operand::NONE };
-        let (name, Rates { segments, count, per_parameter, .. }) = match (update, flat.planar) {
+        let (name, Rates { segments, count, per_parameter, .. }) = match (update, flat.is_planar) {
             (Update::Momentum, false) => ("sgd_momentum", none),
             (Update::Momentum, true) => ("sgd_momentum_planes", none),
             (Update::Nesterov, false) => ("sgd_nesterov", none),
@@ -195,10 +200,10 @@ impl Ops {
             Arg::In(per_parameter),
             Arg::U32(count),
         ]);
-        kernel(name, self.items(flat.gradients.length / 8, 6), args)
+        kernel(name, self.per_item(flat.gradients.length / 8, 6), args)
     }
 
-    /// sum (float32) += gradient (T), or sum = gradient with `overwrite`; `length` values, a multiple of 8.
+    /// sum (float32) += gradient (T) or, with `overwrite`, sum = gradient; `length` values, a multiple of 8.
     pub(in crate::cuda) fn accumulate_gradients(
         &self,
         sum: Operand,
@@ -208,16 +213,16 @@ impl Ops {
     ) -> Kernel {
         let sum = Arg::out(sum, !overwrite);
         let args = [sum, Arg::In(gradient), Arg::U64(length), Arg::U32(overwrite.into())];
-        kernel("accumulate_gradients", self.items(length / 8, 8), args)
+        kernel("accumulate_gradients", self.per_item(length / 8, 8), args)
     }
 
     /// to (T) += more (T): two gradients of one activation; `length` values, a multiple of 8.
     pub(in crate::cuda) fn add(&self, to: Operand, more: Operand, length: u64) -> Kernel {
         let args = [Arg::InOut(to), Arg::In(more), Arg::U64(length)];
-        kernel("add", self.items(length / 8, 8), args)
+        kernel("add", self.per_item(length / 8, 8), args)
     }
 
-    /// average = decay average + (1 - decay) values; `length` float32 values. Does nothing if the GPU has not finished `steps`.
+    /// average = decay average + (1 - decay) values; `length` float32 values. Does nothing if the number of finished steps is not `steps`.
     pub(in crate::cuda) fn average(
         &self,
         average: Operand,
@@ -234,7 +239,7 @@ impl Ops {
             Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
             Arg::U32(steps),
         ];
-        kernel("average_values", self.items(length, 8), args)
+        kernel("average_values", self.per_item(length, 8), args)
     }
 
     /// [`Ops::average`] for weights in two planes (`planes.rs`); `length` is a multiple of 8.
@@ -248,7 +253,7 @@ impl Ops {
     ) -> Kernel {
         let Kernel { mut args, .. } = self.average(average, differences, length, decay, steps);
         args.insert(2, Arg::In(nearest));
-        kernel("average_planes", self.items(length / 8, 8), args)
+        kernel("average_planes", self.per_item(length / 8, 8), args)
     }
 
     /// [`Ops::find_not_finite`] for `length` bfloat16 values.
@@ -265,12 +270,12 @@ impl Ops {
     /// Sets `found` (`u32`) to 1 if any of `length` float32 values is not finite.
     pub(in crate::cuda) fn find_not_finite(&self, values: Operand, length: u64, found: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
-        kernel("find_not_finite", self.items(length, 8), args)
+        kernel("find_not_finite", self.per_item(length, 8), args)
     }
 
     /// Adds a checksum of `length` values of 4 bytes to `sum` (`u64`).
     pub(in crate::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
-        kernel("add_checksum", self.items(length, 4), args)
+        kernel("add_checksum", self.per_item(length, 4), args)
     }
 }

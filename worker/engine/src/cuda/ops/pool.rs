@@ -13,23 +13,25 @@ pub(in crate::cuda) struct Pool {
 }
 
 /// Maximum number of output rows of a strip. For n output rows a thread reads 2 n + 1 input rows.
-const STRIP: u32 = 7;
+const MAX_STRIP_ROWS: u32 = 7;
 
 impl Pool {
-    fn output(self) -> (u32, u32) {
+    /// Height and width of the output.
+    fn output_size(self) -> (u32, u32) {
         (self.height.div_ceil(2), self.width.div_ceil(2))
     }
 }
 
 impl Ops {
-    /// Chooses the number of output rows of a strip: enough to reuse input rows, few enough for several strips per thread.
+    /// The geometry of a kernel whose threads compute strips of output rows, and its arguments for them. A strip has enough rows to reuse
+    /// input rows, and few enough for several strips per thread.
     fn strips(&self, pool: Pool, threads: u32, per_multiprocessor: u32) -> (Geometry, [Arg; 6]) {
-        let (height, width) = pool.output();
+        let (height, width) = pool.output_size();
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
         let all_threads = u64::from(self.multiprocessors * threads * per_multiprocessor);
         // Four strips per thread.
         let rows = (columns * u64::from(height) / (all_threads * 4).max(1)) as u32;
-        let strip = rows.clamp(1, STRIP.min(height.max(1)));
+        let strip = rows.clamp(1, MAX_STRIP_ROWS.min(height.max(1)));
         let items = pool.pictures * width * height.div_ceil(strip);
         let geometry = self.grid_stride(items, pool.channels, threads, per_multiprocessor);
         let args = [pool.pictures, pool.height, pool.width, height, width, strip].map(Arg::U32);
@@ -54,8 +56,8 @@ impl Ops {
     }
 
     /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is the gradient of
-    /// the pooling's output. Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
-    /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
+    /// the pooling's output. With [`Reduce::StoreSums`], computes only the sums, and [`Ops::norm_backward_finish`] and then
+    /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(
         &self,
         p: NormBackward,
@@ -70,7 +72,7 @@ impl Ops {
         args.extend(p.site.backward_args(p.accumulate, p.reduce));
         args.extend(p.reduce.args());
         let sums = kernel("norm_backward_sums_max_pool", geometry, args);
-        if matches!(p.reduce, Reduce::Leave { .. }) {
+        if matches!(p.reduce, Reduce::StoreSums { .. }) {
             return vec![sums];
         }
         vec![sums, self.norm_backward_apply_max_pool(p, argmax, pool)]

@@ -10,11 +10,11 @@ pub(in crate::cuda) struct TakeRows {
     /// T `[pictures, to_rows, length]`.
     pub(in crate::cuda) to: Operand,
     pub(in crate::cuda) pictures: usize,
-    /// Values of a row, a multiple of 4.
+    /// Number of values of a row, a multiple of 4.
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) from_rows: usize,
     pub(in crate::cuda) to_rows: usize,
-    /// Index of the row of `from` with which `to` begins. It may be negative.
+    /// Index of the row of `from` that becomes the first row of `to`. It may be negative.
     pub(in crate::cuda) offset: isize,
     /// Value of the rows that `from` does not have.
     pub(in crate::cuda) fill: f32,
@@ -28,7 +28,7 @@ pub(in crate::cuda) struct AddRows {
     /// T `[pictures, to_rows, length]`.
     pub(in crate::cuda) to: Operand,
     pub(in crate::cuda) pictures: usize,
-    /// Values of a row, a multiple of 4.
+    /// Number of values of a row, a multiple of 4.
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) rows: usize,
     pub(in crate::cuda) to_rows: usize,

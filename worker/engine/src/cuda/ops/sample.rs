@@ -10,13 +10,13 @@ const THREADS: u32 = 1024;
 /// Samples classes of a split head.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SampleClasses {
-    /// As in [`super::SplitLogits`].
+    /// This field and the following fields up to `first_class` are those of [`super::SplitLogits`].
     pub(in crate::cuda) controls: Operand,
     pub(in crate::cuda) words: u32,
     pub(in crate::cuda) batch: u32,
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) classes: u32,
-    pub(in crate::cuda) first: u32,
+    pub(in crate::cuda) first_class: u32,
     /// Number of this rank's classes that are drawn at random.
     pub(in crate::cuda) drawn: u32,
     pub(in crate::cuda) seed: u64,
@@ -47,11 +47,19 @@ pub(in crate::cuda) struct Rows {
 }
 
 impl Rows {
-    /// Number of elements of a row, whether an element has 16 bytes (else 4), and number of elements of the largest sample.
-    fn elements(&self) -> (u32, bool, u64) {
-        let wide = self.row_bytes.is_multiple_of(16);
-        let width = self.row_bytes / if wide { 16 } else { 4 };
-        (width as u32, wide, width as u64 * self.capacity as u64)
+    /// Whether the kernels copy elements of 16 bytes, otherwise of 4.
+    fn is_wide(&self) -> bool {
+        self.row_bytes.is_multiple_of(16)
+    }
+
+    /// Number of elements of a row.
+    fn width(&self) -> u32 {
+        (self.row_bytes / if self.is_wide() { 16 } else { 4 }) as u32
+    }
+
+    /// Number of elements of the largest sample.
+    fn length(&self) -> u64 {
+        u64::from(self.width()) * self.capacity as u64
     }
 }
 
@@ -62,7 +70,7 @@ impl Ops {
             Arg::U32(p.words),
             Arg::U32(p.batch),
             Arg::U32(p.ranks),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::U32(p.classes),
             Arg::U32(p.drawn),
             Arg::U64(p.seed),
@@ -78,16 +86,16 @@ impl Ops {
 
     /// Gathers the rows of a sample, followed by zeros. Traffic: these rows once.
     pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
-        let (width, wide, length) = rows.elements();
+        let (width, length) = (rows.width(), rows.length());
         let args =
             [Arg::In(rows.all), Arg::Out(rows.sampled), Arg::In(sample), Arg::U32(width), Arg::U64(length)];
-        kernel(if wide { "gather_rows" } else { "gather_values" }, self.items(length, 8), args)
+        kernel(if rows.is_wide() { "gather_rows" } else { "gather_values" }, self.per_item(length, 8), args)
     }
 
     /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
     pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
-        let (width, wide, length) = rows.elements();
-        let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(width)];
-        kernel(if wide { "scatter_rows" } else { "scatter_values" }, self.items(length, 8), args)
+        let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(rows.width())];
+        let name = if rows.is_wide() { "scatter_rows" } else { "scatter_values" };
+        kernel(name, self.per_item(rows.length(), 8), args)
     }
 }

@@ -5,9 +5,11 @@ use super::{Arg, Kernel, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
 /// Number of classes of a row that a thread block reads: each of its 256 threads loads 8 classes at a time, 8 times.
 const CLASSES_PER_BLOCK: u32 = 256 * 8 * 8;
-/// Sizes in bytes of `ClassPart`, `ClassRecord` and `ClassRow` in `split_loss.cu`.
+/// Size in bytes of `ClassPart` in `split_loss.cu`.
 const PART_BYTES: usize = 24;
+/// Size in bytes of `ClassRecord` in `split_loss.cu`.
 const RECORD_BYTES: usize = 48;
+/// Size in bytes of `ClassRow` in `split_loss.cu`.
 const ROW_BYTES: usize = 32;
 
 /// The logits of one rank's classes for all pictures of the group. The pictures' labels are in the control blocks.
@@ -27,14 +29,16 @@ pub(in crate::cuda) struct SplitLogits {
     pub(in crate::cuda) words: u32,
     /// Number of pictures of each rank.
     pub(in crate::cuda) batch: u32,
-    /// Number of ranks of the group, and this rank's index in it.
+    /// Number of ranks of the group.
     pub(in crate::cuda) ranks: u32,
+    /// This rank's index in the group.
     pub(in crate::cuda) rank: u32,
     /// Number of classes of all ranks.
     pub(in crate::cuda) all_classes: u32,
-    /// Number of this rank's classes, and index of the first of them among all classes.
+    /// Number of this rank's classes.
     pub(in crate::cuda) classes: u32,
-    pub(in crate::cuda) first: u32,
+    /// Index of this rank's first class among all classes.
+    pub(in crate::cuda) first_class: u32,
     /// Number of classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
     pub(in crate::cuda) chunks: u32,
@@ -68,8 +72,8 @@ impl SplitLogits {
 
 impl Ops {
     /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of
-    /// exponentials, the sum of logits, and the labels' logits. `parts`: scratch memory of [`SplitLogits::part_bytes`] bytes.
-    /// `label_logits`: the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
+    /// exponentials, the sum of logits, and the labels' logits. `parts` is scratch memory of [`SplitLogits::part_bytes`] bytes.
+    /// `label_logits` is the result of [`Ops::put_margin`]; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -88,7 +92,7 @@ impl Ops {
             Arg::In(p.sample),
         ];
         let part_count = p.chunks * blocks_per_chunk;
-        let of_parts = kernel("class_parts", plain([part_count, rows, 1], [256, 1, 1]), args);
+        let class_parts = kernel("class_parts", plain([part_count, rows, 1], [256, 1, 1]), args);
         let args = [
             Arg::In(parts),
             Arg::U32(part_count),
@@ -99,13 +103,13 @@ impl Ops {
             Arg::U32(p.batch),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::In(p.sample),
             Arg::In(p.label_positions),
             Arg::Out(records),
             Arg::In(label_logits),
         ];
-        [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
+        [class_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
 
     /// Computes the loss of this rank's pictures, from the `records` that [`Ops::class_records`] has written on all ranks of the group.
@@ -153,7 +157,7 @@ impl Ops {
             Arg::U32(p.rows()),
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
-            Arg::U32(p.first),
+            Arg::U32(p.first_class),
             Arg::F32(smoothing / p.all_classes as f32),
             Arg::In(p.sample),
             Arg::In(p.label_positions),
@@ -167,6 +171,6 @@ impl Ops {
     /// to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.
     pub(in crate::cuda) fn sum_parts(&self, parts: Operand, to: Operand, length: u64, count: u32) -> Kernel {
         let args = [Arg::In(parts), Arg::Out(to), Arg::U64(length), Arg::U32(count)];
-        kernel("sum_parts", self.items(length / 8, 8), args)
+        kernel("sum_parts", self.per_item(length / 8, 8), args)
     }
 }

@@ -6,7 +6,7 @@ use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, no
 pub(in crate::cuda) const TILE_ROWS: u32 = 64;
 /// Channels of a tile of this kernel.
 pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
-/// Padding, in values, of a product's rows in shared memory: puts rows that a warp reads together into different
+/// Padding, in values, of a product's rows in shared memory, which puts rows that a warp reads together into different
 /// banks.
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
@@ -24,7 +24,7 @@ pub(in crate::cuda) struct Through {
 }
 
 impl Ops {
-    /// [`Ops::norm_backward_sums`] of `p` with the gradient of `through` instead of `p`'s; dz must be present. Traffic:
+    /// As [`Ops::norm_backward_sums`], but with the gradient of `through` instead of `p.gradient`; dz must be present. Traffic:
     /// x, `more` and dz once, dy a few times, mostly from the L2 cache.
     pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, through: Through) -> Kernel {
         let Through { dy, weights, inner, more, mask } = through;

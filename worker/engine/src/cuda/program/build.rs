@@ -1,7 +1,7 @@
 //! Builds a program: step plan, memory and settings.
 
 use super::{
-    facts::{SEGMENT_SQUARES, policies},
+    facts::{SQUARES_BYTES, policies},
     *,
 };
 use crate::cuda::cudnn::Cudnn;
@@ -30,7 +30,7 @@ impl Program {
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
         )?
         .with_loss(&config.loss);
-        if plan.splits_operators && plan.sampled().is_some() {
+        if plan.splits_operators && plan.sampled_classes().is_some() {
             let text = "loss.sample_share: GPUs sample classes where only the last layer is split. Leave other strategies \
                         ([[parallel.shard]]) out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
@@ -39,26 +39,26 @@ impl Program {
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
-            Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
+            Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.is_folded, parts);
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
             (_, DType::F32 | DType::Bf16) => (1.0, None),
             (LossScale::Static(scale), DType::F16) => (*scale, Some(false)),
             (LossScale::Named(_), DType::F16) => (INITIAL_LOSS_SCALE, Some(true)),
         };
-        let running = Running::for_network(&network, plan.norms());
-        let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
+        let running_layouts = RunningLayout::for_network(&network, plan.norms());
+        let (norms, norm_bytes) = norm_sites(&plan, &layout, &running_layouts);
         let state = State::new(
             device,
-            running,
+            running_layouts,
             layout.clone(),
             share,
             dtype,
             first_scale,
             config.optimizer,
-            ops.keeping_blocks(),
+            ops.statistics_copy_blocks(),
         )?;
-        let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
+        let vector_gradients = device.zeros(4 * (layout.trained_len - layout.matrix_len).max(1))?;
         let syncs_norms = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let stages = groups.map_or(1, |groups| groups.stage.size() as usize);
         let reducer = match (comm.size(), stages) {
@@ -67,7 +67,7 @@ impl Program {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
                 // Ranks may have parts of different sizes.
                 let buckets: Vec<usize> = layout.buckets.iter().map(|bucket| bucket.len()).collect();
-                let vectors = layout.trained - layout.matrices - layout.split_vectors;
+                let vectors = layout.trained_len - layout.matrix_len - layout.split_vector_len;
                 let gradients = format!("{} {buckets:?} {vectors}", dtype.name());
                 Some(Reducer::new(
                     device,
@@ -81,17 +81,15 @@ impl Program {
                 )?)
             }
         };
-        let accumulated = match config.accumulate {
+        let accumulated_gradients = match config.accumulate {
             0 | 1 => None,
-            _ => Some(device.zeros(4 * layout.matrices)?),
+            _ => Some(device.zeros(4 * layout.matrix_len)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        // The gradients of a split head are not in `matrix_gradients` if they are computed twice, or if classes are sampled (then they are
-        // in the arena).
-        let is_unstored =
-            plan.recomputes_head_gradient(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
-        let unstored = if is_unstored { layout.split_matrices } else { 0 };
-        let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - unstored))?;
+        let is_unstored = plan.recomputes_head_gradient(accumulated_gradients.is_some(), data_ranks)
+            || plan.sampled_classes().is_some();
+        let unstored_len = if is_unstored { layout.split_matrix_len } else { 0 };
+        let matrix_gradients = device.zeros(dtype.size() * (layout.matrix_len - unstored_len))?;
         let parameters = layout.parameters_with_gradients();
         let whole = parameters.iter().map(|parameter| parameter.range.clone()).collect();
         let segments: Vec<u64> = [whole, share.map_or_else(Vec::new, |share| layout.own_segments(share))]
@@ -115,9 +113,9 @@ impl Program {
         }
         if share.is_some() {
             buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced_ranges().count())?);
-            buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
+            buffers.insert(Region::SegmentSquares, device.zeros(count * SQUARES_BYTES)?);
         }
-        // The schedule has at most one micro-batch between forward and backward pass for each stage from this stage to the last.
+        // In the schedule, at most one micro-batch for each stage from this one to the last is between its forward and its backward pass.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
         // A split head has separate kernels and does not copy its logits.
@@ -149,23 +147,23 @@ impl Program {
             arena: device.alloc(256)?,
             workspace: device.alloc(256)?,
             side_workspace: device.alloc(256)?,
-            main: OwnedStream::new()?,
-            side: OwnedStream::new()?,
+            main_stream: OwnedStream::new()?,
+            side_stream: OwnedStream::new()?,
             side_begin: Event::new()?,
             side_end: Event::new()?,
-            side_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
+            weight_gradients_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(logits)?,
             dynamic_scale,
             config: config.clone(),
             state,
             reducer,
             matrix_gradients,
-            unstored,
+            unstored_len,
             vector_gradients,
-            accumulated,
+            accumulated_gradients,
             norm_values: device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?,
             norms,
-            sizes: vec![network],
+            networks: vec![network],
             plan,
         };
         program.tune_convolutions(device, true)?;
@@ -174,8 +172,8 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more image sizes. `training` and `evaluation` have this rank's part of the network for each size; the sizes of
-    /// `evaluation` are never trained on. No graph may be captured yet, because memory moves.
+    /// Prepares for more image sizes. `training` has this rank's part of the network for each size in training, and `evaluation` for each
+    /// size that only evaluations use. No graph may be captured yet, because memory moves.
     pub(in crate::cuda) fn add_image_sizes(
         &mut self,
         device: &Device,
@@ -183,7 +181,7 @@ impl Program {
         evaluation: &[Arc<Network>],
     ) -> Result<(), EngineError> {
         let own = self.plan.network.clone();
-        let is_odd = |network: &&Arc<Network>| self.plan.folded && !network.image_size.is_multiple_of(2);
+        let is_odd = |network: &&Arc<Network>| self.plan.is_folded && !network.image_size.is_multiple_of(2);
         if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
             let odd = odd.image_size;
             let text = format!(
@@ -193,12 +191,12 @@ impl Program {
             );
             return Err(CudaError::Unsupported(text).into());
         }
-        // Memory suffices for the largest size.
+        // The memory must suffice for the largest size.
         let mut bytes = self.arena.bytes / self.micro_batches_in_flight;
         for (networks, trains) in [(training, true), (evaluation, false)] {
             for network in networks {
                 check(network)?;
-                self.sizes.push(network.clone());
+                self.networks.push(network.clone());
                 self.plan.set_network(network.clone());
                 self.tune_convolutions(device, trains)?;
                 bytes = bytes.max(self.arena_bytes(trains)?);
@@ -208,14 +206,15 @@ impl Program {
         self.allocate(device, bytes)
     }
 
-    /// Chooses cuDNN's algorithm for each convolution of the current size, for the forward pass or, if `trains`, for all passes. Checks the
-    /// memory for activations before, because timing the algorithms of a large batch takes minutes.
+    /// Chooses cuDNN's plan for each convolution of the current size, for the forward pass or, if `trains`, for all passes. Before that,
+    /// checks that there is memory for the activations, because timing the plans for a large batch takes minutes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let bytes = self.arena_bytes(trains)?.saturating_mul(self.micro_batches_in_flight);
-        device.check_free(bytes.saturating_sub(self.arena.bytes))?; // The current arena is freed first.
+        // The current arena is freed before a larger one is allocated.
+        device.check_free(bytes.saturating_sub(self.arena.bytes))?;
         let mut convolutions = Vec::new();
         for op in &self.plan.ops {
-            let Some((convolution, first)) = self.plan.convolution(op) else { continue };
+            let Some(convolution) = self.plan.convolution(op) else { continue };
             convolutions.push(Convolution { direction: Direction::Forward, ..convolution });
             if !trains {
                 continue;
@@ -230,7 +229,7 @@ impl Program {
                 convolutions.push(Convolution { sums: true, ..convolution });
             }
             convolutions.push(Convolution { direction: Direction::Weight, ..convolution });
-            if !first {
+            if !reads_pictures(op) {
                 convolutions.push(Convolution { direction: Direction::Input, ..convolution });
             }
         }
@@ -247,7 +246,7 @@ impl Program {
         self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
-            let values = self.sizes.iter().map(values).max().unwrap_or(0);
+            let values = self.networks.iter().map(values).max().unwrap_or(0);
             let bytes = self.plan.batch * values * self.plan.dtype.size();
             self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
@@ -256,18 +255,19 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a convolution may also compute the sums for the following batch norm: in float16, without groups, not in deterministic mode
-    /// (cuDNN sums in the order in which its blocks end), and not for small activations, whose sums batch norm's single kernel computes.
+    /// Whether a convolution may also compute the sums for the following batch norm. It may in float16 and without groups, but not in
+    /// deterministic mode, because cuDNN sums in the order in which its blocks end, and not for small activations, whose sums the batch
+    /// norm's single kernel computes.
     fn may_compute_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,
             pixels: (convolution.out_h * convolution.out_w) as u32,
             channels: convolution.out_c as u32,
         };
-        let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.waits());
+        let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.kernels_wait_for_ranks());
         convolution.groups == 1
             && self.plan.dtype == DType::F16
-            && !self.tuner.deterministic
-            && !self.ops.norm_is_small(shape, waits)
+            && !self.tuner.is_deterministic
+            && !self.ops.is_norm_small(shape, waits)
     }
 }

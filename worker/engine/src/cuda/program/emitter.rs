@@ -23,17 +23,18 @@ mod update;
 /// Number of newest weight gradients that may still run on the side stream when the backward pass frees the memory of older ones.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
-/// Messages to or from other ranks: the other rank's index in the group, and the memory.
+/// Messages to or from other ranks, each with the other rank's index in the group and the memory.
 type Messages = Vec<(u32, Operand)>;
 
-/// A gradient of an activation, which the backward pass of the activation's producer will use.
+/// The gradient of an activation from one of its readers. The backward pass of the operation that computes the activation will use it.
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
     /// The gradient of every value.
     Whole(Allocation),
     /// The gradient of the mean over all pixels.
     Pooled(Allocation),
-    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels. The batch norm's kernel computes the dgrad.
+    /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels, which reads the activation. The kernel of the batch
+    /// norm before the convolution computes the convolution's dgrad.
     ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
     /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
     Summed(Allocation),
@@ -59,59 +60,59 @@ struct GraphEmitter<'a> {
     plan: &'a StepPlan,
     commands: Vec<Command>,
     arena: Arena,
-    /// Whether weight gradients run on a side stream, concurrently with the backward pass: kernels of small tensors leave most
-    /// of the GPU idle.
-    side_stream: bool,
+    /// The stream on which weight gradients run: usually the side stream, concurrently with the rest of the backward pass, because kernels
+    /// of small tensors leave most of the GPU idle.
+    weight_gradient_stream: StreamId,
     /// The weight gradients that may still run, oldest first: the index of each, and the allocations to free after it.
-    pending: VecDeque<(usize, Vec<Allocation>)>,
-    /// Number of weight gradients so far.
-    weight_gradients: usize,
+    pending_weight_gradients: VecDeque<(usize, Vec<Allocation>)>,
+    /// Number of weight gradients on the side stream so far.
+    weight_gradient_count: usize,
     /// By tensor: its memory, while operations need it.
     activations: Vec<Option<Allocation>>,
-    /// By tensor: the number of operations that will still read it. In training, only operations whose backward pass reads the tensor count
-    /// (a convolution or linear layer, a batch norm, a GELU or a ReLU); in evaluation, all operations.
-    readers: Vec<usize>,
-    /// By batch norm: `relu_mask` with a bit per value of the output or, for a pooled batch norm, `argmax` with a byte per value.
+    /// By tensor: the number of operations that will still read it. In evaluation, all operations count. In training, only operations whose
+    /// backward pass reads the tensor count (a convolution or linear layer, a batch norm, a GELU or a ReLU).
+    remaining_readers: Vec<usize>,
+    /// By batch norm: the ReLU's mask with a bit per value of the output or, for a pooled batch norm, the argmax with a byte per value.
     masks: Vec<Option<Allocation>>,
     /// By tensor: the argmax of the unfused max pooling that computes the tensor.
     argmax: Vec<Option<Allocation>>,
-    /// By tensor: gradients from its readers.
+    /// By tensor: the gradients that its readers have computed so far.
     gradients: Vec<Vec<Gradient>>,
-    /// Allocations with two owners. The first call of `free` removes the entry; the second frees the memory.
-    shared: Vec<Allocation>,
+    /// Allocations with two owners. The first call of `free` removes the entry, and the second call frees the memory.
+    shared_allocations: Vec<Allocation>,
     /// Number of buckets of gradients whose reduction has started.
-    sent_buckets: usize,
+    sent_bucket_count: usize,
     /// The operands of the gradient of a split head's weights, if the update computes this gradient.
     features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
-    sampled: Option<sampled_head::SampledHead>,
+    sampled_head: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
     cosines: Option<margin::HeadCosines>,
-    /// The newest convolution output whose channel sums the convolution itself has computed, until a batch norm uses the sums.
-    summed: Option<TensorId>,
+    /// The newest convolution output whose channel sums the convolution itself has computed; `None` after a batch norm has used the sums.
+    tensor_with_sums: Option<TensorId>,
     /// Number of commands of the forward pass, without the loss.
-    forward_commands: usize,
+    forward_command_count: usize,
 }
 
 /// A list of commands, and the number of bytes of [`Region::Arena`] that the commands need.
 pub(super) struct Emitted {
     pub(super) commands: Vec<Command>,
-    forward_commands: usize,
+    forward_command_count: usize,
     pub(super) arena_bytes: usize,
 }
 
 impl Emitted {
-    /// The commands of one pass, in the pass's part of the memory. `part_bytes` returns the bytes of a part of a region; 0 if the region is
-    /// not divided.
+    /// The commands of one pass, with operands in the pass's part of the memory. `part_bytes` returns the bytes of a part of a region; 0 if
+    /// the region is not divided.
     pub(super) fn into_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
-        let backward = self.commands.split_off(self.forward_commands);
+        let backward = self.commands.split_off(self.forward_command_count);
         let mut commands = if pass.is_backward { backward } else { self.commands };
         commands.iter_mut().for_each(|command| command.shift(|region| pass.memory_part * part_bytes(region)));
         commands
     }
 }
 
-/// The commands of a micro-batch. `side_stream`: weight gradients run on a separate stream.
+/// The commands of a micro-batch. Weight gradients run on `weight_gradient_stream`, the side stream or the main stream.
 ///
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
@@ -119,16 +120,16 @@ pub(super) fn emit(
     facts: &Facts<'_>,
     phase: Phase,
     input: Input,
-    side_stream: bool,
+    weight_gradient_stream: StreamId,
 ) -> Result<Emitted, EngineError> {
-    let mut emitter = GraphEmitter::new(facts, side_stream);
+    let mut emitter = GraphEmitter::new(facts, weight_gradient_stream);
     emitter.emit_network(phase, input)?;
-    let GraphEmitter { arena, commands, forward_commands, .. } = emitter;
-    Ok(Emitted { commands, forward_commands, arena_bytes: arena.peak })
+    let GraphEmitter { arena, commands, forward_command_count, .. } = emitter;
+    Ok(Emitted { commands, forward_command_count, arena_bytes: arena.peak })
 }
 
 impl<'a> GraphEmitter<'a> {
-    fn new(facts: &'a Facts<'a>, side_stream: bool) -> Self {
+    fn new(facts: &'a Facts<'a>, weight_gradient_stream: StreamId) -> Self {
         let plan = facts.plan;
         let tensors = plan.network.tensors.len();
         Self {
@@ -136,21 +137,21 @@ impl<'a> GraphEmitter<'a> {
             plan,
             commands: Vec::new(),
             arena: Arena::default(),
-            side_stream,
-            pending: VecDeque::new(),
-            weight_gradients: 0,
+            weight_gradient_stream,
+            pending_weight_gradients: VecDeque::new(),
+            weight_gradient_count: 0,
             activations: vec![None; tensors],
-            readers: vec![0; tensors],
+            remaining_readers: vec![0; tensors],
             masks: vec![None; plan.norms().count()],
             argmax: vec![None; tensors],
             gradients: vec![Vec::new(); tensors],
-            shared: Vec::new(),
-            sent_buckets: 0,
+            shared_allocations: Vec::new(),
+            sent_bucket_count: 0,
             features_and_dlogits: None,
-            sampled: None,
+            sampled_head: None,
             cosines: None,
-            summed: None,
-            forward_commands: 0,
+            tensor_with_sums: None,
+            forward_command_count: 0,
         }
     }
 
@@ -163,12 +164,12 @@ impl<'a> GraphEmitter<'a> {
             self.forward(index, phase)?;
         }
         self.send_output()?;
-        self.forward_commands = self.commands.len();
+        self.forward_command_count = self.commands.len();
         self.begin_part(Part::Loss);
         match phase {
-            Phase::Evaluate => self.evaluate(),
+            Phase::Evaluate => self.evaluate_loss(),
             Phase::Train(micro_batch) => {
-                self.loss(micro_batch)?;
+                self.begin_backward(micro_batch)?;
                 self.fork();
                 for index in (0..self.plan.ops.len()).rev() {
                     self.begin_part(Part::Backward(index));
@@ -176,7 +177,7 @@ impl<'a> GraphEmitter<'a> {
                 }
                 self.keep_input_gradient(micro_batch)?;
                 self.begin_part(Part::Update);
-                self.finish(micro_batch)
+                self.finish_micro_batch(micro_batch)
             }
         }
     }
@@ -184,17 +185,19 @@ impl<'a> GraphEmitter<'a> {
     fn count_readers(&mut self, phase: Phase) {
         for op in &self.plan.ops {
             match (phase, op) {
-                (Phase::Evaluate, _) => op.reads().into_iter().for_each(|tensor| self.readers[tensor] += 1),
+                (Phase::Evaluate, _) => {
+                    op.reads().into_iter().for_each(|tensor| self.remaining_readers[tensor] += 1)
+                }
                 (Phase::Train(_), FusedOp::Conv(Conv { input, .. }) | FusedOp::Linear { input, .. }) => {
-                    self.readers[*input] += 1;
+                    self.remaining_readers[*input] += 1;
                 }
                 (
                     Phase::Train(_),
                     FusedOp::Norm(Norm { input, overwrites_input: false, .. }) | FusedOp::Gelu { input, .. },
                 ) => {
-                    self.readers[*input] += 1;
+                    self.remaining_readers[*input] += 1;
                 }
-                (Phase::Train(_), FusedOp::Relu { output, .. }) => self.readers[*output] += 1,
+                (Phase::Train(_), FusedOp::Relu { output, .. }) => self.remaining_readers[*output] += 1,
                 (Phase::Train(_), _) => {}
             }
         }
@@ -204,13 +207,14 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Part(part));
     }
 
-    fn start(&mut self, stream: StreamId, kernels: impl IntoIterator<Item = Kernel>) {
+    /// Appends kernels on `stream`.
+    fn push_on(&mut self, stream: StreamId, kernels: impl IntoIterator<Item = Kernel>) {
         self.commands.extend(kernels.into_iter().map(|kernel| Command::Kernel { stream, kernel }));
     }
 
-    /// Starts kernels on the main stream.
-    fn main(&mut self, kernels: impl IntoIterator<Item = Kernel>) {
-        self.start(StreamId::Main, kernels);
+    /// Appends kernels on the main stream.
+    fn push(&mut self, kernels: impl IntoIterator<Item = Kernel>) {
+        self.push_on(StreamId::Main, kernels);
     }
 
     fn record(&mut self, stream: StreamId, event: EventId) {
@@ -221,6 +225,7 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Wait { stream, event });
     }
 
+    /// Allocates `bytes` for `content`.
     fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Allocation {
         let allocation = self.arena.alloc(bytes);
         self.commands.push(Command::Alloc { content, at: allocation.operand() });
@@ -237,8 +242,11 @@ impl<'a> GraphEmitter<'a> {
     /// the newest [`PENDING_WEIGHT_GRADIENTS`], and frees the memory that they have read.
     fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
         let bytes = self.tensor_bytes(tensor);
-        if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
-            let done: Vec<_> = self.pending.drain(..self.pending.len() - PENDING_WEIGHT_GRADIENTS).collect();
+        if self.pending_weight_gradients.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
+            let done: Vec<_> = self
+                .pending_weight_gradients
+                .drain(..self.pending_weight_gradients.len() - PENDING_WEIGHT_GRADIENTS)
+                .collect();
             if let Some((index, _)) = done.last() {
                 self.wait(StreamId::Main, EventId::WeightGradient(*index));
             }
@@ -256,33 +264,34 @@ impl<'a> GraphEmitter<'a> {
         y
     }
 
-    /// Exchanges messages with other ranks of `group`, which have the same coordinates on the other axes of the mesh.
+    /// Exchanges messages with other ranks of `group`.
     fn exchange(&mut self, group: Group, sends: Messages, receives: Messages, dtype: DType) {
         self.commands.push(Command::Exchange { stream: StreamId::Main, group, sends, receives, dtype });
     }
 
     /// Bytes of a tensor of the whole batch.
     fn tensor_bytes(&self, tensor: TensorId) -> usize {
-        self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size()
+        self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor) * self.plan.dtype.size()
     }
 
-    /// Frees an allocation, which may have two owners that each call this function.
+    /// Frees an allocation. If it has two owners, each of them must call this function.
     fn free(&mut self, allocation: Allocation) {
-        match self.shared.iter().position(|shared| *shared == allocation) {
-            Some(index) => drop(self.shared.swap_remove(index)),
+        match self.shared_allocations.iter().position(|shared| *shared == allocation) {
+            Some(index) => drop(self.shared_allocations.swap_remove(index)),
             None => self.free_now(allocation),
         }
     }
 
-    /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest weight
-    /// gradient.
+    /// Frees an allocation that a weight gradient on the side stream may still read: together with the allocations of the newest weight
+    /// gradient, if one may still run, otherwise at once.
     fn free_with_newest(&mut self, allocation: Allocation) {
-        match self.pending.back_mut() {
+        match self.pending_weight_gradients.back_mut() {
             Some((_, allocations)) => allocations.push(allocation),
             None => self.free(allocation),
         }
     }
 
+    /// The memory of an activation, which an earlier operation must have computed.
     fn activation(&self, tensor: TensorId) -> Result<Allocation, EngineError> {
         self.activations[tensor]
             .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
@@ -295,11 +304,11 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on
-    /// the side stream may still read the tensor.
-    fn read_in_backward(&mut self, tensor: TensorId) {
-        self.readers[tensor] -= 1;
-        if self.readers[tensor] == 0
+    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation, when no weight
+    /// gradient on the side stream reads it any more.
+    fn note_read_in_backward(&mut self, tensor: TensorId) {
+        self.remaining_readers[tensor] -= 1;
+        if self.remaining_readers[tensor] == 0
             && let Some(allocation) = self.activations[tensor].take()
         {
             self.free_with_newest(allocation);
@@ -307,30 +316,31 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// In evaluation: notes that an operation has read `tensor`, and frees the tensor after the last operation.
-    fn read_in_evaluation(&mut self, tensor: TensorId) {
-        self.readers[tensor] -= 1;
-        if self.readers[tensor] == 0 {
+    fn note_read_in_evaluation(&mut self, tensor: TensorId) {
+        self.remaining_readers[tensor] -= 1;
+        if self.remaining_readers[tensor] == 0 {
             self.drop_activation(tensor);
         }
     }
 }
 
-/// Maximum number of bytes of activations and their gradients.
+/// Number of bytes of [`Region::Arena`] that every phase fits in: evaluation and, if `trains`, training.
 ///
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
-    let only = MicroBatch { first: true, last: true, is_full: true, pass: None };
-    let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
+    let only_micro_batch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
+    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-        Ok(emit(facts, phase, input, side_stream)?.arena_bytes)
+        Ok(emit(facts, phase, input, weight_gradient_stream)?.arena_bytes)
     };
-    let evaluated = peak(Phase::Evaluate, true)?;
+    let evaluation = bytes_of(Phase::Evaluate, StreamId::Side)?;
     if !trains {
-        return Ok(evaluated);
+        return Ok(evaluation);
     }
-    // A step whose calls are timed one by one has no side stream.
-    Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
+    let training = Phase::Train(only_micro_batch);
+    // A step whose calls are timed one by one uses only the main stream.
+    Ok(evaluation.max(bytes_of(training, StreamId::Side)?).max(bytes_of(training, StreamId::Main)?))
 }
 
 /// The points of a step at which the GPU records its clock, in the order of [`rings::Record::stamps`].

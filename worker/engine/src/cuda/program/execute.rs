@@ -4,13 +4,13 @@ use super::*;
 use crate::cuda::command::{Arg, EventId, Kernel, StreamId};
 
 impl Program {
-    /// Launches a list in order. `pictures`: address of [`Region::Pictures`].
+    /// Launches the commands in order. `pictures` is the address of [`Region::Pictures`].
     pub(in crate::cuda) fn start(&self, commands: &[Command], pictures: Ptr) -> Result<(), EngineError> {
         commands.iter().try_for_each(|command| self.start_one(command, pictures))
     }
 
     fn start_one(&self, command: &Command, pictures: Ptr) -> Result<(), EngineError> {
-        let at = |operand: Operand| self.address(operand, pictures);
+        let address = |operand: Operand| self.address(operand, pictures);
         match command {
             Command::Part(part) => self.kernels.profile.begin_part(*part),
             Command::Alloc { .. } | Command::Free { .. } => {}
@@ -18,8 +18,13 @@ impl Program {
             Command::Convolution { stream, convolution, tensors, workspace } => {
                 let plan = self.tuner.plan(convolution)?;
                 let Tensors { x, w, y, channel_sums } = *tensors;
-                let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, channel_sums: at(channel_sums)? };
-                let (stream, workspace) = (self.stream(*stream)?, at(*workspace)?);
+                let tensors = Tensors {
+                    x: address(x)?,
+                    w: address(w)?,
+                    y: address(y)?,
+                    channel_sums: address(channel_sums)?,
+                };
+                let (stream, workspace) = (self.stream(*stream)?, address(*workspace)?);
                 let run = || self.tuner.cudnn.run(stream, plan, tensors, workspace);
                 self.kernels.profile.time(stream, || convolution.to_string(), run)?;
             }
@@ -27,14 +32,15 @@ impl Program {
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,
             Command::Collective { stream, kind, group, from, to, count, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
-                let ends = [at(*from)?, at(*to)?];
+                let ends = [address(*from)?, address(*to)?];
                 reducer.collective(self.stream(*stream)?, (*kind, *group), ends, *count, *dtype)?;
             }
             Command::Exchange { stream, group, sends, receives, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
                 let messages = |pieces: &[(u32, Operand)]| -> Result<Vec<_>, CudaError> {
-                    let message =
-                        |(rank, piece): &(u32, Operand)| Ok((*rank, at(*piece)?, piece.bytes / dtype.size()));
+                    let message = |(rank, piece): &(u32, Operand)| {
+                        Ok((*rank, address(*piece)?, piece.bytes / dtype.size()))
+                    };
                     pieces.iter().map(message).collect()
                 };
                 let [sends, receives] = [messages(sends)?, messages(receives)?];
@@ -67,8 +73,8 @@ impl Program {
 
     fn stream(&self, stream: StreamId) -> Result<Stream, CudaError> {
         match (stream, &self.reducer) {
-            (StreamId::Main, _) => Ok(self.main.0),
-            (StreamId::Side, _) => Ok(self.side.0),
+            (StreamId::Main, _) => Ok(self.main_stream.0),
+            (StreamId::Side, _) => Ok(self.side_stream.0),
             (StreamId::Collectives, Some(reducer)) => Ok(reducer.stream.0),
             (StreamId::Collectives, None) => Err(absent("a group of ranks")),
         }
@@ -78,7 +84,7 @@ impl Program {
         let handle = match (event, &self.reducer) {
             (EventId::SideBegin, _) => Some(&self.side_begin),
             (EventId::SideEnd, _) => Some(&self.side_end),
-            (EventId::WeightGradient(number), _) => self.side_done.get(number),
+            (EventId::WeightGradient(number), _) => self.weight_gradients_done.get(number),
             (EventId::BucketReady(bucket), Some(reducer)) => reducer.ready.get(bucket),
             (EventId::CollectivesDone, Some(reducer)) => Some(&reducer.done),
             (EventId::BucketReady(_) | EventId::CollectivesDone, None) => None,
@@ -97,12 +103,12 @@ impl Program {
     /// Address of a region, if it exists.
     fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
         let scaling =
-            |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|scaled| &scaled[axis].on_gpu);
+            |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|tables| &tables[axis].on_gpu);
         let buffer = match region {
             Region::Nowhere => return Some(0),
             Region::Pictures => return Some(pictures),
             Region::InputRing => return Some(self.inputs.ring.device),
-            Region::InputsTaken => return Some(self.inputs.taken.device),
+            Region::HostInputCounter => return Some(self.inputs.host_counter.device),
             Region::ResultRing => return Some(self.results.ring.device),
             Region::Weights
             | Region::LowPrecision
@@ -126,11 +132,11 @@ impl Program {
             Region::ResultCounter => Some(&self.results.counter),
             Region::MatrixGradients => {
                 // Offsets count from the first matrix, but the buffer begins with the first stored gradient.
-                let absent_bytes = (self.unstored * self.plan.dtype.size()) as u64;
+                let absent_bytes = (self.unstored_len * self.plan.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(absent_bytes));
             }
             Region::VectorGradients => Some(&self.vector_gradients),
-            Region::Accumulated => self.accumulated.as_ref(),
+            Region::Accumulated => self.accumulated_gradients.as_ref(),
             Region::NormValues => Some(&self.norm_values),
             Region::Totals => Some(&self.totals),
             Region::EvaluatedLogits => Some(&self.evaluated_logits),
@@ -152,7 +158,7 @@ impl Program {
     }
 }
 
-/// The error for a command that this engine was not built for: a bug in emission.
+/// The error for a command that needs `what`, which this engine does not have because of a bug in emission.
 fn absent(what: &str) -> CudaError {
     CudaError::Unsupported(format!(
         "a step needs {what}, which this engine does not have (a bug in lockstep)"

@@ -1,5 +1,5 @@
-//! The inputs of emission: the plan of the step, the settings, and the few facts about the GPU and the ranks on which commands
-//! depend. Emission itself needs no GPU.
+//! The facts that determine a step's commands: the plan of the step, the settings, and what commands depend on about the GPU and the
+//! ranks. Emission itself needs no GPU.
 
 use super::StepPlan;
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
         dtype::DType,
         layout::{Layout, ParameterLayout},
         ops::{self, NormSite, Ops, ScaleTable},
-        running::Running,
+        running_statistics::RunningLayout,
         statistics::{NormPass, Statistics},
     },
     fuse::Norm,
@@ -22,7 +22,7 @@ use lockstep_kernels::optimizer::ParameterPolicy;
 /// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UpdatedRange {
-    pub(super) flat: ops::Flat,
+    pub(super) flat: ops::FlatParameters,
     /// The optimizer's slots for the range.
     pub(super) optimizer_slots: [Operand; 2],
     pub(super) rates: ops::Rates,
@@ -48,19 +48,19 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) data_ranks: usize,
     /// This rank among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
     pub(in crate::cuda) share: Option<Share>,
-    /// Whether a convolution, described with [`Convolution::sums`] set, should compute the sums for the following batch norm: the tuner
-    /// found this faster.
+    /// Whether a convolution, described with [`Convolution::sums`] set, should compute the sums for the following batch norm, because the
+    /// tuner found that to be faster.
     pub(in crate::cuda) computes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
 }
 
 impl Facts<'_> {
-    /// The weights of a convolution or linear layer in the activations' format.
+    /// The weights of the convolution or linear layer `name`, in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
         let weight = self.layout.parameter(name, "weight");
         if self.plan.is_planar() && weight.is_split {
-            let [nearest, _] = self.layout.planes(weight.padded());
+            let [nearest, _] = self.layout.planes(weight.aligned_range());
             return nearest;
         }
         let region = if self.plan.dtype == DType::F32 { Region::Weights } else { Region::LowPrecision };
@@ -72,7 +72,7 @@ impl Facts<'_> {
     }
 
     fn matrix_in(&self, region: Region, name: &str) -> Operand {
-        let (range, size) = (self.layout.parameter(name, "weight").padded(), self.plan.dtype.size());
+        let (range, size) = (self.layout.parameter(name, "weight").aligned_range(), self.plan.dtype.size());
         Operand::new(region, range.start * size, range.len() * size)
     }
 
@@ -91,17 +91,18 @@ impl Facts<'_> {
 
     /// The gradients of all parameters. Those of matrices are in the activations' format, or float32 sums over micro-batches.
     pub(super) fn gradients(&self) -> ops::Gradients {
-        let (region, size) = match self.accumulates {
-            true => (Region::Accumulated, 4),
-            false => (Region::MatrixGradients, self.plan.dtype.size()),
+        let (region, size) = if self.accumulates {
+            (Region::Accumulated, 4)
+        } else {
+            (Region::MatrixGradients, self.plan.dtype.size())
         };
-        let Layout { matrices, trained, .. } = *self.layout;
+        let Layout { matrix_len, trained_len, .. } = *self.layout;
         ops::Gradients {
-            first: Operand::new(region, 0, size * matrices),
-            second: Operand::new(Region::VectorGradients, 0, 4 * (trained - matrices)),
-            first_length: matrices as u64,
-            length: trained as u64,
-            in_float32: size == 4,
+            matrices: Operand::new(region, 0, size * matrix_len),
+            vectors: Operand::new(Region::VectorGradients, 0, 4 * (trained_len - matrix_len)),
+            matrix_length: matrix_len as u64,
+            length: trained_len as u64,
+            is_float32: size == 4,
         }
     }
 
@@ -109,37 +110,38 @@ impl Facts<'_> {
     /// of each bucket of matrices and of the vectors. Otherwise one range, or two with sampled classes.
     pub(super) fn updated_ranges(&self) -> Vec<UpdatedRange> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
-        let (split, matrices) = (layout.split_matrices, layout.matrices);
+        let (split, matrix_end) = (layout.split_matrix_len, layout.matrix_len);
+        // An empty range between the matrices and the vectors.
+        let none = matrix_end..matrix_end;
         let Some(share) = self.share else {
-            let none = matrices..matrices;
-            if self.plan.sampled().is_some() {
+            if self.plan.sampled_classes().is_some() {
                 // The biases of a sampled head lie between both ranges and are updated with the sampled rows.
-                let vectors = matrices + layout.split_vectors;
+                let vectors = matrix_end + layout.split_vector_len;
                 return vec![
-                    self.updated_range(gradients.part(split..matrices, none.clone()), split, split),
-                    self.updated_range(gradients.part(none, vectors..layout.trained), vectors, vectors),
+                    self.updated_range(gradients.part(split..matrix_end, none.clone()), split, split),
+                    self.updated_range(gradients.part(none, vectors..layout.trained_len), vectors, vectors),
                 ];
             }
-            let gradients = gradients.part(split..matrices, matrices..layout.trained);
+            let gradients = gradients.part(split..matrix_end, matrix_end..layout.trained_len);
             return vec![self.updated_range(gradients, split, split)];
         };
         let (mut first_parameter, mut slot_offset, mut updated) = (0, 0, Vec::new());
         for (range, own) in
             layout.reduced_ranges().zip(layout.own_ranges(share)).filter(|(_, own)| !own.is_empty())
         {
-            let none = matrices..matrices;
-            let gradients = match own.start < matrices {
-                true => gradients.part(own.clone(), none),
-                false => gradients.part(none, own.clone()),
+            let gradients = if own.start < matrix_end {
+                gradients.part(own.clone(), none.clone())
+            } else {
+                gradients.part(none.clone(), own.clone())
             };
             let is_in_range = |parameter: &&ParameterLayout| range.contains(&parameter.range.start);
             let count = layout.parameters_with_gradients().iter().filter(is_in_range).count();
             let of_parameters = |all: Operand, size: usize| all.part(first_parameter * size, count * size);
             let rates = ops::Rates {
-                segments: of_parameters(self.own_segments(), SEGMENT),
+                segments: of_parameters(self.own_segments(), SEGMENT_BYTES),
                 count: count as u32,
-                per_parameter: of_parameters(rates.per_parameter, RATE),
-                squares: of_parameters(rates.squares, SEGMENT_SQUARES),
+                per_parameter: of_parameters(rates.per_parameter, RATE_BYTES),
+                squares: of_parameters(rates.squares, SQUARES_BYTES),
             };
             updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, slot_offset) });
             (first_parameter, slot_offset) = (first_parameter + count, slot_offset + own.len());
@@ -147,7 +149,7 @@ impl Facts<'_> {
         updated
     }
 
-    /// The parameters of `gradients`. They begin at value `from` of the flat layout, and at value `slot_offset` of the optimizer's slots.
+    /// The parameters of `gradients`, which begin at value `from` of the flat layout, and at value `slot_offset` of the optimizer's slots.
     pub(super) fn updated_range(
         &self,
         gradients: ops::Gradients,
@@ -155,25 +157,25 @@ impl Facts<'_> {
         slot_offset: usize,
     ) -> UpdatedRange {
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
-        let planar = self.plan.is_planar() && from < self.layout.split_matrices;
+        let is_planar = self.plan.is_planar() && from < self.layout.split_matrix_len;
         let float32_weights = Operand::new(Region::Weights, 4 * from, bytes);
         let [low_precision, weights] = match self.plan.dtype {
-            _ if planar => self.layout.planes(from..from + length),
+            _ if is_planar => self.layout.planes(from..from + length),
             DType::F32 => [Operand::NONE, float32_weights],
             // Vectors have no low-precision copy.
-            _ if gradients.first_length == 0 => [Operand::NONE, float32_weights],
+            _ if gradients.matrix_length == 0 => [Operand::NONE, float32_weights],
             dtype => {
-                let copied = dtype.size() * gradients.first_length as usize;
+                let copied = dtype.size() * gradients.matrix_length as usize;
                 [Operand::new(Region::LowPrecision, dtype.size() * from, copied), float32_weights]
             }
         };
-        let flat = ops::Flat {
+        let flat = ops::FlatParameters {
             weights,
             low_precision,
-            planar,
+            is_planar,
             gradients,
-            // For matrices, which are exactly the weights of convolutions and linear layers, and for vectors.
-            decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
+            // Matrices are exactly the weights of convolutions and linear layers.
+            decay: [true, false].map(|is_matrix| self.optimizer.policy(is_matrix).decay),
         };
         let optimizer_slots =
             [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * slot_offset, bytes));
@@ -189,9 +191,9 @@ impl Facts<'_> {
                 (segments, per_parameter, self.ops.partials())
             }
             Some(_) => (
-                Operand::new(Region::Segments, 0, SEGMENT * count),
-                Operand::new(Region::Rates, 0, RATE * count),
-                Operand::new(Region::SegmentSquares, 0, SEGMENT_SQUARES * count),
+                Operand::new(Region::Segments, 0, SEGMENT_BYTES * count),
+                Operand::new(Region::Rates, 0, RATE_BYTES * count),
+                Operand::new(Region::SegmentSquares, 0, SQUARES_BYTES * count),
             ),
         };
         ops::Rates { segments, count: count as u32, per_parameter, squares }
@@ -199,25 +201,26 @@ impl Facts<'_> {
 
     /// The two parts of [`Region::Policies`]: the entries of the filters, and the policies of all parameters with gradients.
     pub(super) fn policies(&self, filter_count: usize) -> [Operand; 2] {
-        let (first, second) = (FILTER * filter_count, POLICY * self.layout.parameters_with_gradients().len());
+        let (first, second) =
+            (FILTER_BYTES * filter_count, POLICY_BYTES * self.layout.parameters_with_gradients().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
     }
 
     /// The segments of this rank's parts of parameters. They follow the segments of whole parameters.
     fn own_segments(&self) -> Operand {
-        let bytes = SEGMENT * self.layout.parameters_with_gradients().len();
+        let bytes = SEGMENT_BYTES * self.layout.parameters_with_gradients().len();
         Operand::new(Region::Segments, bytes, bytes)
     }
 
     /// Operands of the kernel that copies the running statistics before a step changes them.
-    pub(super) fn keep_statistics(&self) -> ops::Keep {
+    pub(super) fn statistics_copy(&self) -> ops::StatisticsCopy {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
-        let bytes = Running::padded_bytes(end);
-        ops::Keep {
+        let bytes = RunningLayout::padded_bytes(end);
+        ops::StatisticsCopy {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
             kept: Operand::new(Region::KeptStatistics, 0, bytes),
             kept_steps: Operand::whole(Region::KeptSteps),
-            finished: Operand::new(Region::ResultCounter, 0, 4),
+            finished_steps: Operand::new(Region::ResultCounter, 0, 4),
         }
     }
 
@@ -248,15 +251,13 @@ pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
     let mut words: Vec<u64> = filters
         .iter()
         .flat_map(|filter| {
-            [filter.offset as u64, pack(filter.rows as u32, filter.columns as u32), filter.gram as u64]
+            [filter.offset as u64, pack(filter.rows as u32, filter.columns as u32), filter.gram_offset as u64]
         })
         .collect();
     words.extend(layout.parameters_with_gradients().iter().flat_map(|parameter| {
         let filter = filters.iter().position(|filter| filter.offset == parameter.range.start);
-        let policy = match parameter.is_fixed {
-            true => ParameterPolicy::FROZEN,
-            false => optimizer.policy_of(parameter.kind),
-        };
+        let policy =
+            if parameter.is_fixed { ParameterPolicy::FROZEN } else { optimizer.policy_of(parameter.kind) };
         let filter = filter.map_or(u32::MAX, |index| index as u32);
         [pack(policy.rate.to_bits(), policy.decay.to_bits()), pack(filter, 0)]
     }));
@@ -264,22 +265,26 @@ pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
 }
 
 /// Bytes of a filter in [`Region::Policies`].
-const FILTER: usize = 24;
+const FILTER_BYTES: usize = 24;
 /// Bytes of a parameter's policy in [`Region::Policies`].
-const POLICY: usize = 16;
+const POLICY_BYTES: usize = 16;
 
-/// Bytes of a parameter's segment (its position and length).
-const SEGMENT: usize = 24;
-/// Bytes of a parameter's own rate.
-const RATE: usize = 8;
+/// Bytes of a parameter's segment in [`Region::Segments`].
+const SEGMENT_BYTES: usize = 24;
+/// Bytes of a parameter's rate in [`Region::Rates`].
+const RATE_BYTES: usize = 8;
 /// Bytes of the sums of squares from which a parameter's rate is computed.
-pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
+pub(super) const SQUARES_BYTES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
 /// Values per channel in [`Region::NormValues`]: mean, 1/std, scale, bias, slope and offset.
-const VALUES: usize = 6;
+const VALUES_PER_CHANNEL: usize = 6;
 
 /// The memory of each batch norm, by index, and the size in bytes of [`Region::NormValues`].
-pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) -> (Vec<NormSite>, usize) {
+pub(super) fn norm_sites(
+    plan: &StepPlan,
+    layout: &Layout,
+    running: &[RunningLayout],
+) -> (Vec<NormSite>, usize) {
     let mut at = 0;
     let mut sites: Vec<(usize, NormSite)> = plan
         .norms()
@@ -302,7 +307,7 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
                 slope: value(4),
                 offset: value(5),
             };
-            at += VALUES * bytes;
+            at += VALUES_PER_CHANNEL * bytes;
             (node.norm, site)
         })
         .collect();

@@ -1,7 +1,7 @@
-//! The parts of a step that depend only on the network and the settings: fused operations, their convolutions, sizes of
-//! tensors. Planning needs no GPU, so tests can emit a step on any machine.
+//! What depends only on the network and the settings in a step: fused operations, their convolutions, sizes of tensors. Planning needs no
+//! GPU, so tests can emit a step on any machine.
 
-use super::{Convolution, DType, Direction, ops::SUMMED_CHANNELS};
+use super::{Convolution, DType, Direction, ops::MAX_ROW_SUM_CHANNELS};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
@@ -24,14 +24,16 @@ const MAX_CHUNK_WEIGHTS: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 /// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SplitHead {
-    /// Number of ranks of the group, and this rank's index in it.
+    /// Number of ranks of the group.
     pub(in crate::cuda) ranks: usize,
+    /// This rank's index in the group.
     pub(in crate::cuda) rank: usize,
     /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
     pub(in crate::cuda) bounds: Vec<usize>,
     /// Number of chunks of the logits in memory, each `[pictures, classes of a chunk]`.
     pub(in crate::cuda) chunks: usize,
-    pub(in crate::cuda) sampled: Option<SampledClasses>,
+    /// `None` if training steps compute all classes.
+    pub(in crate::cuda) sampled_classes: Option<SampledClasses>,
 }
 
 /// The classes of a rank that a training step samples: the classes of the labels, and classes drawn at random.
@@ -39,8 +41,9 @@ pub(in crate::cuda) struct SplitHead {
 pub(in crate::cuda) struct SampledClasses {
     /// Number of classes drawn at random.
     pub(in crate::cuda) drawn: usize,
-    /// Maximum number of sampled classes, and number of chunks into which these classes are divided.
+    /// Maximum number of sampled classes.
     pub(in crate::cuda) capacity: usize,
+    /// Number of chunks into which these classes are divided.
     pub(in crate::cuda) chunks: usize,
     pub(in crate::cuda) seed: u64,
 }
@@ -51,7 +54,7 @@ impl SplitHead {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
         let chunks = chunk_count(network, max_classes(&bounds));
-        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled: None })
+        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled_classes: None })
     }
 
     /// This rank's classes.
@@ -76,31 +79,36 @@ fn max_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
 
+/// What is the same in all steps with one image size.
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
     /// This rank's part of the network for the current image size.
     pub(super) network: Arc<Network>,
     capabilities: Capabilities,
     pub(super) ops: Vec<FusedOp>,
-    /// Pictures per micro-batch.
+    /// Number of this rank's pictures in a micro-batch, including padding.
     pub(super) batch: usize,
     pub(super) dtype: DType,
+    /// Number of channels of the input in memory.
     pub(super) padded_input: usize,
+    /// Number of classes in memory, the same on every rank.
     pub(super) padded_classes: usize,
-    /// Number of ranks that share this rank's copy of the network, and this rank's index among them.
+    /// Number of ranks that share this rank's copy of the network.
     pub(super) model_ranks: usize,
+    /// This rank's index among these ranks.
     pub(super) model_rank: usize,
+    /// `None` if this rank has all classes.
     pub(super) head: Option<SplitHead>,
-    /// Whether the ranks that share a copy also split other operators than the last layer, or the last layer over its inputs.
+    /// Whether the ranks that share a copy also split other operators than the last layer, or split the last layer over its inputs.
     pub(super) splits_operators: bool,
     /// The margin of the labels' logits, if logits are scaled cosines.
     pub(super) margin: Option<Margin>,
-    /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
-    /// cuDNN is slow (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
-    pub(super) folded: bool,
+    /// Whether the first convolution, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels, because cuDNN is slow
+    /// with few channels (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
+    pub(super) is_folded: bool,
 }
 
-/// The fused kernels of this engine. `matrix_kernels`: whether kernels with their own matrix multiplication are included.
+/// The fused kernels of this engine. With `matrix_kernels`, kernels with their own matrix multiplication are included.
 pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
     Capabilities {
         norm_add_relu: true,
@@ -113,6 +121,8 @@ pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
 }
 
 impl StepPlan {
+    /// Plans steps whose micro-batches have `batch` pictures of this rank.
+    ///
     /// # Errors
     /// The engine does not support the network; the error names the layer.
     pub(in crate::cuda) fn new(
@@ -123,16 +133,17 @@ impl StepPlan {
     ) -> Result<Self, CudaError> {
         check(&network)?;
         let splits_operators = split_operator(&network).is_some();
-        // With split operators, padding lies between the ranks' pictures and is cleared in memory. Kernels that apply a batch norm inside a
-        // convolution do not store the batch norm's output.
+        // With split operators, padding lies between the ranks' pictures and is cleared in the memory of a batch norm's output. Kernels
+        // that apply a batch norm inside a convolution do not store this output, so they are not used.
         let capabilities = Capabilities { wgmma: capabilities.wgmma && !splits_operators, ..capabilities };
         let ops = fuse(&network, &capabilities);
         let padded_input = network.channels.next_multiple_of(INPUT_MULTIPLE);
-        let is_moved = |op: &Op| matches!(op, Op::Redistribute { input, .. } if network.is_pictures(*input));
-        let folded = padded_input == 4
+        let redistributes_pictures =
+            |op: &Op| matches!(op, Op::Redistribute { input, .. } if network.is_pictures(*input));
+        let is_folded = padded_input == 4
             && network.image_size.is_multiple_of(2)
             && network.rows(network.input()).is_none()
-            && !network.ops.iter().any(is_moved)
+            && !network.ops.iter().any(redistributes_pictures)
             && ops.iter().any(|op| match op {
                 FusedOp::Conv(Conv { shape, needs_input_gradient: false, .. }) => {
                     (shape.kernel, shape.stride, shape.padding) == (7, 2, 3)
@@ -162,27 +173,30 @@ impl StepPlan {
             head,
             splits_operators,
             margin: None,
-            folded,
+            is_folded,
         })
     }
 
-    /// The same plan with the margin of `loss`, and in which training samples the classes of a split head if `loss` asks for it.
+    /// The same plan with the margin of `loss`. If `loss` samples classes, training steps sample the classes of a split head.
     pub(in crate::cuda) fn with_loss(mut self, loss: &LossConfig) -> Self {
         self.margin = loss.margin;
-        if let (true, Some(head)) = (loss.samples(), &mut self.head) {
+        if loss.samples()
+            && let Some(head) = &mut self.head
+        {
             // In the worst case none of the group's labels, two for each picture, is among the drawn classes. The capacity is the same on
             // every rank.
             let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
-            let (drawn, chunks) =
-                (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
+            let drawn = loss.drawn(head.own_classes().len());
+            let chunks = chunk_count(&self.network, capacity);
             let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunks);
-            head.sampled = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
+            head.sampled_classes = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }
         self
     }
 
-    pub(super) fn sampled(&self) -> Option<&SampledClasses> {
-        self.head.as_ref()?.sampled.as_ref()
+    /// The classes that a training step samples; `None` if it computes all classes.
+    pub(super) fn sampled_classes(&self) -> Option<&SampledClasses> {
+        self.head.as_ref()?.sampled_classes.as_ref()
     }
 
     /// Continues with pictures of another size.
@@ -199,10 +213,9 @@ impl StepPlan {
         })
     }
 
-    /// The batch norm with index `norm`.
-    pub(super) fn norm(&self, norm: usize) -> &Norm {
-        // All indices come from operations of this plan.
-        self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
+    /// The batch norm with this index, which must come from an operation of this plan.
+    pub(super) fn norm(&self, index: usize) -> &Norm {
+        self.norms().find(|node| node.norm == index).unwrap_or_else(|| unreachable!("no batch norm {index}"))
     }
 
     /// Whether exactly one operation reads `tensor`.
@@ -211,7 +224,7 @@ impl StepPlan {
     }
 
     /// Number of pictures per micro-batch that this rank has of `tensor`: this rank's pictures, or the model group's pictures.
-    pub(super) fn pictures(&self, tensor: TensorId) -> usize {
+    pub(super) fn picture_count(&self, tensor: TensorId) -> usize {
         match self.network.placement(tensor) {
             Placement::Batch => self.batch,
             _ => self.model_ranks * self.batch,
@@ -233,10 +246,14 @@ impl StepPlan {
         self.network.rows(self.network.input()).is_some()
     }
 
-    /// Number of chunks of the logits in memory, and number of classes of a chunk.
-    pub(super) fn chunks(&self) -> (usize, usize) {
-        let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
-        (chunks, self.padded_classes / chunks)
+    /// Number of chunks of the logits in memory.
+    pub(super) fn chunks(&self) -> usize {
+        self.head.as_ref().map_or(1, |head| head.chunks)
+    }
+
+    /// Number of classes of a chunk.
+    pub(super) fn chunk_classes(&self) -> usize {
+        self.padded_classes / self.chunks()
     }
 
     /// Whether split weights are stored in two planes of 16 bits; see [`crate::cuda::planes`].
@@ -244,60 +261,63 @@ impl StepPlan {
         self.is_split() && self.dtype == DType::Bf16
     }
 
-    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for
-    /// the update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
-    /// micro-batches or ranks, if classes are sampled, or if other weights are split.
+    /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: once for the norm,
+    /// and once for the update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are
+    /// summed over micro-batches or ranks, if classes are sampled, or if other weights are split.
     pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
-        self.chunks().0 > 1
+        self.chunks() > 1
             && !self.splits_operators
             && !accumulates
             && data_ranks == 1
-            && self.sampled().is_none()
+            && self.sampled_classes().is_none()
     }
 
     /// The forward convolution of a chunk of sampled classes.
     pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
-        let (sampled, (convolution, _)) = (self.sampled()?, self.convolution(self.ops.last()?)?);
+        let (sampled, convolution) = (self.sampled_classes()?, self.convolution(self.ops.last()?)?);
         Some(Convolution { out_c: sampled.capacity / sampled.chunks, ..convolution })
     }
 
     /// Number of values per picture in memory, including padding.
-    pub(super) fn values(&self, tensor: TensorId) -> usize {
+    pub(super) fn values_per_picture(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];
-        if self.folded && tensor == self.network.input() {
+        if self.is_folded && tensor == self.network.input() {
             // In units of 2x2 pixels, the padding of 3 pixels on each side adds 3 to the side.
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
-        let channels = match tensor {
-            t if self.network.is_pictures(t) => self.padded_input,
-            t if self.network.has_logits(t) => self.padded_classes,
-            _ => shape.channels,
+        let channels = if self.network.is_pictures(tensor) {
+            self.padded_input
+        } else if self.network.has_logits(tensor) {
+            self.padded_classes
+        } else {
+            shape.channels
         };
         shape.pixels() * channels
     }
 
-    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk.
-    pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, [row_padding, padding], groups, first) = match *op {
-            FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
+    /// The forward convolution of an operation; `None` if the operation is neither a convolution nor a linear layer. For a split head: the
+    /// convolution of one chunk.
+    pub(super) fn convolution(&self, op: &FusedOp) -> Option<Convolution> {
+        let (input, output, kernel, stride, [row_padding, padding], groups) = match *op {
+            FusedOp::Conv(Conv { input, output, shape, .. }) => {
                 let (kernel, stride, paddings) =
                     (shape.kernel, shape.stride, [shape.row_padding, shape.padding]);
-                (input, output, kernel, stride, paddings, shape.groups, !needs_input_gradient)
+                (input, output, kernel, stride, paddings, shape.groups)
             }
-            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1, false),
+            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1),
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
         let convolution = Convolution {
             direction: Direction::Forward,
             dtype: self.dtype,
-            batch: self.pictures(input),
+            batch: self.picture_count(input),
             in_h: from.height,
             in_w: from.width,
-            in_c: if first { self.padded_input } else { from.channels },
+            in_c: if reads_pictures(op) { self.padded_input } else { from.channels },
             out_h: to.height,
             out_w: to.width,
-            out_c: if self.network.has_logits(output) { self.chunks().1 } else { to.channels },
+            out_c: if self.network.has_logits(output) { self.chunk_classes() } else { to.channels },
             kernel,
             stride,
             padding,
@@ -305,9 +325,9 @@ impl StepPlan {
             groups,
             sums: false,
         };
-        if first && self.folded {
+        if reads_pictures(op) && self.is_folded {
             let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
-            let folded = Convolution {
+            return Some(Convolution {
                 in_h: side,
                 in_w: side,
                 in_c,
@@ -316,14 +336,18 @@ impl StepPlan {
                 padding: 0,
                 row_padding: 0,
                 ..convolution
-            };
-            return Some((folded, first));
+            });
         }
-        Some((convolution, first))
+        Some(convolution)
     }
 }
 
-/// Whether this engine runs `network`.
+/// Whether an operation is a convolution of the pictures.
+pub(in crate::cuda) fn reads_pictures(op: &FusedOp) -> bool {
+    matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }))
+}
+
+/// Checks that this engine supports `network`.
 ///
 /// # Errors
 /// The engine does not support the network; the error names the layer.
@@ -351,10 +375,10 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
                 ));
             }
             Op::Gelu { bias: Some(name), output, .. }
-                if network.tensors[*output].channels > SUMMED_CHANNELS =>
+                if network.tensors[*output].channels > MAX_ROW_SUM_CHANNELS =>
             {
                 return refuse(format!(
-                    "on GPUs, a GELU with biases must have at most {SUMMED_CHANNELS} channels, but {name} has more"
+                    "on GPUs, a GELU with biases must have at most {MAX_ROW_SUM_CHANNELS} channels, but {name} has more"
                 ));
             }
             Op::MaxPool { kernel, .. } if kernel * kernel > 255 => {
@@ -378,7 +402,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Checks the part of a rank that shares the rows of pictures.
+/// Checks a rank's part of a network whose ranks share the rows of pictures.
 fn check_rows(network: &Network) -> Result<(), CudaError> {
     let Some(pictures) = network.rows(network.input()) else { return Ok(()) };
     let ranks = pictures.of_rank.len();
@@ -407,7 +431,7 @@ fn check_rows(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Checks the part of a rank that has parts of operators.
+/// Checks a rank's part of a network whose ranks split operators.
 fn check_splits(network: &Network) -> Result<(), CudaError> {
     let Some(name) = split_operator(network) else { return Ok(()) };
     let refuse = |what: String| {
@@ -460,7 +484,7 @@ fn bounds_of(placement: &Placement) -> Option<&[usize]> {
     }
 }
 
-/// See [`StepPlan::last_layer`]; empty if there is none.
+/// See [`StepPlan::last_layer`]; empty if the network does not end in a linear layer.
 fn last_layer(network: &Network) -> &str {
     let layer = network.ops.iter().rev().find(|op| !matches!(op, Op::Redistribute { .. }));
     match layer {
@@ -469,7 +493,7 @@ fn last_layer(network: &Network) -> &str {
     }
 }
 
-/// The name of a split operator, if there is one. The last layer does not count if only its classes are split.
+/// The name of the first split operator, if there is one. The last layer does not count if only its classes are split.
 pub(in crate::cuda) fn split_operator(network: &Network) -> Option<&str> {
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {
@@ -477,8 +501,8 @@ pub(in crate::cuda) fn split_operator(network: &Network) -> Option<&str> {
         tensor == head.output() && matches!(placement, Placement::Channels(_))
             || head.inputs() == [tensor] && *placement == Placement::Whole
     };
-    let is_plain = |op: &Op| *network.placement(op.output()) == Placement::Batch || is_of_head(op.output());
-    let mut names = network.ops.iter().filter(|op| !is_plain(op)).filter_map(|op| match op {
+    let is_whole = |op: &Op| *network.placement(op.output()) == Placement::Batch || is_of_head(op.output());
+    let mut names = network.ops.iter().filter(|op| !is_whole(op)).filter_map(|op| match op {
         Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
         _ => None,
     });

@@ -23,7 +23,7 @@ fn names(facts: &Facts<'_>) -> Names {
     names.insert(partials, "partial sums", "");
     for parameter in &facts.layout.parameters {
         let Some((name, suffix)) = parameter.name.rsplit_once('.') else { continue };
-        if parameter.range.start < facts.layout.matrices {
+        if parameter.range.start < facts.layout.matrix_len {
             names.insert(facts.matrix(name), &parameter.name, "");
             names.insert(facts.matrix_gradient(name), &parameter.name, "gradient");
         } else {

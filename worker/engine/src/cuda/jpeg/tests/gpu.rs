@@ -16,7 +16,7 @@ fn max_mean_difference() -> f64 {
 #[ignore = "needs a GPU"]
 fn gpu_crops_equal_the_host_s_bit_for_bit() {
     let device = Device::open(0).unwrap();
-    let kernels = Kernels::load(&device, DType::F16).unwrap().without_early_launch();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().without_dependent_launch();
     let mut cropper = Cropper::new().unwrap();
     // Includes pictures too wide for a block's shared memory, and a single pixel.
     for (width, height, size) in
@@ -49,9 +49,9 @@ fn gpu_crops_equal_the_host_s_bit_for_bit() {
                 (0..3).map(|to| Cropping::new(&encoded, on_device, to, &mut tables)).collect();
             let expected =
                 crop(&samples, &tables, &Cropping::new(&encoded, on_host, 0, &mut host_tables), size);
-            cropper.begin(&device, 3, size).unwrap();
+            cropper.allocate(&device, 3, size).unwrap();
             cropper.run(&device, &kernels, &croppings, &tables).unwrap();
-            cropper.end(3).unwrap();
+            cropper.start_download(3).unwrap();
             cropper.stream.0.synchronize().unwrap();
             let actual = cropper.pixels(3 * expected.len());
             let differ = actual

@@ -62,7 +62,8 @@ pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Resul
     memory.resize(memory.len() + planes_bytes(stored), GREY);
     let (width, height) = stored.chroma();
     let sizes = [(stored.width, stored.height), (width, height), (width, height)];
-    for ((plane, samples), (width, height)) in planes.all().into_iter().zip(samples(file, stored)?).zip(sizes)
+    for ((plane, samples), (width, height)) in
+        planes.destinations().into_iter().zip(samples(file, stored)?).zip(sizes)
     {
         assert_eq!(samples.len(), (width * height) as usize);
         for (row, samples) in samples.chunks_exact(width as usize).enumerate() {

@@ -5,7 +5,7 @@ use super::{Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, per_chan
 /// The gradient of y, T `[rows, C]` unless documented otherwise, and how the ReLU masks it.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Gradient {
-    /// No ReLU.
+    /// The gradient of all values, without a ReLU.
     All { dy: Operand },
     /// A ReLU right after the batch norm, whose mask is recomputed. `more` is added to dy; may be absent.
     Relu { dy: Operand, more: Operand },
@@ -28,7 +28,7 @@ pub(in crate::cuda) struct NormBackward {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) site: NormSite,
-    /// Adds to dgamma and dbeta instead of replacing them.
+    /// Whether to add to dgamma and dbeta instead of replacing them.
     pub(in crate::cuda) accumulate: bool,
     pub(in crate::cuda) reduce: Reduce,
 }
@@ -88,15 +88,15 @@ impl Gradient {
 }
 
 impl Ops {
-    /// Batch norm backward in the variant that suits the shape; with [`Reduce::Leave`] only the sums (and dz).
+    /// Batch norm backward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums (and dz).
     ///
     /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x twice, dy and more once, dx once. The second launch reads
     /// dz, which the first has written, as the gradient; without dz it reads dy and more again.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
-        if p.reduce.leaves_sums() {
+        if p.reduce.stores_sums() {
             return vec![self.norm_backward_sums(p)];
         }
-        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits()) else {
+        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits_for_ranks()) else {
             return vec![self.norm_backward_sums(p), self.norm_backward_apply(p)];
         };
         let [_, _, name, _] = p.gradient.names();
@@ -109,7 +109,7 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass: dz, the sums, dgamma and dbeta; then the sums are reduced over ranks as `reduce` says. Traffic: x, dy
+    /// The first pass: computes dz, the sums, dgamma and dbeta, then reduces the sums over ranks as `reduce` says. Traffic: x, dy
     /// and more once, dz once if present.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
@@ -120,10 +120,10 @@ impl Ops {
         args.extend([Arg::Out(self.partials()), self.counters()]);
         args.extend(p.site.backward_args(p.accumulate, p.reduce));
         args.extend(p.reduce.args());
-        kernel(name, self.sums(p.shape.rows(), p.shape.channels), args)
+        kernel(name, self.sum_over_rows(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from all-reduced sums of [`Reduce::Leave`], float32 `[2, C]`.
+    /// Continues from all-reduced sums of [`Reduce::StoreSums`], float32 `[2, C]`.
     pub(in crate::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));
@@ -136,7 +136,7 @@ impl Ops {
         kernel("norm_backward_finish", per_channel(p.shape.channels), args)
     }
 
-    /// The second pass: dx. Traffic: x and the gradient (dz, if present) once, dx once.
+    /// The second pass: computes dx. Traffic: x and the gradient (dz, if present) once, dx once.
     pub(in crate::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
         let [_, name, ..] = gradient.names();

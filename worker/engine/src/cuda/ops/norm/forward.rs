@@ -20,14 +20,14 @@ pub(in crate::cuda) struct NormForward {
 }
 
 impl Ops {
-    /// Batch norm forward in the variant that suits the shape; with [`Reduce::Leave`] only the statistics.
+    /// Batch norm forward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums.
     ///
     /// Traffic: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
-        if p.reduce.leaves_sums() {
+        if p.reduce.stores_sums() {
             return vec![self.norm_statistics(p)];
         }
-        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits()) else {
+        let Some(geometry) = self.one_launch_geometry(p.shape, p.reduce.waits_for_ranks()) else {
             return vec![self.norm_statistics(p), self.norm_apply(p)];
         };
         let name = match p.shortcut {
@@ -44,7 +44,7 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass: the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`,
+    /// The first pass: computes the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`,
     /// `site` and `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch
     /// norms that are applied later. Traffic: x once.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
@@ -53,7 +53,7 @@ impl Ops {
         args.extend([Arg::Out(self.partials()), self.counters()]);
         args.extend(p.site.forward_args(p.reduce));
         args.extend(p.reduce.args());
-        kernel("norm_statistics", self.sums(p.shape.rows(), p.shape.channels), args)
+        kernel("norm_statistics", self.sum_over_rows(p.shape.rows(), p.shape.channels), args)
     }
 
     /// Continues from the sums of x and of x * x over the real pictures, float32 `[C]` each, of an all-reduce or of a
@@ -103,7 +103,7 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Scale and bias from running statistics.
+    /// Computes scale and bias from running statistics.
     pub(in crate::cuda) fn norm_fold(&self, site: &NormSite) -> Kernel {
         let channels = site.channels() as u32;
         let mut args = [site.gamma, site.beta, site.running_mean, site.running_var].map(Arg::In).to_vec();

@@ -1,8 +1,9 @@
-//! The backward pass of operations. Weight gradients run on the side stream, if there is one.
+//! The backward pass of operations.
 
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
+    /// The backward pass of the operation with this index.
     pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
         let op = &self.plan.ops[index];
         match op {
@@ -10,9 +11,8 @@ impl<'a> GraphEmitter<'a> {
                 ConvBackward::WithNorms { norm_before } => {
                     self.bottleneck_backward(conv, norm_before, micro_batch)?;
                 }
-                backward => {
-                    let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
-                    self.convolution_backward(op, conv.input, conv.output, dgrad_in_norm, micro_batch)?;
+                backward @ (ConvBackward::Plain | ConvBackward::DgradInNorm) => {
+                    self.convolution_backward(op, conv.input, conv.output, backward, micro_batch)?;
                 }
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
@@ -22,7 +22,7 @@ impl<'a> GraphEmitter<'a> {
                 if !is_head && !self.plan.network.has_logits(*output) {
                     self.bias_backward(name, *output, micro_batch)?;
                 }
-                self.convolution_backward(op, *input, *output, false, micro_batch)?;
+                self.convolution_backward(op, *input, *output, ConvBackward::Plain, micro_batch)?;
             }
             FusedOp::Norm(node) => self.norm_backward(node, micro_batch)?,
             FusedOp::GlobalAveragePool { input, output, gradient_in_norm: true } => {
@@ -47,16 +47,16 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// wgrad, and dgrad unless the preceding batch norm's kernel computes it.
+    /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it.
     fn convolution_backward(
         &mut self,
         op: &FusedOp,
         input: TensorId,
         output: TensorId,
-        dgrad_in_norm: bool,
+        backward: ConvBackward,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
-        let Some((convolution, first)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
@@ -65,26 +65,27 @@ impl<'a> GraphEmitter<'a> {
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
         self.fork();
-        let stream = self.weight_gradient_stream();
+        let stream = self.weight_gradient_stream;
         if weight.is_fixed {
-            self.start(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
+            self.push_on(stream, facts.ops.zero_gradient(w, weight.aligned_range().len() as u64));
         } else {
             self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }
-        if first && self.plan.folded {
+        if reads_pictures(op) && self.plan.is_folded {
             let values = weight.range.len();
-            self.start(stream, facts.ops.fold_gradient(w, values as u32));
+            self.push_on(stream, facts.ops.fold_gradient(w, values as u32));
         }
         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
         if is_head {
             self.remove_along(stream, facts.matrix(name), w, [convolution.out_c, convolution.in_c]);
         }
         self.send_completed_bucket(name, micro_batch);
-        self.readers[input] -= 1;
+        self.remaining_readers[input] -= 1;
         let w = facts.matrix(name);
+        let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
-        } else if !first {
+        } else if !reads_pictures(op) {
             let dx = self.alloc(input, Content::Gradient);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
             self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
@@ -94,51 +95,50 @@ impl<'a> GraphEmitter<'a> {
             }
             self.gradients[input].push(Gradient::Whole(dx));
         }
-        // `norm_backward` still reads `dy`, and frees it.
+        // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
         let mut read = if dgrad_in_norm { Vec::new() } else { vec![dy] };
-        if self.readers[input] == 0 {
+        if self.remaining_readers[input] == 0 {
             read.extend(self.activations[input].take());
         }
         self.free_after_weight_gradient(read);
         Ok(())
     }
 
-    /// The backward pass of a batch norm and of the ReLU after it. The gradient of the input overwrites the input, is in new memory, or is
-    /// computed by the preceding convolution's backward pass.
+    /// The backward pass of a batch norm and of the ReLU after it. It writes the gradient of the input over the input or into new memory,
+    /// unless the preceding convolution's backward pass computes this gradient.
     fn norm_backward(
         &mut self,
         node: &Norm,
-        MicroBatch { first, .. }: MicroBatch,
+        MicroBatch { is_first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
         let [Some(dy), more] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
         };
-        let deferred = node.backward_in_conv;
         // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
         let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
         let operands = Incoming { dy: at(Some(dy)), more: at(more), mask: optional(self.masks[node.norm]) };
         if node.pooled {
-            self.norm_backward_pooled(node, [x, dx], operands, first);
+            self.norm_backward_pooled(node, [x, dx], operands, is_first);
         } else {
-            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), first);
+            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), is_first);
         }
         self.clear_padding(node.input, Some(dx));
-        let mut done = vec![dy];
-        done.extend(more);
-        self.gradients[node.input].push(if deferred {
+        let mut used = vec![dy];
+        used.extend(more);
+        self.gradients[node.input].push(if node.backward_in_conv {
             if let Some(dz) = dz {
-                self.shared.push(dz);
+                self.shared_allocations.push(dz);
             } else {
-                done.clear();
+                used.clear();
             }
             Gradient::Deferred { g: dz.unwrap_or(dy.allocation()), x, norm: node.norm }
         } else {
             Gradient::Whole(dx)
         });
-        for gradient in done {
+        for gradient in used {
             match gradient {
                 Gradient::ThroughConv { dy, .. } => self.free_with_newest(dy),
                 gradient => self.free(gradient.allocation()),
@@ -150,7 +150,7 @@ impl<'a> GraphEmitter<'a> {
         if node.overwrites_input {
             self.activations[node.input] = None;
         } else {
-            self.read_in_backward(node.input);
+            self.note_read_in_backward(node.input);
         }
         if let (Some(dz), Some(shortcut)) = (dz, node.shortcut) {
             self.gradients[shortcut.tensor].push(Gradient::Whole(dz));
@@ -166,64 +166,67 @@ impl<'a> GraphEmitter<'a> {
         gradient: Gradient,
         Incoming { dy, more, mask }: Incoming,
         dz: Operand,
-        first: bool,
+        is_first: bool,
     ) {
         let ops = self.facts.ops;
-        let pooled = matches!(gradient, Gradient::Pooled(_));
         let backward = ops::NormBackward {
             x: x.operand(),
-            gradient: match (node.relu, mask.is_none(), pooled) {
-                (false, ..) => ops::Gradient::All { dy },
-                (true, true, _) => ops::Gradient::Relu { dy, more },
-                (true, false, false) => ops::Gradient::Mask { dy, more, mask },
-                (true, false, true) => ops::Gradient::MaskPooled { dy, mask },
+            gradient: if !node.relu {
+                ops::Gradient::All { dy }
+            } else if mask.is_none() {
+                ops::Gradient::Relu { dy, more }
+            } else if matches!(gradient, Gradient::Pooled(_)) {
+                ops::Gradient::MaskPooled { dy, mask }
+            } else {
+                ops::Gradient::Mask { dy, more, mask }
             },
             dz,
             dx: dx.operand(),
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
-            accumulate: !first,
+            accumulate: !is_first,
             reduce: self.facts.reduction(node, NormPass::Backward),
         };
         if node.is_frozen() {
-            return self.main(ops.norm_backward_frozen(backward));
+            return self.push(ops.norm_backward_frozen(backward));
         }
-        let is_summed = matches!(gradient, Gradient::Summed(_));
+        let has_sums = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
             Gradient::ThroughConv { weights, outputs, .. } => {
                 Some(ops::Through { dy, weights, inner: outputs as u32, more, mask })
             }
             _ => None,
         };
-        let is_single_call = through.is_none() && !is_summed && !node.backward_in_conv;
+        let is_single_call = through.is_none() && !has_sums && !node.backward_in_conv;
         if let Some(through) = through {
-            self.main(ops.norm_backward_through(backward, through));
+            self.push(ops.norm_backward_through(backward, through));
         } else if is_single_call {
-            self.main(ops.norm_backward(backward));
-        } else if !is_summed {
-            self.main(ops.norm_backward_sums(backward));
+            self.push(ops.norm_backward(backward));
+        } else if !has_sums {
+            self.push(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
         let reduced_sums = self.reduce_sums(backward.reduce, node);
         if let Some(sums) = reduced_sums {
             let of_all_ranks = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
-            self.main(ops.norm_backward_finish(sums, of_all_ranks));
+            self.push(ops.norm_backward_finish(sums, of_all_ranks));
         }
         if !node.backward_in_conv && (!is_single_call || reduced_sums.is_some()) {
-            self.main(ops.norm_backward_apply(local));
+            self.push(ops.norm_backward_apply(local));
         }
     }
 
-    /// The gradients of a batch norm's output for its backward pass: one gradient, or two that its kernels add.
+    /// The gradients of a batch norm's output for its backward pass: one, or two that its kernels add. Adds further gradients first.
     fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
         // A gradient through a convolution comes first.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));
-        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so neither gradient may be shared.
-        let adds =
-            node.relu && !(node.pooled && incoming.iter().any(|g| self.shared.contains(&g.allocation())));
-        let max = if adds { 2 } else { 1 };
+        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so no gradient may be shared.
+        let kernel_adds = node.relu
+            && !(node.pooled
+                && incoming.iter().any(|other| self.shared_allocations.contains(&other.allocation())));
+        let max = if kernel_adds { 2 } else { 1 };
         if incoming.len() > max {
             let rest = incoming.split_off(max - 1);
             let sum = self.add_gradients(node.output, rest)?;
@@ -239,12 +242,12 @@ impl<'a> GraphEmitter<'a> {
         node: &Norm,
         [x, dx]: [Allocation; 2],
         Incoming { dy, more, mask: argmax }: Incoming,
-        first: bool,
+        is_first: bool,
     ) {
         let ops = self.facts.ops;
         if !more.is_none() {
-            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
-            self.main(ops.add(dy, more, values as u64));
+            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
+            self.push(ops.add(dy, more, values as u64));
         }
         let backward = ops::NormBackward {
             x: x.operand(),
@@ -254,44 +257,44 @@ impl<'a> GraphEmitter<'a> {
             control: self.control_of(node.input),
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
-            accumulate: !first,
+            accumulate: !is_first,
             reduce: self.facts.reduction(node, NormPass::Backward),
         };
         let pool = self.pool(node.input);
-        self.main(ops.norm_backward_max_pool(backward, argmax, pool));
+        self.push(ops.norm_backward_max_pool(backward, argmax, pool));
         if let Some(sums) = self.reduce_sums(backward.reduce, node) {
             let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-            self.main(ops.norm_backward_finish(sums, local));
-            self.main(ops.norm_backward_apply_max_pool(backward, argmax, pool));
+            self.push(ops.norm_backward_finish(sums, local));
+            self.push(ops.norm_backward_apply_max_pool(backward, argmax, pool));
         }
     }
 
-    /// If NCCL and not the kernels reduce the backward pass's sums: reduces them over all ranks, and returns them.
+    /// If NCCL reduces the backward pass's sums, and not the kernels: reduces the sums over all ranks, and returns them.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
-        let ops::Reduce::Leave { sums } = reduce else { return None };
+        let ops::Reduce::StoreSums { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)
     }
 
-    /// Frees the allocations that the newest weight gradient reads: at once, or after the weight gradient on the side stream.
+    /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
+    /// once.
     pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
-        if !self.side_stream {
+        if !self.uses_side_stream() {
             read.into_iter().for_each(|allocation| self.free(allocation));
             return;
         }
-        self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradients));
-        self.pending.push_back((self.weight_gradients, read));
-        self.weight_gradients += 1;
+        self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradient_count));
+        self.pending_weight_gradients.push_back((self.weight_gradient_count, read));
+        self.weight_gradient_count += 1;
     }
 
-    /// The stream on which weight gradients run.
-    pub(super) fn weight_gradient_stream(&self) -> StreamId {
-        if self.side_stream { StreamId::Side } else { StreamId::Main }
+    pub(super) fn uses_side_stream(&self) -> bool {
+        self.weight_gradient_stream == StreamId::Side
     }
 
-    /// Makes the side stream wait for the main stream's commands so far.
+    /// If weight gradients run on the side stream: makes it wait for the main stream's commands so far.
     pub(super) fn fork(&mut self) {
-        if self.side_stream {
+        if self.uses_side_stream() {
             self.record(StreamId::Main, EventId::SideBegin);
             self.wait(StreamId::Side, EventId::SideBegin);
         }

@@ -4,16 +4,16 @@
 //! of ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
 
 use super::{split_head::CONTROLS, *};
-use crate::net::Placement;
+use crate::{cuda::ops::ChannelRows, net::Placement};
 
 impl GraphEmitter<'_> {
     /// If operators are split: gathers the control blocks of the group's ranks, and computes the group's control block.
-    pub(super) fn begin_group(&mut self) {
+    pub(super) fn gather_group_control(&mut self) {
         if self.plan.splits_operators {
             self.gather_controls();
             let pictures = (self.plan.model_ranks * self.plan.batch) as u32;
             let to = self.group_control();
-            self.main(self.facts.ops.group_control(CONTROL, to, pictures));
+            self.push(self.facts.ops.group_control(CONTROL, to, pictures));
         }
     }
 
@@ -35,10 +35,13 @@ impl GraphEmitter<'_> {
     pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Allocation>) {
         let (plan, network) = (self.plan, &self.plan.network);
         let is_of_group = *network.placement(tensor) != Placement::Batch && !network.is_pictures(tensor);
-        if let (true, Some(at)) = (plan.splits_operators && is_of_group, at) {
+        if plan.splits_operators
+            && is_of_group
+            && let Some(at) = at
+        {
             let pictures = [plan.model_ranks, plan.batch].map(|count| count as u32);
-            let (y, words, values) = (at.operand(), self.words(), plan.values(tensor));
-            self.main(self.facts.ops.clear_padding(y, CONTROLS, words, pictures, values));
+            let (y, words, values) = (at.operand(), self.words(), plan.values_per_picture(tensor));
+            self.push(self.facts.ops.clear_padding(y, CONTROLS, words, pictures, values));
         }
     }
 
@@ -88,30 +91,30 @@ impl GraphEmitter<'_> {
         let (plan, dtype) = (self.plan, self.plan.dtype);
         let rows = plan.batch * plan.network.tensors[before].pixels();
         let all_rows = plan.model_ranks * rows;
-        let values = plan.batch * plan.values(after);
+        let values = plan.batch * plan.values_per_picture(after);
         match &placements {
-            [Batch, Whole] => self.in_group(Collective::AllGather, x.operand(), y.operand(), values, dtype),
+            [Batch, Whole] => self.collective(Collective::AllGather, x.operand(), y.operand(), values, dtype),
             [Partial, Batch] => {
-                self.in_group(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
+                self.collective(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
             }
             [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
                 let sum = self.alloc_bytes(x.bytes, Content::Channels);
                 self.add_in_group(x, sum, all_rows * all_channels(bounds));
-                self.take_own(bounds, all_rows, [sum, y]);
+                self.copy_own_channels(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
             }
             [Batch, Channels(bounds)] => self.send_channels(bounds, rows, [x, y]),
-            [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
-            [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
+            [Channels(bounds), Batch] => self.join_channels(bounds, rows, &Batch, [x, y]),
+            [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, &Whole, [x, y]),
             [Channels(bounds), Channels(new_bounds)] => {
                 let bytes = all_rows * all_channels(bounds) * dtype.size();
                 let all = self.alloc_bytes(bytes, Content::Channels);
-                self.join_channels(bounds, all_rows, true, [x, all]);
-                self.take_own(new_bounds, all_rows, [all, y]);
+                self.join_channels(bounds, all_rows, &Whole, [x, all]);
+                self.copy_own_channels(new_bounds, all_rows, [all, y]);
                 self.free_now(all);
             }
-            // No plan has these pairs.
+            // No plan has these pairs of placements.
             [Batch, Batch | Partial] | [Whole, _] | [Partial | Channels(_), Partial] => {}
         }
     }
@@ -119,16 +122,17 @@ impl GraphEmitter<'_> {
     /// Sums `values` values of `x` over the group into `y`.
     fn add_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
         let dtype = self.plan.dtype;
-        self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
+        self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
         let at = y.operand().part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Model, at, dtype));
     }
 
     /// Copies this rank's channels of `x` to `y`.
-    fn take_own(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+    fn copy_own_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (own, first) = (channels_of(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
-        let (from, to) = ((x.operand(), all_channels(bounds), first), (y.operand(), own, 0));
-        self.main(self.facts.ops.copy_channels(from, to, [rows, own], false));
+        let from = ChannelRows { memory: x.operand(), channels: all_channels(bounds), first };
+        let to = ChannelRows { memory: y.operand(), channels: own, first: 0 };
+        self.push(self.facts.ops.copy_channels(from, to, [rows, own], false));
     }
 
     /// From batch to channels: each rank sends to every other rank the receiver's channels of the sender's pictures (`rows` rows).
@@ -138,7 +142,7 @@ impl GraphEmitter<'_> {
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for peer in 0..self.plan.model_ranks {
             let channels = channels_of(bounds, peer);
-            let (to, at) = if peer == rank {
+            let (memory, first) = if peer == rank {
                 (y.operand(), rank * own)
             } else {
                 let bytes = rows * channels * size;
@@ -148,20 +152,22 @@ impl GraphEmitter<'_> {
                 parts.push(part);
                 (part.operand(), 0)
             };
-            let from = (x.operand(), all_channels(bounds), bounds[peer]);
-            self.main(self.facts.ops.copy_channels(from, (to, channels, at), [rows, channels], false));
+            let to = ChannelRows { memory, channels, first };
+            let from =
+                ChannelRows { memory: x.operand(), channels: all_channels(bounds), first: bounds[peer] };
+            self.push(self.facts.ops.copy_channels(from, to, [rows, channels], false));
         }
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// From channels to batch or whole: each rank sends to every other rank the sender's channels of the receiver's pictures or, with
-    /// `sends_all`, of all pictures. `rows`: number of rows of these pictures.
-    fn join_channels(&mut self, bounds: &[usize], rows: usize, sends_all: bool, [x, y]: [Allocation; 2]) {
+    /// From channels to the placement `after`, batch or whole: each rank sends to every other rank the sender's channels of the receiver's
+    /// pictures (batch) or of all pictures (whole). `rows` is the number of rows of these pictures.
+    fn join_channels(&mut self, bounds: &[usize], rows: usize, after: &Placement, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * channels_of(bounds, rank);
         // Index of the first value that is sent to a rank.
-        let first = |peer: usize| if sends_all { 0 } else { peer * own };
+        let first = |peer: usize| if *after == Placement::Batch { peer * own } else { 0 };
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for peer in (0..self.plan.model_ranks).filter(|peer| *peer != rank) {
             let bytes = rows * channels_of(bounds, peer) * size;
@@ -170,13 +176,16 @@ impl GraphEmitter<'_> {
             receives.push((peer as u32, part.operand().part(0, bytes)));
             parts.push(part);
         }
-        let others = receives.iter().map(|(peer, at)| (*peer as usize, *at, 0));
-        let all: Vec<_> = std::iter::once((rank, x.operand(), first(rank))).chain(others).collect();
-        self.exchange(Group::Model, sends, receives, self.plan.dtype);
-        for (index, (rank, from, first)) in all.into_iter().enumerate() {
+        let of_rank = |rank: usize, memory: Operand, first: usize| {
             let channels = channels_of(bounds, rank);
-            let (from, to) = ((from, channels, first), (y.operand(), all_channels(bounds), bounds[rank]));
-            self.main(self.facts.ops.copy_channels(from, to, [rows, channels], index > 0));
+            (rank, ChannelRows { memory, channels, first })
+        };
+        let others = receives.iter().map(|(peer, part)| of_rank(*peer as usize, *part, 0));
+        let all: Vec<_> = std::iter::once(of_rank(rank, x.operand(), first(rank))).chain(others).collect();
+        self.exchange(Group::Model, sends, receives, self.plan.dtype);
+        for (index, (rank, from)) in all.into_iter().enumerate() {
+            let to = ChannelRows { memory: y.operand(), channels: all_channels(bounds), first: bounds[rank] };
+            self.push(self.facts.ops.copy_channels(from, to, [rows, from.channels], index > 0));
         }
         parts.into_iter().for_each(|part| self.free_now(part));
     }

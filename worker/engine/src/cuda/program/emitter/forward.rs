@@ -3,7 +3,8 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// Reads the next micro-batch, whose pictures are the network's input. Later stages receive the activation of the preceding stage.
+    /// Reads the pictures of the next micro-batch, which are the network's input. Later stages receive the activation of the preceding
+    /// stage instead.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
@@ -15,17 +16,17 @@ impl<'a> GraphEmitter<'a> {
         let tensor = self.plan.network.input();
         let pictures = self.alloc_activation(tensor);
         self.read_pictures(phase, input, pictures);
-        self.begin_group();
+        self.gather_group_control();
         Ok(())
     }
 
     /// Fetches the next control block, and records the time at which the micro-batch begins.
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
-        let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        let keeps = begins_step.then(|| facts.keep_statistics());
-        self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
-        self.main(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
+        let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
+        let copy = begins_step.then(|| facts.statistics_copy());
+        self.push(facts.ops.fetch(rings::SLOTS as u32, self.words(), copy));
+        self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
     /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
@@ -35,82 +36,84 @@ impl<'a> GraphEmitter<'a> {
         let (pictures, to) = (plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
-        let folded = plan.folded;
-        if folded {
-            self.main(facts.ops.fold_border(to, pictures, side));
+        if plan.is_folded {
+            self.push(facts.ops.fold_border(to, pictures, side));
         }
-        let batch = ops::BatchInput { pictures, side, channels, to, padded, folded };
+        let batch = ops::BatchInput { pictures, side, channels, to, padded, is_folded: plan.is_folded };
         let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
-                return self.main(facts.ops.pad_channels(batch));
+                return self.push(facts.ops.pad_channels(batch));
             }
             Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], GatherMode::InOrder, None),
             Input::Dataset { height, width, mode, .. } => {
                 ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };
-        self.main(facts.ops.gather(batch, size, mode, scaling));
+        self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
+    /// The forward pass of the operation with this index.
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
-        let training = matches!(phase, Phase::Train(_));
+        let trains = matches!(phase, Phase::Train(_));
         let op = &self.plan.ops[index];
         match op {
             FusedOp::Conv(conv) => match conv.forward {
-                ConvForward::WithBlockEnd { block_end } if training => self.block_end(conv, block_end)?,
-                ConvForward::WithNorms { norm_before } if training => {
+                ConvForward::WithBlockEnd { block_end } if trains => {
+                    self.block_end_forward(conv, block_end)?
+                }
+                ConvForward::WithNorms { norm_before } if trains => {
                     self.bottleneck_forward(conv, norm_before)?;
                 }
-                ConvForward::Plain { early_statistics: true } if training => {
+                ConvForward::Plain { early_statistics: true } if trains => {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
                     // Another convolution's sums would replace these sums before the batch norm uses them.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
-                    self.statistics(norm, node);
+                    self.compute_statistics(norm, node);
                 }
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
-                if training {
+                if trains {
                     self.sample_classes(name);
                 }
                 self.split_forward(op, name, [*input, *output])?;
-                self.cosines(op, name, [*input, *output], training)?;
+                self.scale_to_cosines(op, name, [*input, *output], trains)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                match *is_head {
-                    true => self.cosines(op, name, [*input, *output], training)?,
-                    // The loss adds the bias, also to a sum over ranks.
-                    false if self.plan.network.has_logits(*output) => {}
-                    false => self.add_bias(name, *output)?,
+                // The loss adds the bias of the last layer, also to a sum over ranks.
+                if *is_head {
+                    self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                } else if !self.plan.network.has_logits(*output) {
+                    self.add_bias(name, *output)?;
                 }
             }
-            FusedOp::Norm(norm) if training && !norm.is_frozen() => self.norm_forward(norm)?,
-            FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, training)?,
+            FusedOp::Norm(norm) if trains && !norm.is_frozen() => self.norm_forward(norm)?,
+            FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, trains)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
-                self.main(self.facts.ops.global_average(x.operand(), y.operand(), shape));
+                self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
-                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
+                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
-                self.plain_forward(op, training)?;
+                self.plain_forward(op, trains)?;
             }
             FusedOp::Redistribute { input, output } => {
                 self.redistribute_forward(*input, *output)?;
-                if training && self.readers[*input] == 0 && self.plan.is_read_once(*input) {
+                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
                     self.drop_activation(*input);
                 }
             }
             FusedOp::Halo { input, output, lowest } => self.halo_forward(*input, *output, *lowest)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
-        if !training {
-            op.reads().into_iter().for_each(|tensor| self.read_in_evaluation(tensor));
+        if !trains {
+            op.reads().into_iter().for_each(|tensor| self.note_read_in_evaluation(tensor));
             return Ok(());
         }
         if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
@@ -131,7 +134,7 @@ impl<'a> GraphEmitter<'a> {
         phase: Phase,
     ) -> Result<(), EngineError> {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
-        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
         let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
@@ -139,7 +142,7 @@ impl<'a> GraphEmitter<'a> {
         let computes_sums = is_full && feeds_norm && (self.facts.computes_sums)(&with_sums);
         let convolution = if computes_sums { with_sums } else { convolution };
         if computes_sums {
-            self.summed = Some(output);
+            self.tensor_with_sums = Some(output);
         }
         let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
         let tensors = Tensors { x: x.operand(), w, y: y.operand(), channel_sums };
@@ -147,6 +150,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
+    /// Appends a convolution.
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
         // Weight gradients may run concurrently with other convolutions, so they have their own workspace.
         let workspace = Operand::whole(match convolution.direction {
@@ -156,112 +160,114 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Convolution { stream, convolution, tensors, workspace });
     }
 
-    /// A batch norm in training: the statistics of its input, and their application, unless fused with another operation.
+    /// A batch norm in training: computes the statistics of its input and applies them, as far as no other operation does so.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
         let has_statistics = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
             if !has_statistics {
                 let norm = self.norm_without_fusion(node)?;
-                self.statistics(norm, node);
+                self.compute_statistics(norm, node);
             }
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
-        let values = self.plan.pictures(node.output) * self.plan.values(node.output);
-        let mask = match (node.pooled, node.shortcut) {
-            (true, _) => Some(self.alloc_bytes(values, Content::Argmax(node.norm))),
-            (false, None) => None,
-            (false, Some(_)) => Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm))),
+        let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
+        // Without a shortcut, the backward pass recomputes the ReLU's mask.
+        let mask = if node.pooled {
+            Some(self.alloc_bytes(values, Content::Argmax(node.norm)))
+        } else {
+            node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)))
         };
         self.masks[node.norm] = mask;
         let (ops, mask) = (self.facts.ops, optional(mask));
         let norm = self.norm(node, x, y.operand(), mask)?;
         if node.pooled {
-            self.statistics(norm, node);
+            self.compute_statistics(norm, node);
             let operands = [x.operand(), y.operand(), mask];
-            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
             if !has_statistics {
-                self.statistics(norm, node);
+                self.compute_statistics(norm, node);
             }
             return Ok(());
         }
         if has_statistics {
-            self.main(ops.norm_apply(norm));
+            self.push(ops.norm_apply(norm));
             return Ok(());
         }
-        let is_summed = self.summed == Some(node.input);
+        let is_summed = self.tensor_with_sums == Some(node.input);
         if is_summed && matches!(norm.reduce, ops::Reduce::Local) {
-            self.summed = None;
+            self.tensor_with_sums = None;
             let [sum, square] = halves(self.facts.channel_sums(node.input));
-            self.main(ops.norm_finish_apply(sum, square, norm));
-        } else if is_summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
-            self.statistics(norm, node);
-            self.main(ops.norm_apply(norm));
+            self.push(ops.norm_finish_apply(sum, square, norm));
+        } else if is_summed || matches!(norm.reduce, ops::Reduce::StoreSums { .. }) {
+            self.compute_statistics(norm, node);
+            self.push(ops.norm_apply(norm));
         } else {
-            self.main(ops.norm_forward(norm));
+            self.push(ops.norm_forward(norm));
         }
         Ok(())
     }
 
-    /// The statistics of a batch norm without their application, over all ranks if they are synchronised. The convolution may already have
-    /// computed the sums.
-    fn statistics(&mut self, norm: ops::NormForward, node: &Norm) {
+    /// Computes the statistics of a batch norm's input, over all ranks if they are synchronised. The convolution may already have computed
+    /// the sums.
+    fn compute_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         // A convolution's sums are used once: NCCL reduces them in place, and the next convolution replaces them.
-        let is_summed = self.summed.take_if(|tensor| *tensor == node.input).is_some();
+        let is_summed = self.tensor_with_sums.take_if(|tensor| *tensor == node.input).is_some();
         if !is_summed {
-            self.main(self.facts.ops.norm_statistics(norm));
+            self.push(self.facts.ops.norm_statistics(norm));
         }
-        if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
+        if matches!(norm.reduce, ops::Reduce::StoreSums { .. }) {
             self.finish_statistics(norm, node);
         } else if is_summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
-            self.main(self.facts.ops.norm_finish(sum, square, norm));
+            self.push(self.facts.ops.norm_finish(sum, square, norm));
         }
     }
 
-    /// If kernels do not reduce sums: lets NCCL reduce the sums that a kernel has stored, and computes the statistics of all ranks.
+    /// If NCCL reduces the sums, and not the kernels: reduces the sums that a kernel has stored, and computes the statistics of all ranks.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
-        let ops::Reduce::Leave { sums } = norm.reduce else { return };
+        let ops::Reduce::StoreSums { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
         let shape = self.whole_shape(node.input);
         let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };
         let [sum, square] = halves(sums);
-        self.main(self.facts.ops.norm_finish(sum, square, norm));
+        self.push(self.facts.ops.norm_finish(sum, square, norm));
     }
 
-    /// A batch norm without the operations that are fused with it.
+    /// The kernel's description of a batch norm without the operations that are fused with it.
     pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
         let alone = Norm { shortcut: None, ..node.clone() };
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// A batch norm with running statistics: in evaluation, or frozen, where training keeps the ReLU's mask for the backward pass.
-    fn norm_with_running_statistics(&mut self, node: &Norm, training: bool) -> Result<(), EngineError> {
+    /// A batch norm that applies running statistics: in evaluation, or frozen in training, which keeps the ReLU's mask for the backward
+    /// pass.
+    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
-        self.main(ops.norm_fold(&self.facts.norms[node.norm]));
+        self.push(ops.norm_fold(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
             let operands = [x.operand(), y.operand(), Operand::NONE];
-            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
-        if training && node.shortcut.is_some() {
-            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
+        if trains && node.shortcut.is_some() {
+            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
         let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;
-        self.main(ops.norm_apply(norm));
+        self.push(ops.norm_apply(norm));
         Ok(())
     }
 
-    /// A batch norm with the operations that are fused with it.
+    /// The kernel's description of a batch norm with the operations that are fused with it.
     pub(super) fn norm(
         &self,
         node: &Norm,
@@ -298,7 +304,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn shape(&self, tensor: TensorId) -> ops::Shape {
         let shape = self.plan.network.tensors[tensor];
         ops::Shape {
-            pictures: self.plan.pictures(tensor) as u32,
+            pictures: self.plan.picture_count(tensor) as u32,
             pixels: shape.pixels() as u32,
             channels: shape.channels as u32,
         }
@@ -313,7 +319,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn pool(&self, tensor: TensorId) -> ops::Pool {
         let shape = self.plan.network.tensors[tensor];
         ops::Pool {
-            pictures: self.plan.pictures(tensor) as u32,
+            pictures: self.plan.picture_count(tensor) as u32,
             height: shape.height as u32,
             width: shape.width as u32,
             channels: shape.channels as u32,

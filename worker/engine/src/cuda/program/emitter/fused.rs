@@ -12,25 +12,25 @@ impl<'a> GraphEmitter<'a> {
     ) -> Result<(), EngineError> {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
-        let from = self.activation(before.map_or(conv.input, |n| n.input))?;
+        let from = self.activation(before.map_or(conv.input, |node| node.input))?;
         let y = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
             input: from.operand(),
-            before: before.map(|n| facts.norms[n.norm]),
+            before: before.map(|node| facts.norms[node.norm]),
             weights: facts.matrix(&conv.name),
             y: y.operand(),
             shape: self.shape(conv.input),
             after: facts.norms[after.norm],
             reduce: facts.reduction(after, NormPass::Forward),
         };
-        self.main(facts.ops.bottleneck_forward(bottleneck));
+        self.push(facts.ops.bottleneck_forward(bottleneck));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
 
     /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
-    pub(super) fn block_end(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
+    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
         let end = self.plan.norm(norm_at_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
@@ -38,7 +38,7 @@ impl<'a> GraphEmitter<'a> {
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
-        self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
+        self.push(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
@@ -50,8 +50,8 @@ impl<'a> GraphEmitter<'a> {
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
     }
 
-    /// A convolution's dgrad and wgrad. Fused with them: the last part of the backward pass of the batch norm after the convolution, and
-    /// the backward sums of the batch norm before it.
+    /// A convolution's dgrad and wgrad, fused with the last part of the backward pass of the batch norm after the convolution, and with the
+    /// backward sums of the batch norm before it.
     pub(super) fn bottleneck_backward(
         &mut self,
         conv: &Conv,
@@ -64,7 +64,7 @@ impl<'a> GraphEmitter<'a> {
         };
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
-        let from = self.activation(before.map_or(input, |n| n.input))?;
+        let from = self.activation(before.map_or(input, |node| node.input))?;
         let dinput = self.alloc(input, Content::Gradient);
         let facts = self.facts;
         let bottleneck = ops::Bottleneck {
@@ -76,13 +76,13 @@ impl<'a> GraphEmitter<'a> {
             dinput: dinput.operand(),
             dweights: facts.matrix_gradient(&conv.name),
             shape: self.shape(input),
-            before: before.map(|n| ops::Before {
-                norm: facts.norms[n.norm],
-                accumulate: !micro_batch.first,
-                reduce: facts.reduction(n, NormPass::Backward),
+            before: before.map(|node| ops::NormBefore {
+                norm: facts.norms[node.norm],
+                accumulate: !micro_batch.is_first,
+                reduce: facts.reduction(node, NormPass::Backward),
             }),
         };
-        self.main(facts.ops.bottleneck_backward(bottleneck));
+        self.push(facts.ops.bottleneck_backward(bottleneck));
         let has_other_ranks = facts.statistics.is_some();
         if has_other_ranks {
             // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
@@ -95,7 +95,7 @@ impl<'a> GraphEmitter<'a> {
         });
         self.free(g);
         self.free(x);
-        self.read_in_backward(input);
+        self.note_read_in_backward(input);
         Ok(())
     }
 }

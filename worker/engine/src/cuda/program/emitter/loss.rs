@@ -7,7 +7,9 @@ use super::*;
 const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {
-    pub(super) fn loss(&mut self, MicroBatch { first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
+    /// Computes the loss and the gradient of the logits. Stages before the last receive the gradient of their output instead.
+    pub(super) fn begin_backward(&mut self, micro_batch: MicroBatch) -> Result<(), EngineError> {
+        let MicroBatch { is_first, pass, .. } = micro_batch;
         if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
         }
@@ -18,7 +20,7 @@ impl GraphEmitter<'_> {
         let logits = self.plan.network.logits();
         let allocation = self.activation(logits)?;
         if self.plan.head.is_some() || self.uses_split_loss() {
-            self.split_loss(self.facts.label_smoothing, Some(first))?;
+            self.split_loss(Some(micro_batch))?;
             self.activations[logits] = None;
             self.gradients[logits].push(Gradient::Whole(allocation));
             return Ok(());
@@ -28,36 +30,38 @@ impl GraphEmitter<'_> {
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
             dbias: self.facts.layout.vector_gradient(self.plan.last_layer(), "bias"),
-            accumulate: !first,
-            class_weights: match self.facts.has_class_weights {
-                true => Operand::whole(Region::ClassWeights),
-                false => Operand::NONE,
+            accumulate: !is_first,
+            class_weights: if self.facts.has_class_weights {
+                Operand::whole(Region::ClassWeights)
+            } else {
+                Operand::NONE
             },
             label_logits: self.put_margin(unsplit_logits(&loss)),
             ..loss
         };
-        self.main(self.facts.ops.cross_entropy(loss));
-        self.cosine_gradient(gradient.operand());
+        self.push(self.facts.ops.cross_entropy(loss));
+        self.convert_cosine_gradient(gradient.operand());
         self.drop_activation(logits);
         self.gradients[logits].push(Gradient::Whole(gradient));
         Ok(())
     }
 
-    pub(super) fn evaluate(&mut self) -> Result<(), EngineError> {
+    /// Computes the loss and, if this rank has all classes, the logits for the host.
+    pub(super) fn evaluate_loss(&mut self) -> Result<(), EngineError> {
         if !self.plan.network.is_last_stage() {
             return Ok(());
         }
         if self.plan.head.is_some() {
-            return self.split_loss(0.0, None);
+            return self.split_loss(None);
         }
         let allocation = self.activation(self.plan.network.logits())?;
         let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
         if self.uses_split_loss() {
-            self.split_loss(0.0, None)?;
+            self.split_loss(None)?;
         } else {
-            self.main(self.facts.ops.cross_entropy(loss));
+            self.push(self.facts.ops.cross_entropy(loss));
         }
-        self.main(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
+        self.push(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
         Ok(())
     }
 
@@ -66,7 +70,7 @@ impl GraphEmitter<'_> {
         self.plan.network.classes >= MANY_CLASSES && !self.facts.has_class_weights
     }
 
-    /// The loss without gradients.
+    /// The description of the loss without gradients.
     pub(super) fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
         ops::CrossEntropy {
             logits: logits.operand(),
@@ -98,7 +102,7 @@ pub(super) fn unsplit_logits(loss: &ops::CrossEntropy) -> ops::SplitLogits {
         rank: 0,
         all_classes: loss.classes,
         classes: loss.classes,
-        first: 0,
+        first_class: 0,
         chunk: loss.padded,
         chunks: 1,
     }

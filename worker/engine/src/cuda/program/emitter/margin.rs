@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// The cosines of a training step. [`GraphEmitter::cosine_gradient`] needs and frees them.
+/// The cosines of a training step. [`GraphEmitter::convert_cosine_gradient`] uses them and frees `memory`.
 #[derive(Debug)]
 pub(super) struct HeadCosines {
     cosines: ops::Cosines,
@@ -11,27 +11,27 @@ pub(super) struct HeadCosines {
 }
 
 impl GraphEmitter<'_> {
-    /// Converts the products of features and weights of the last layer `op`, called `name`, to scaled cosines.
-    pub(super) fn cosines(
+    /// With a margin: converts the products of features and weights of the last layer `op`, called `name`, to scaled cosines.
+    pub(super) fn scale_to_cosines(
         &mut self,
         op: &FusedOp,
         name: &str,
         [input, output]: [TensorId; 2],
-        training: bool,
+        trains: bool,
     ) -> Result<(), EngineError> {
         let (Some(margin), Some(part)) = (self.plan.margin, self.head_part(op, name)) else { return Ok(()) };
         let (x, values) = (self.activation(input)?.operand(), self.activation(output)?.operand());
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
         let mut memory = Vec::new();
-        let mut factors_of = |rows: Operand, count: usize, scale: f32| {
+        let mut row_factors_of = |rows: Operand, count: usize, scale: f32| {
             let factors = self.alloc_bytes(4 * count, Content::Head);
             memory.push(factors);
             let factors = factors.operand();
-            self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
+            self.push(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
             factors
         };
-        let row_factors = factors_of(x, batch, 1.0);
-        let class_factors = factors_of(part.w, part.chunks * out_c, margin.scale);
+        let row_factors = row_factors_of(x, batch, 1.0);
+        let class_factors = row_factors_of(part.w, part.chunks * out_c, margin.scale);
         let cosines = ops::Cosines {
             values,
             row_factors,
@@ -41,8 +41,8 @@ impl GraphEmitter<'_> {
             chunk: out_c as u32,
             chunks: part.chunks as u32,
         };
-        self.main(ops.scale_cosines(cosines));
-        if training {
+        self.push(ops.scale_cosines(cosines));
+        if trains {
             self.cosines = Some(HeadCosines { cosines, memory });
         } else {
             memory.into_iter().for_each(|at| self.free_now(at));
@@ -56,18 +56,18 @@ impl GraphEmitter<'_> {
         let (Some(margin), Some(mut head)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;
         };
-        let label_logits = self.alloc_bytes(logits.label_bytes(), Content::Head);
-        self.main(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
+        let label_logits = self.alloc_bytes(logits.label_logit_bytes(), Content::Head);
+        self.push(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
         head.cosines.label_logits = label_logits.operand();
         head.memory.push(label_logits);
         self.cosines = Some(head);
         label_logits.operand()
     }
 
-    /// Converts the gradient of the logits to the gradient of the products of features and weights.
-    pub(super) fn cosine_gradient(&mut self, values: Operand) {
+    /// With a margin: converts the gradient of the logits to the gradient of the products of features and weights.
+    pub(super) fn convert_cosine_gradient(&mut self, values: Operand) {
         let Some(HeadCosines { cosines, memory }) = self.cosines.take() else { return };
-        self.main(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
+        self.push(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
         memory.into_iter().for_each(|at| self.free_now(at));
     }
 
@@ -81,7 +81,7 @@ impl GraphEmitter<'_> {
     ) {
         if self.plan.margin.is_some() {
             let kernel = self.facts.ops.remove_along(rows, gradient, [count as u32, width as u32]);
-            self.start(stream, kernel);
+            self.push_on(stream, kernel);
         }
     }
 }

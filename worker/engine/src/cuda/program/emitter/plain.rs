@@ -4,33 +4,33 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
-    pub(super) fn plain_forward(&mut self, op: &FusedOp, training: bool) -> Result<(), EngineError> {
+    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result<(), EngineError> {
         let output = op.output();
         let y = self.alloc_activation(output);
         let (ops, length) = (self.facts.ops, self.length(output));
         match *op {
             FusedOp::Relu { input, .. } => {
                 let x = self.activation(input)?;
-                self.main(ops.relu([x, y].map(Allocation::operand), length));
+                self.push(ops.relu([x, y].map(Allocation::operand), length));
             }
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
                 if let Some(name) = bias {
                     let bias = self.facts.layout.vector(name, "bias");
-                    self.main(ops.add_bias(x.operand(), bias, self.shape(input)));
+                    self.push(ops.add_bias(x.operand(), bias, self.shape(input)));
                 }
-                self.main(ops.gelu([x, y].map(Allocation::operand), length));
+                self.push(ops.gelu([x, y].map(Allocation::operand), length));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
-                self.main(ops.add_forward([a, b, y].map(Allocation::operand), length));
+                self.push(ops.add_forward([a, b, y].map(Allocation::operand), length));
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
-                let argmax = training.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
+                let argmax = trains.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
                 self.argmax[output] = argmax;
                 let operands = [x.operand(), y.operand(), optional(argmax)];
-                self.main(ops.plain_max_pool(operands, self.plain_pool(op)));
+                self.push(ops.plain_max_pool(operands, self.plain_pool(op)));
             }
             _ => {}
         }
@@ -41,7 +41,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn plain_backward(
         &mut self,
         op: &FusedOp,
-        MicroBatch { first, .. }: MicroBatch,
+        MicroBatch { is_first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let output = op.output();
         let dy = self.gradient(output)?;
@@ -50,41 +50,41 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { input, .. } => {
                 let y = self.activation(output)?;
                 let dx = self.alloc(input, Content::Gradient);
-                self.main(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
-                self.readers[output] -= 1;
+                self.push(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
+                self.remaining_readers[output] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
                 let dx = self.alloc(input, Content::Gradient);
-                self.main(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
+                self.push(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
                 if let Some(name) = bias {
                     let dbias = self.facts.layout.vector_gradient(name, "bias");
                     if !dbias.is_none() {
-                        self.main(ops.row_sums(dx.operand(), dbias, self.shape(input), !first));
+                        self.push(ops.row_sums(dx.operand(), dbias, self.shape(input), !is_first));
                     }
                 }
-                self.readers[input] -= 1;
+                self.remaining_readers[input] -= 1;
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 // The gradient of the sum is the gradient of both operands.
                 self.gradients[branch].push(Gradient::Whole(dy));
                 self.gradients[shortcut].push(Gradient::Whole(dy));
-                self.shared.push(dy);
+                self.shared_allocations.push(dy);
                 return Ok(());
             }
             FusedOp::MaxPool { input, .. } => {
                 let dx = self.alloc(input, Content::Gradient);
                 let argmax = self.argmax[output].take();
                 let operands = [dy.operand(), optional(argmax), dx.operand()];
-                self.main(ops.plain_max_pool_backward(operands, self.plain_pool(op)));
+                self.push(ops.plain_max_pool_backward(operands, self.plain_pool(op)));
                 argmax.into_iter().for_each(|at| self.free_now(at));
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::GlobalAveragePool { input, .. } => {
                 let dx = self.alloc(input, Content::Gradient);
-                self.main(ops.global_average_backward(dy.operand(), dx.operand(), self.shape(input)));
+                self.push(ops.global_average_backward(dy.operand(), dx.operand(), self.shape(input)));
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             _ => {}
@@ -96,7 +96,7 @@ impl<'a> GraphEmitter<'a> {
     /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
     pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
         let (facts, y) = (self.facts, self.activation(output)?.operand());
-        self.main(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
+        self.push(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
         Ok(())
     }
 
@@ -105,12 +105,12 @@ impl<'a> GraphEmitter<'a> {
         &mut self,
         name: &str,
         output: TensorId,
-        MicroBatch { first, .. }: MicroBatch,
+        MicroBatch { is_first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let dy = self.gradient(output)?;
         let (facts, shape) = (self.facts, self.shape(output));
         let dbias = facts.layout.vector_gradient(name, "bias");
-        self.main(facts.ops.bias_gradient(dy.operand(), dbias, shape, !first));
+        self.push(facts.ops.bias_gradient(dy.operand(), dbias, shape, !is_first));
         self.gradients[output].push(Gradient::Whole(dy));
         Ok(())
     }
@@ -138,7 +138,7 @@ impl<'a> GraphEmitter<'a> {
         for more in incoming {
             let to = self.alloc(tensor, Content::Gradient);
             let operands = [sum, more, to].map(Allocation::operand);
-            self.main(self.facts.ops.add_forward(operands, self.length(tensor)));
+            self.push(self.facts.ops.add_forward(operands, self.length(tensor)));
             self.free(sum);
             self.free(more);
             sum = to;
@@ -146,9 +146,9 @@ impl<'a> GraphEmitter<'a> {
         Ok(sum)
     }
 
-    /// Number of values of the whole batch.
+    /// Number of values of a tensor of the whole batch.
     fn length(&self, tensor: TensorId) -> u64 {
-        (self.plan.pictures(tensor) * self.plan.values(tensor)) as u64
+        (self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor)) as u64
     }
 
     fn plain_pool(&self, op: &FusedOp) -> ops::PlainPool {
@@ -159,7 +159,7 @@ impl<'a> GraphEmitter<'a> {
             _ => (1, 1, 0),
         };
         ops::PlainPool {
-            pictures: self.plan.pictures(op.output()) as u32,
+            pictures: self.plan.picture_count(op.output()) as u32,
             input: [from.height, from.width].map(|side| side as u32),
             output: [to.height, to.width].map(|side| side as u32),
             kernel: kernel as u32,

@@ -1,4 +1,4 @@
-//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
+//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach. The
 //! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and
 //! computes the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control
 //! block), because gradients are summed over all ranks.
@@ -97,7 +97,7 @@ impl<'a> GraphEmitter<'a> {
         };
         let is_read_later = |tensor: TensorId| ops[index + 1..].iter().any(|op| op.reads().contains(&tensor));
         for tensor in ops[index].reads() {
-            if self.readers[tensor] == 0 && is_of_halo(tensor) && !is_read_later(tensor) {
+            if self.remaining_readers[tensor] == 0 && is_of_halo(tensor) && !is_read_later(tensor) {
                 self.drop_activation(tensor);
             }
         }
@@ -130,7 +130,7 @@ impl<'a> GraphEmitter<'a> {
                 to_rows: dx.rows.len(),
                 first: (part.rows.start - dx.rows.start) as usize,
             };
-            self.main(self.facts.ops.add_rows(add));
+            self.push(self.facts.ops.add_rows(add));
             self.free_now(part.at);
         }
         self.free(from);
@@ -145,9 +145,9 @@ impl<'a> GraphEmitter<'a> {
         output: TensorId,
     ) -> Result<(), EngineError> {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
-        let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values(input));
+        let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values_per_picture(input));
         let share = self.plan.network.share_of_rows(input);
-        self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
+        self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
         let mean = y.operand().part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Height, mean, dtype));
         Ok(())
@@ -162,8 +162,8 @@ impl<'a> GraphEmitter<'a> {
         let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
         let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
         let factor = self.plan.network.share_of_rows(input) * ranks as f32;
-        let values = (self.plan.batch * self.plan.values(input)) as u64;
-        self.main(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
+        let values = (self.plan.batch * self.plan.values_per_picture(input)) as u64;
+        self.push(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
         self.free(dy);
         self.gradients[input].push(Gradient::Whole(dx));
         Ok(())
@@ -191,7 +191,7 @@ impl<'a> GraphEmitter<'a> {
 
     fn row_bytes(&self, tensor: TensorId) -> usize {
         let rows = self.plan.network.tensors[tensor].height.max(1);
-        self.plan.values(tensor) / rows * self.plan.dtype.size()
+        self.plan.values_per_picture(tensor) / rows * self.plan.dtype.size()
     }
 
     /// Copies the rows of `to` that `from` has, and fills the remaining rows.
@@ -206,7 +206,7 @@ impl<'a> GraphEmitter<'a> {
             offset: to.rows.start - from.rows.start,
             fill,
         };
-        self.main(self.facts.ops.take_rows(take));
+        self.push(self.facts.ops.take_rows(take));
     }
 
     /// Exchanges rows with other ranks, if there are any to exchange.

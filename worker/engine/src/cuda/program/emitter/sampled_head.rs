@@ -10,15 +10,24 @@ use crate::cuda::program::facts::UpdatedRange;
 /// Memory of a step for the sampled classes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SampledHead {
+    /// The sampled classes.
     sample: Allocation,
     /// Positions of the labels in the sample.
     label_positions: Allocation,
-    /// Rows of the weights, in the activations' format.
+    /// The sampled rows of the weights, in the activations' format.
     weights: Allocation,
-    /// Rows of the biases, float32.
+    /// The sampled biases, float32.
     bias: Allocation,
     gradient: Option<Allocation>,
     bias_gradient: Option<Allocation>,
+}
+
+/// All rows of a parameter or of an optimizer slot, and a copy of the sampled rows.
+#[derive(Debug, Clone, Copy)]
+struct GatheredRows {
+    all: Operand,
+    sampled: Allocation,
+    row_bytes: usize,
 }
 
 impl GraphEmitter<'_> {
@@ -30,20 +39,20 @@ impl GraphEmitter<'_> {
     /// If steps sample classes: gathers the labels of the group, samples classes of the layer `name`, and gathers their weights and biases.
     pub(super) fn sample_classes(&mut self, name: &str) {
         let (facts, plan) = (self.facts, self.plan);
-        let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
+        let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled_classes()) else { return };
         self.gather_controls();
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
         let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
         let [label_positions, scratch] =
             [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
         let own = head.own_classes();
-        self.main(facts.ops.sample_classes(ops::SampleClasses {
+        self.push(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
             words: self.words(),
             batch: plan.batch as u32,
             ranks: head.ranks as u32,
             classes: own.len() as u32,
-            first: own.start as u32,
+            first_class: own.start as u32,
             drawn: sampled.drawn as u32,
             seed: sampled.seed,
             sample: sample.operand(),
@@ -52,18 +61,19 @@ impl GraphEmitter<'_> {
         }));
         self.free_now(scratch);
         let row_bytes = plan.dtype.size() * self.row_values();
-        let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
-        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
+        let weights = self.gather_rows(sample, facts.matrix(name), row_bytes).sampled;
+        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4).sampled;
         let (gradient, bias_gradient) = (None, None);
-        self.sampled = Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
+        self.sampled_head =
+            Some(SampledHead { sample, label_positions, weights, bias, gradient, bias_gradient });
     }
 
     /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
-        let (plan, memory) = (self.plan, self.sampled.as_ref()?);
+        let (plan, memory) = (self.plan, self.sampled_head.as_ref()?);
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
-            chunks: plan.sampled()?.chunks,
+            chunks: plan.sampled_classes()?.chunks,
             w: memory.weights.operand(),
             bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
             sample: memory.sample.operand(),
@@ -73,30 +83,30 @@ impl GraphEmitter<'_> {
 
     /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
-        let bytes = self.sampled.as_ref()?.weights.bytes;
+        let bytes = self.sampled_head.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
-        self.sampled.as_mut()?.gradient = Some(at);
+        self.sampled_head.as_mut()?.gradient = Some(at);
         Some(at)
     }
 
     /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
-        let bytes = self.sampled.as_ref()?.bias.bytes;
+        let bytes = self.sampled_head.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
-        self.sampled.as_mut()?.bias_gradient = Some(at);
+        self.sampled_head.as_mut()?.bias_gradient = Some(at);
         Some(at)
     }
 
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
-        let (memory, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
-        let first_length = capacity * self.row_values() as u64;
+        let (memory, capacity) = (self.sampled_head.as_ref()?, self.plan.sampled_classes()?.capacity as u64);
+        let matrix_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            first: memory.gradient?.operand(),
-            second: memory.bias_gradient?.operand(),
-            first_length,
-            length: first_length + capacity,
-            in_float32: self.plan.dtype == DType::F32,
+            matrices: memory.gradient?.operand(),
+            vectors: memory.bias_gradient?.operand(),
+            matrix_length,
+            length: matrix_length + capacity,
+            is_float32: self.plan.dtype == DType::F32,
         })
     }
 
@@ -104,7 +114,7 @@ impl GraphEmitter<'_> {
     pub(super) fn update_sampled(&mut self, memory: SampledHead) {
         let (facts, plan) = (self.facts, self.plan);
         let (Some(sampled), [Some(gradient), Some(bias_gradient)]) =
-            (plan.sampled(), [memory.gradient, memory.bias_gradient])
+            (plan.sampled_classes(), [memory.gradient, memory.bias_gradient])
         else {
             return;
         };
@@ -117,47 +127,47 @@ impl GraphEmitter<'_> {
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all_rows = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
-            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the
-            // optimizer's slots.
+            // Rows of the trained weights first, then of their copy in the activations' format, then of the optimizer's slots.
             let mut rows = Vec::new();
-            let planar = is_matrix && plan.is_planar();
+            let is_planar = is_matrix && plan.is_planar();
             let has_copy = is_matrix && plan.dtype != DType::F32;
             if has_copy {
-                let (trained, bytes) = match planar {
-                    true => (facts.layout.planes(range.clone())[1], 2 * width),
-                    false => (all_rows(Operand::whole(Region::Weights)), 4 * width),
+                let (trained, row_bytes) = if is_planar {
+                    (facts.layout.planes(range.clone())[1], 2 * width)
+                } else {
+                    (all_rows(Operand::whole(Region::Weights)), 4 * width)
                 };
-                rows.push((trained, self.gather_rows(memory.sample, trained, bytes), bytes));
+                rows.push(self.gather_rows(memory.sample, trained, row_bytes));
             }
-            rows.push(match is_matrix {
-                true => (facts.matrix(name), own, plan.dtype.size() * width),
-                false => (facts.layout.vector(name, "bias"), own, 4),
+            rows.push(if is_matrix {
+                GatheredRows { all: facts.matrix(name), sampled: own, row_bytes: plan.dtype.size() * width }
+            } else {
+                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
             });
-            let before_slots = rows.len();
-            for slot in 0..facts.optimizer.slots().len() {
-                let slot = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
-                rows.push((slot, self.gather_rows(memory.sample, slot, 4 * width), 4 * width));
+            let weights = rows[0].sampled.operand();
+            let mut optimizer_slots = [Operand::NONE; 2];
+            let slot_count = facts.optimizer.slots().len();
+            for (slot, operand) in optimizer_slots.iter_mut().enumerate().take(slot_count) {
+                let all = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
+                let gathered = self.gather_rows(memory.sample, all, 4 * width);
+                *operand = gathered.sampled.operand();
+                rows.push(gathered);
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
-                first: if is_matrix { gradient.operand() } else { Operand::NONE },
-                second: if is_matrix { Operand::NONE } else { gradient.operand() },
-                first_length: if is_matrix { length } else { 0 },
+                matrices: if is_matrix { gradient.operand() } else { Operand::NONE },
+                vectors: if is_matrix { Operand::NONE } else { gradient.operand() },
+                matrix_length: if is_matrix { length } else { 0 },
                 length,
-                in_float32: plan.dtype == DType::F32,
+                is_float32: plan.dtype == DType::F32,
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
-            let mut optimizer_slots = [Operand::NONE; 2];
-            for (slot, (_, gathered, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
-                *slot = gathered.operand();
-            }
             let whole_range = facts.updated_range(gradients, range.start, range.start);
-            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..whole_range.flat };
+            let flat = ops::FlatParameters { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
-            for (all, gathered, row_bytes) in rows {
-                let rows = self.sampled_rows(all, gathered, row_bytes);
-                self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));
-                self.free_now(gathered);
+            for gathered in rows {
+                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample.operand()));
+                self.free_now(gathered.sampled);
             }
             self.free_now(gradient);
         }
@@ -165,17 +175,21 @@ impl GraphEmitter<'_> {
         self.free_now(memory.sample);
     }
 
-    fn sampled_rows(&self, all: Operand, gathered: Allocation, row_bytes: usize) -> ops::Rows {
-        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        ops::Rows { all, sampled: gathered.operand(), row_bytes, capacity }
+    /// Maximum number of sampled rows.
+    fn sample_capacity(&self) -> usize {
+        self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity)
+    }
+
+    /// The kernels' description of the rows.
+    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::Rows {
+        ops::Rows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
-    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
-        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        let gathered = self.alloc_bytes(capacity * row_bytes, Content::Head);
-        let rows = self.sampled_rows(all, gathered, row_bytes);
-        self.main(self.facts.ops.gather_rows(rows, sample.operand()));
+    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> GatheredRows {
+        let sampled = self.alloc_bytes(self.sample_capacity() * row_bytes, Content::Head);
+        let gathered = GatheredRows { all, sampled, row_bytes };
+        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample.operand()));
         gathered
     }
 }

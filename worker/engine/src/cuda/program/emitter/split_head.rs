@@ -52,7 +52,7 @@ impl GraphEmitter<'_> {
         }
         if let Some(parts) = parts {
             let length = (bytes / self.plan.dtype.size()) as u64;
-            self.main(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
+            self.push(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
             self.free_now(parts);
         }
         let size = [convolution.batch, convolution.in_c];
@@ -60,12 +60,12 @@ impl GraphEmitter<'_> {
         self.gradients[input].push(Gradient::Whole(dx));
 
         // Only the head reads the gathered features.
-        (self.readers[input], self.activations[input]) = (0, None);
+        (self.remaining_readers[input], self.activations[input]) = (0, None);
         if self.facts.recomputes_head_gradient() {
             self.features_and_dlogits = Some([x, dy]);
             return Ok(());
         }
-        let stream = self.weight_gradient_stream();
+        let stream = self.weight_gradient_stream;
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
@@ -77,12 +77,12 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The logits of this rank's classes.
+    /// The description of the logits of this rank's classes. Gathers the labels of the group, if that is not yet done.
     fn split_logits(&mut self, logits: Allocation) -> Option<ops::SplitLogits> {
         let plan = self.plan;
         let Some(head) = &plan.head else { return Some(unsplit_logits(&self.cross_entropy(logits))) };
         let part = self.head_part(plan.ops.last()?, plan.network.head())?;
-        if self.sampled.is_none() && !plan.splits_operators {
+        if self.sampled_head.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
         let own = head.own_classes();
@@ -98,35 +98,38 @@ impl GraphEmitter<'_> {
             rank: head.rank as u32,
             all_classes: plan.network.classes as u32,
             classes: own.len() as u32,
-            first: own.start as u32,
+            first_class: own.start as u32,
             chunk: part.convolution.out_c as u32,
             chunks: part.chunks as u32,
         })
     }
 
-    /// The loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `first`: in training, whether bias
-    /// gradients and totals are overwritten, not added to; `None` in evaluation.
-    pub(super) fn split_loss(&mut self, smoothing: f32, first: Option<bool>) -> Result<(), EngineError> {
+    /// Computes the loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `micro_batch` is `None` in
+    /// evaluation.
+    pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result<(), EngineError> {
         let facts = self.facts;
+        let smoothing = micro_batch.map_or(0.0, |_| facts.label_smoothing);
+        // Later micro-batches add to the totals and bias gradients of the first. Evaluation does not accumulate.
+        let accumulate = micro_batch.is_some_and(|micro_batch| !micro_batch.is_first);
         let logits = self.activation(self.plan.network.logits())?;
         let Some(split) = self.split_logits(logits) else { return Ok(()) };
         let bytes = split.record_bytes();
         let label_logits = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
         let records = self.alloc_bytes(bytes, Content::Head);
-        self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
+        self.push(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
         let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
         if let Some(all) = all {
-            self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
+            self.collective(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         }
-        let class_rows = first.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
-        let (all_records, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
-        self.main(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
-        if let (Some(first), Some(class_rows)) = (first, class_rows) {
+        let class_rows = micro_batch.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
+        let all_records = all.unwrap_or(records).operand();
+        self.push(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
+        if let Some(class_rows) = class_rows {
             let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
-            self.main(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, !first));
-            self.cosine_gradient(logits.operand());
+            self.push(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, accumulate));
+            self.convert_cosine_gradient(logits.operand());
         }
         [parts, records].into_iter().chain(all).chain(class_rows).for_each(|at| self.free_now(at));
         Ok(())
@@ -137,33 +140,36 @@ impl GraphEmitter<'_> {
         if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
         }
-        let matrices = if split.in_float32 { DType::F32 } else { self.plan.dtype };
-        let all = [(split.first, matrices), (split.second, DType::F32)];
+        let matrix_dtype = if split.is_float32 { DType::F32 } else { self.plan.dtype };
+        let all = [(split.matrices, matrix_dtype), (split.vectors, DType::F32)];
         for (at, dtype) in all.into_iter().filter(|(at, _)| at.bytes > 0) {
             self.commands.push(Command::all_reduce(StreamId::Main, Group::Data, at, dtype));
         }
     }
 
-    /// The sums of squares (f64) of the gradients of this rank's parts of parameters; `None` if every rank has all parameters.
-    pub(super) fn split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>, EngineError> {
+    /// Computes the sums of squares (f64) of the gradients of this rank's parts of parameters. `None` if every rank has all parameters.
+    pub(super) fn compute_split_squares(
+        &mut self,
+        split: ops::Gradients,
+    ) -> Result<Option<Squares>, EngineError> {
         if !self.plan.is_split() {
             return Ok(None);
         }
         let ops = self.facts.ops;
         if !self.facts.recomputes_head_gradient() {
             let at = self.alloc_bytes(8, Content::Head);
-            self.main(ops.gradient_squares(split, at.operand()));
+            self.push(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
         }
-        let (chunks, _) = self.plan.chunks();
+        let chunks = self.plan.chunks();
         let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
         let sum_at = |index: usize| at.operand().part(8 * index, 8);
-        self.each_chunk(|emitter, chunk, gradients| {
-            emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
+        self.for_each_chunk(|emitter, chunk, gradients| {
+            emitter.push(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
-        let length = split.length - split.first_length;
-        let vectors = ops::Gradients { first: Operand::NONE, first_length: 0, length, ..split };
-        self.main(ops.gradient_squares(vectors, sum_at(chunks)));
+        let length = split.length - split.matrix_length;
+        let vectors = ops::Gradients { matrices: Operand::NONE, matrix_length: 0, length, ..split };
+        self.push(ops.gradient_squares(vectors, sum_at(chunks)));
         Ok(Some(Squares { at, count: chunks + 1 }))
     }
 
@@ -172,7 +178,7 @@ impl GraphEmitter<'_> {
         let ranks = self.plan.model_ranks;
         let all = self.alloc_bytes(8 * ranks * own.count, Content::Head);
         let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
-        self.in_group(Collective::AllGather, from, all.operand(), count, DType::F32);
+        self.collective(Collective::AllGather, from, all.operand(), count, DType::F32);
         self.free_now(own.at);
         Squares { at: all, count: ranks * own.count }
     }
@@ -181,26 +187,27 @@ impl GraphEmitter<'_> {
     pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
         let layout = self.facts.layout;
         if self.facts.recomputes_head_gradient() {
-            self.each_chunk(|emitter, chunk, gradients| {
+            self.for_each_chunk(|emitter, chunk, gradients| {
                 let from = chunk * gradients.length as usize;
                 emitter.update_weights(&[emitter.facts.updated_range(gradients, from, from)]);
             })?;
         } else if self.plan.is_split() {
-            let none = layout.matrices..layout.matrices;
-            let gradients = gradients.part(0..layout.split_matrices, none);
+            let none = layout.matrix_len..layout.matrix_len;
+            let gradients = gradients.part(0..layout.split_matrix_len, none);
             self.update_weights(&[self.facts.updated_range(gradients, 0, 0)]);
         }
         self.features_and_dlogits.take().into_iter().flatten().for_each(|at| self.free_now(at));
         Ok(())
     }
 
-    /// Computes the gradient of each chunk's weights, and calls `use_gradient`, which emits the commands that use the gradient.
-    fn each_chunk(
+    /// Computes the gradient of each chunk's weights, and calls `use_gradient` with the index of the chunk and its gradient, to emit the
+    /// commands that use the gradient.
+    fn for_each_chunk(
         &mut self,
         use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
     ) -> Result<(), EngineError> {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
-        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
+        let (Some(convolution), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
         };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
@@ -208,15 +215,15 @@ impl GraphEmitter<'_> {
         let at = self.alloc_bytes(bytes, Content::Head);
         let length = (bytes / self.plan.dtype.size()) as u64;
         let gradients = ops::Gradients {
-            first: at.operand(),
-            second: Operand::NONE,
-            first_length: length,
+            matrices: at.operand(),
+            vectors: Operand::NONE,
+            matrix_length: length,
             length,
-            in_float32: self.plan.dtype == DType::F32,
+            is_float32: self.plan.dtype == DType::F32,
         };
         let weights = self.facts.matrix(self.plan.network.head());
-        for chunk in 0..self.plan.chunks().0 {
-            let position = (chunk, self.plan.chunks().0);
+        for chunk in 0..self.plan.chunks() {
+            let position = (chunk, self.plan.chunks());
             let y = piece(dy.operand(), position, of_y);
             let tensors = Tensors { x: x.operand(), w: at.operand(), y, channel_sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
@@ -228,7 +235,8 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    pub(super) fn in_group(
+    /// Appends a collective in the model group; `count` is the number of values in one rank's part.
+    pub(super) fn collective(
         &mut self,
         kind: Collective,
         from: Operand,
@@ -240,15 +248,14 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// The weights by which features are multiplied: of the sampled classes in training with a sample, otherwise of all classes of this
-    /// rank.
+    /// The classes whose logits are computed: the sampled classes in a training step that samples, otherwise all classes of this rank.
     pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
         }
-        let (convolution, _) = self.plan.convolution(op)?;
+        let convolution = self.plan.convolution(op)?;
         let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
-        let chunks = self.plan.chunks().0;
+        let chunks = self.plan.chunks();
         Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, label_positions: Operand::NONE })
     }
 
@@ -259,7 +266,7 @@ impl GraphEmitter<'_> {
 
     /// Gathers the control blocks of all ranks of the model group.
     pub(super) fn gather_controls(&mut self) {
-        self.in_group(Collective::AllGather, CONTROL, CONTROLS, self.words() as usize, DType::F32);
+        self.collective(Collective::AllGather, CONTROL, CONTROLS, self.words() as usize, DType::F32);
     }
 }
 
@@ -280,8 +287,8 @@ pub(super) struct HeadPart {
     pub(super) label_positions: Operand,
 }
 
-/// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients. `position`:
-/// index of the chunk, and number of chunks.
+/// The operands of a chunk of the classes: `x`, and the chunk's parts of the weights and of the logits, or of their gradients. `position`
+/// is the index of the chunk, and the number of chunks.
 fn chunk_tensors(
     convolution: &Convolution,
     position: (usize, usize),

@@ -31,7 +31,7 @@ impl GraphEmitter<'_> {
         let sends = vec![(to as u32, self.values_at(output, y))];
         self.exchange(Group::Stage, sends, Vec::new(), self.plan.dtype);
         // The backward pass reads this output only if an unfused ReLU computes it.
-        if self.readers[output] == 0 {
+        if self.remaining_readers[output] == 0 {
             self.drop_activation(output);
         }
         Ok(())
@@ -50,7 +50,7 @@ impl GraphEmitter<'_> {
     /// [`Region::InputGradient`], so that the memory of the micro-batch can be reused.
     pub(super) fn keep_input_gradient(
         &mut self,
-        MicroBatch { last, .. }: MicroBatch,
+        MicroBatch { is_last, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         if self.plan.network.stage().0 == 0 {
             return Ok(());
@@ -59,9 +59,9 @@ impl GraphEmitter<'_> {
         let to = self.input_gradient();
         let values = (to.bytes / self.plan.dtype.size()) as u64;
         // A copy: the factor is 1.
-        self.main(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
+        self.push(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
         self.free(dx);
-        if last {
+        if is_last {
             self.send_input_gradient();
         }
         Ok(())
@@ -82,7 +82,7 @@ impl GraphEmitter<'_> {
         }
         let at = self.alloc_bytes(8 * stages, Content::Stages);
         let square_of = |stage: usize| at.operand().part(8 * stage, 8);
-        self.main(self.facts.ops.gradient_squares(gradients, square_of(stage)));
+        self.push(self.facts.ops.gradient_squares(gradients, square_of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);
         let mut sends: Vec<_> = others().map(|other| (other as u32, square_of(stage))).collect();
         let mut receives: Vec<_> = others().map(|other| (other as u32, square_of(other))).collect();

@@ -23,7 +23,7 @@ mod split_head;
 mod stages;
 
 /// The only micro-batch of a step, with a full batch.
-const ONLY: MicroBatch = MicroBatch { first: true, last: true, is_full: true, pass: None };
+const ONLY: MicroBatch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
@@ -94,8 +94,8 @@ impl Setting {
     ) -> Self {
         let plan = plan(network, batch, dtype, capability);
         let (padded, parts) = ((plan.padded_input, plan.padded_classes), share.unwrap_or(Share::WHOLE).ranks);
-        let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.folded, parts);
-        let (norms, _) = norm_sites(&plan, &layout, &Running::for_network(network, plan.norms()));
+        let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.is_folded, parts);
+        let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
             Ranks::Single => None,
@@ -129,7 +129,8 @@ impl Setting {
 
     /// Emits the commands. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
-        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, side_stream)).unwrap();
+        let stream = if side_stream { StreamId::Side } else { StreamId::Main };
+        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, stream)).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
         (emitted, checked)
     }
@@ -182,9 +183,9 @@ fn check_commands(networks: &[Arc<Network>]) {
                         setting.emit_valid(Phase::Train(ONLY), side_stream);
                         setting.emit_valid(Phase::Evaluate, side_stream);
                     }
-                    for (first, last) in [(true, false), (false, false), (false, true)] {
+                    for (is_first, is_last) in [(true, false), (false, false), (false, true)] {
                         if accumulates {
-                            setting.emit_valid(Phase::Train(MicroBatch { first, last, ..ONLY }), true);
+                            setting.emit_valid(Phase::Train(MicroBatch { is_first, is_last, ..ONLY }), true);
                         }
                     }
                 }
@@ -278,7 +279,7 @@ fn frozen_batch_norms_are_only_applied() {
                     setting.emit_valid(Phase::Evaluate, true);
                     if accumulates {
                         setting.emit_valid(
-                            Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
+                            Phase::Train(MicroBatch { is_last: false, is_full: false, ..ONLY }),
                             true,
                         );
                     }

@@ -9,25 +9,25 @@ impl GraphEmitter<'_> {
     /// Starts the reduction of the bucket of gradients that layer `name` completes, if any.
     pub(super) fn send_completed_bucket(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
-        // With accumulation, `finish` sends the sums.
-        if !micro_batch.last || accumulates {
+        // With accumulation, `finish_micro_batch` sends the sums.
+        if !micro_batch.is_last || accumulates {
             return;
         }
         let Some(statistics) = self.facts.statistics else { return };
-        let Some(bucket) = layout.buckets.get(self.sent_buckets) else { return };
+        let Some(bucket) = layout.buckets.get(self.sent_bucket_count) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
-        if layout.parameter(name, "weight").padded().end < bucket.end {
+        if layout.parameter(name, "weight").aligned_range().end < bucket.end {
             return;
         }
-        let mut producer = self.weight_gradient_stream();
-        if self.side_stream && statistics.uses_main_stream() {
+        let mut producer = self.weight_gradient_stream;
+        if self.uses_side_stream() && statistics.uses_main_stream() {
             self.join();
             producer = StreamId::Main;
         }
         let size = self.plan.dtype.size();
         let at = Operand::new(Region::MatrixGradients, bucket.start * size, bucket.len() * size);
-        self.send_bucket(self.sent_buckets, producer, at, self.plan.dtype);
-        self.sent_buckets += 1;
+        self.send_bucket(self.sent_bucket_count, producer, at, self.plan.dtype);
+        self.sent_bucket_count += 1;
     }
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
@@ -46,7 +46,7 @@ impl GraphEmitter<'_> {
         match self.facts.share {
             None => self.all_reduce(stream, at, dtype),
             Some(share) => {
-                self.commands.push(Command::in_parts(stream, Collective::ReduceScatter, share, at, dtype));
+                self.commands.push(Command::sharded(stream, Collective::ReduceScatter, share, at, dtype));
             }
         }
     }
@@ -64,46 +64,49 @@ impl GraphEmitter<'_> {
 
     /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
     /// reduces the gradients that are not reduced yet, updates the weights and records the result.
-    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn finish_micro_batch(
+        &mut self,
+        MicroBatch { is_first, is_last, .. }: MicroBatch,
+    ) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
-        if self.side_stream {
+        if self.uses_side_stream() {
             self.join();
-            for (_, allocations) in std::mem::take(&mut self.pending) {
+            for (_, allocations) in std::mem::take(&mut self.pending_weight_gradients) {
                 allocations.into_iter().for_each(|allocation| self.free(allocation));
             }
         }
         let gradients = self.facts.gradients();
         // Gradients of the parameters that a model group splits, and of the parameters that every rank has whole.
-        let [split, whole] = [0, 1].map(|which| {
-            let [matrices, vectors] = &layout.split_and_whole()[which];
-            gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
+        let [split, whole] = layout.split_and_whole().map(|[matrices, vectors]| {
+            gradients.part(matrices, vectors.start..vectors.end.min(layout.trained_len))
         });
         let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
-            let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
-            self.main(ops.accumulate_gradients(gradients.first, latest, layout.matrices as u64, first));
+            let latest = Operand::new(Region::MatrixGradients, 0, size * layout.matrix_len);
+            let length = layout.matrix_len as u64;
+            self.push(ops.accumulate_gradients(gradients.matrices, latest, length, is_first));
         }
-        if !last {
+        if !is_last {
             return Ok(());
         }
         let recomputes_head_gradient = self.facts.recomputes_head_gradient();
         let mut split_squares = None;
-        self.main(ops.stamp(Stamp::BackwardDone.operand(), Operand::NONE));
+        self.push(ops.stamp(Stamp::BackwardDone.operand(), Operand::NONE));
         if let Some(statistics) = self.facts.statistics {
             if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
-                    let at = gradients.first.part(4 * bucket.start, 4 * bucket.len());
+                    let at = gradients.matrices.part(4 * bucket.start, 4 * bucket.len());
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
             // If every batch norm and the last layer are split, there are no vectors that every rank has whole.
-            if whole.second.bytes > 0 {
-                self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
+            if whole.vectors.bytes > 0 {
+                self.send_bucket(layout.buckets.len(), StreamId::Main, whole.vectors, DType::F32);
             }
             if recomputes_head_gradient {
                 // Runs concurrently with the reduction of the other gradients.
-                split_squares = self.split_squares(split)?;
+                split_squares = self.compute_split_squares(split)?;
             }
             if !statistics.uses_main_stream() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
@@ -112,50 +115,50 @@ impl GraphEmitter<'_> {
         }
         self.add_split_gradients(split);
         if !recomputes_head_gradient {
-            split_squares = self.split_squares(split)?;
+            split_squares = self.compute_split_squares(split)?;
         }
         let split_squares = split_squares.map(|own| self.gather_squares(own));
         let updated = self.facts.updated_ranges();
-        let bucket_squares = self.facts.share.map(|_| self.bucket_squares(&updated));
+        let bucket_squares = self.facts.share.map(|_| self.compute_bucket_squares(&updated));
         let stage_squares = self.exchange_squares_and_loss(gradients);
-        // Squares of all gradients, if each rank has only some of the gradients.
+        // Sums of squares of all gradients, if each rank has only some of the gradients.
         let all_squares = match stage_squares {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
-        // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
-        self.main(ops.stamp(Stamp::Reduced.operand(), UPDATING));
-        let dynamic = self.facts.dynamic_scale;
+        // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
+        self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
+        let is_dynamic = self.facts.dynamic_scale;
         match (split_squares, all_squares) {
-            (None, None) => self.main(ops.gradient_norm(gradients, dynamic)),
+            (None, None) => self.push(ops.gradient_norm(gradients, is_dynamic)),
             (None, Some((squares, count))) => {
-                let none = gradients.part(0..0, layout.matrices..layout.matrices);
-                self.main(ops.gradient_norm_of_parts(none, dynamic, squares, count as u32));
+                let none = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
+                self.push(ops.gradient_norm_of_parts(none, is_dynamic, squares, count as u32));
             }
             (Some(Squares { at, count }), _) => {
-                self.main(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
+                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at.operand(), count as u32));
                 self.free_now(at);
             }
         }
         stage_squares.into_iter().for_each(|squares| self.free_now(squares.at));
         self.update_weights(&updated);
-        match self.sampled.take() {
+        match self.sampled_head.take() {
             Some(sampled) => self.update_sampled(sampled),
             None => self.update_head(gradients)?,
         }
         if let Some(share) = self.facts.share {
             self.gather_weights(share);
         }
-        self.main(ops.stamp(Stamp::End.operand(), Operand::NONE));
-        self.main(ops.record(rings::RESULTS as u32, rings::TOTALS));
+        self.push(ops.stamp(Stamp::End.operand(), Operand::NONE));
+        self.push(ops.record(rings::RESULTS as u32, rings::TOTALS));
         Ok(())
     }
 
-    /// Collective: the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
-    fn bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
+    /// Collective: computes the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
+    fn compute_bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
-            self.main(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
+            self.push(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
         }
         self.all_reduce(StreamId::Main, all, DataType::F64);
         all
@@ -177,41 +180,42 @@ impl GraphEmitter<'_> {
         let (rates, decay) = (facts.all_rates(), optimizer.weight_decay);
         match optimizer.kind {
             OptimizerKind::Momentum => {
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Momentum)));
             }
             OptimizerKind::Nesterov => {
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Nesterov)));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Nesterov)));
             }
             OptimizerKind::Lars => {
-                updated.iter().for_each(|part| self.main(ops.lars_norms(part.flat, part.rates)));
-                self.add_up_norms(rates);
-                self.main(ops.lars_rates(rates, decay));
-                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Lars(part.rates))));
+                updated.iter().for_each(|part| self.push(ops.lars_norms(part.flat, part.rates)));
+                self.sum_squares_over_ranks(rates);
+                self.push(ops.lars_rates(rates, decay));
+                updated.iter().for_each(|part| self.push(sgd(part, ops::Update::Lars(part.rates))));
             }
             OptimizerKind::AdamW => {
-                updated.iter().for_each(|part| self.main(ops.adamw(part.flat, moments(part))));
+                updated.iter().for_each(|part| self.push(ops.adamw(part.flat, moments(part))));
             }
-            OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
+            OptimizerKind::Muon => updated.iter().for_each(|part| self.update_by_muon(part)),
             OptimizerKind::Lamb => {
-                let each = |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.main(each(part)));
-                self.add_up_norms(rates);
-                self.main(ops.lamb_rates(rates, decay));
-                let each = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
-                updated.iter().for_each(|part| self.main(each(part)));
+                let update_moments =
+                    |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.push(update_moments(part)));
+                self.sum_squares_over_ranks(rates);
+                self.push(ops.lamb_rates(rates, decay));
+                let update = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.push(update(part)));
             }
         }
     }
 
     /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
-    fn muon(&mut self, part: &UpdatedRange) {
+    fn update_by_muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
-        let gram_len = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
-        let [iterates, grams] = [facts.layout.matrices, gram_len]
+        let gram_len = filters.last().map_or(0, |last| last.gram_offset + last.side().pow(2));
+        let [iterates, grams] = [facts.layout.matrix_len, gram_len]
             .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::Update)));
         let [of_filters, policies] = facts.policies(filters.len());
-        self.main(facts.ops.muon(ops::Muon {
+        self.push(facts.ops.muon(ops::Muon {
             flat: part.flat,
             velocity: part.optimizer_slots[0],
             momentum: optimizer.momentum,
@@ -219,7 +223,7 @@ impl GraphEmitter<'_> {
             rates: part.rates,
             filters: of_filters,
             policies,
-            shapes: &filters,
+            host_filters: &filters,
             iterates: iterates.map(Allocation::operand),
             grams: grams.map(Allocation::operand),
         }));
@@ -227,7 +231,7 @@ impl GraphEmitter<'_> {
     }
 
     /// If each rank has only the squares of its parts of parameters: sums the squares over ranks, for the parameters' norms.
-    fn add_up_norms(&mut self, rates: ops::Rates) {
+    fn sum_squares_over_ranks(&mut self, rates: ops::Rates) {
         if self.facts.share.is_some() {
             self.all_reduce(StreamId::Main, rates.squares, DataType::F64);
         }
@@ -239,11 +243,11 @@ impl GraphEmitter<'_> {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);
         for range in layout.reduced_ranges().filter(|range| !range.is_empty()) {
             let (region, dtype) = match dtype {
-                DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
+                DType::F16 | DType::Bf16 if range.start < layout.matrix_len => (Region::LowPrecision, dtype),
                 _ => (Region::Weights, DType::F32),
             };
             let at = Operand::new(region, dtype.size() * range.start, dtype.size() * range.len());
-            self.commands.push(Command::in_parts(StreamId::Main, Collective::AllGather, share, at, dtype));
+            self.commands.push(Command::sharded(StreamId::Main, Collective::AllGather, share, at, dtype));
         }
     }
 }

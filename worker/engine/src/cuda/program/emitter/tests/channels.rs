@@ -248,7 +248,7 @@ fn activations_and_gradients_change_their_placement() {
                 let pixels = network.tensors[input].pixels();
                 let channels = match (&from, &to) {
                     (Placement::Channels(bounds), _) | (_, Placement::Channels(bounds)) => bounds[model],
-                    _ => plan.values(input) / pixels,
+                    _ => plan.values_per_picture(input) / pixels,
                 };
                 let value =
                     |[picture, pixel, channel]: [usize; 3]| (picture * 1000 + pixel * 50 + channel) as f32;

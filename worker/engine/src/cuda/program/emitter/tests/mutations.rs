@@ -207,12 +207,12 @@ fn a_step_saves_running_statistics_before_they_change() {
             c.accesses().iter().any(|(o, access)| o.region == region && *access != Access::Read)
         };
         let setting = Setting { accumulates: true, ..setting };
-        for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {
-            let micro_batch = MicroBatch { first, last, ..ONLY };
+        for (is_first, is_last) in [(true, true), (true, false), (false, false), (false, true)] {
+            let micro_batch = MicroBatch { is_first, is_last, ..ONLY };
             let commands = setting.emit_valid(Phase::Train(micro_batch), true).commands;
             let kept = numbers(&commands, |c| changes(c, Region::KeptStatistics));
             let changed = numbers(&commands, |c| changes(c, Region::RunningStatistics));
-            assert_eq!(kept.len(), usize::from(first));
+            assert_eq!(kept.len(), usize::from(is_first));
             assert!(changed.len() >= setting.norms.len() && kept.iter().all(|kept| *kept < changed[0]));
             if let Some((operand, _)) = kept.iter().find_map(|kept| {
                 commands[*kept].accesses().into_iter().find(|(o, _)| o.region == Region::RunningStatistics)
@@ -231,7 +231,7 @@ fn a_step_saves_running_statistics_before_they_change() {
 fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {
         let setting = Setting { accumulates: true, ..setting };
-        let later = setting.emit_valid(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;
+        let later = setting.emit_valid(Phase::Train(MicroBatch { is_first: false, ..ONLY }), true).commands;
         assert!(refusal(&later).unwrap().contains("is read before it is written"));
     }
 }

@@ -39,7 +39,7 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
             for has_own_statistics in [false, true] {
                 let phases = [
                     Phase::Train(ONLY),
-                    Phase::Train(MicroBatch { last: false, is_full: false, ..ONLY }),
+                    Phase::Train(MicroBatch { is_last: false, is_full: false, ..ONLY }),
                     Phase::Evaluate,
                 ];
                 for phase in phases {
@@ -48,8 +48,11 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
                     }
                     let (mut collectives, mut pieces) = (Vec::new(), Vec::new());
                     for part in parts(network, [1, height, model]) {
-                        let statistics =
-                            if has_own_statistics { Statistics::LocalInOrder } else { Statistics::Nccl };
+                        let statistics = if has_own_statistics {
+                            Statistics::LocalWithExchanges
+                        } else {
+                            Statistics::Nccl
+                        };
                         let setting = setting(&part, dtype, statistics);
                         let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
                         setting.emit_valid(phase, false);
@@ -230,7 +233,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
         for (index, op) in plan.ops.iter().enumerate() {
             let FusedOp::Halo { input, output, lowest } = *op else { continue };
             let [own, reached] = [input, output].map(|tensor| plan.network.rows(tensor).unwrap());
-            let length = plan.values(output) / plan.network.tensors[output].height;
+            let length = plan.values_per_picture(output) / plan.network.tensors[output].height;
             let ranks = |part: Part| -> Vec<Rank> {
                 emitted
                     .iter()

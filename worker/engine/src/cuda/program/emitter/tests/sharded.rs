@@ -50,7 +50,7 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
             assert_eq!(number_of(|kind, _| kind == Collective::ReduceScatter), reduced, "{case}");
             assert_eq!(number_of(|kind, _| kind == Collective::AllGather), reduced, "{case}");
             assert_eq!(number_of(|_, dtype| dtype == DataType::F64), sums, "{case}");
-            let trained = setting.layout.trained;
+            let trained = setting.layout.trained_len;
             let mut weights = Vec::new();
             for (_, commands) in &of_ranks {
                 assert_eq!(collective_calls(commands), collective_calls(&of_ranks[0].1), "{case}");
@@ -85,10 +85,10 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
             let parts: usize = of_ranks.iter().map(|(lengths, ..)| lengths[number]).sum();
             assert_eq!(parts, parameter.range.len(), "{} over {ranks}", parameter.name);
         }
-        assert!(of_ranks.iter().all(|(_, own, layout)| own * ranks == layout.trained));
+        assert!(of_ranks.iter().all(|(_, own, layout)| own * ranks == layout.trained_len));
         // Padding, which makes the parts equally long, is less than 1 %.
         let parameters: usize = layout.parameters.iter().map(|parameter| parameter.range.len()).sum();
-        assert!(layout.trained < parameters + parameters / 100, "{} {parameters}", layout.trained);
+        assert!(layout.trained_len < parameters + parameters / 100, "{} {parameters}", layout.trained_len);
     }
 }
 

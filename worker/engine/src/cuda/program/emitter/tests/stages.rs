@@ -15,9 +15,9 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
         let (Pass::Forward(number) | Pass::Backward(number)) = pass;
         let is_backward = pass == Pass::Backward(number);
         let pass = StagePass { is_backward, memory_part: number % in_flight, sends_gradient };
-        let (first, last) = (number == 0, number + 1 == micro_batches);
-        let emitted =
-            setting.emit_valid(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
+        let (is_first, is_last) = (number == 0, number + 1 == micro_batches);
+        let emitted = setting
+            .emit_valid(Phase::Train(MicroBatch { is_first, is_last, pass: Some(pass), ..ONLY }), true);
         assert!(emitted.arena_bytes < PART_BYTES);
         commands.extend(emitted.into_pass(pass, |region| match region {
             Region::Arena | Region::Control | Region::NormValues => PART_BYTES,

@@ -1,4 +1,4 @@
-//! A fair pool: several threads share a few objects, which are handed out in the order of requests.
+//! A fair pool: several threads share a few objects, and get them in the order of their requests.
 
 use std::{
     ops::{Deref, DerefMut},
@@ -6,7 +6,7 @@ use std::{
 };
 
 /// A pool of objects, each used by one thread at a time.
-pub(super) struct Sessions<T> {
+pub(super) struct Pool<T> {
     state: Mutex<State<T>>,
     changed: Condvar,
 }
@@ -14,19 +14,20 @@ pub(super) struct Sessions<T> {
 struct State<T> {
     free: Vec<T>,
     in_use: usize,
-    /// Number of requests so far, and number of served requests.
+    /// Number of requests so far.
     requested: u64,
+    /// Number of requests that got an object.
     served: u64,
     is_closed: bool,
 }
 
-impl<T> Sessions<T> {
-    pub(super) fn new(free: Vec<T>) -> Self {
-        let state = State { free, in_use: 0, requested: 0, served: 0, is_closed: false };
+impl<T> Pool<T> {
+    pub(super) fn new(objects: Vec<T>) -> Self {
+        let state = State { free: objects, in_use: 0, requested: 0, served: 0, is_closed: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<T>> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -35,22 +36,22 @@ impl<T> Sessions<T> {
     }
 
     /// Waits for a free object after all earlier requests have been served. `None` if the pool is closed.
-    pub(super) fn take(&self) -> Option<Taken<'_, T>> {
-        let mut state = self.state();
-        let turn = state.requested;
+    pub(super) fn take(&self) -> Option<Borrowed<'_, T>> {
+        let mut state = self.lock();
+        let number = state.requested;
         state.requested += 1;
         loop {
             if state.is_closed {
                 return None;
             }
-            if state.served == turn
+            if state.served == number
                 && let Some(object) = state.free.pop()
             {
                 state.served += 1;
                 state.in_use += 1;
                 // Another object may be free for the next request.
                 self.changed.notify_all();
-                return Some(Taken { object: Some(object), pool: self });
+                return Some(Borrowed { object: Some(object), pool: self });
             }
             state = self.wait(state);
         }
@@ -58,7 +59,7 @@ impl<T> Sessions<T> {
 
     /// Closes the pool, waits until all objects are returned, and drops them.
     pub(super) fn close(&self) {
-        let mut state = self.state();
+        let mut state = self.lock();
         state.is_closed = true;
         self.changed.notify_all();
         while state.in_use > 0 {
@@ -69,12 +70,12 @@ impl<T> Sessions<T> {
 }
 
 /// An object in use; returned to the pool on drop.
-pub(super) struct Taken<'a, T> {
+pub(super) struct Borrowed<'a, T> {
     object: Option<T>,
-    pool: &'a Sessions<T>,
+    pool: &'a Pool<T>,
 }
 
-impl<T> Deref for Taken<'_, T> {
+impl<T> Deref for Borrowed<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -82,15 +83,15 @@ impl<T> Deref for Taken<'_, T> {
     }
 }
 
-impl<T> DerefMut for Taken<'_, T> {
+impl<T> DerefMut for Borrowed<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         self.object.as_mut().expect("present until drop")
     }
 }
 
-impl<T> Drop for Taken<'_, T> {
+impl<T> Drop for Borrowed<'_, T> {
     fn drop(&mut self) {
-        let mut state = self.pool.state();
+        let mut state = self.pool.lock();
         state.free.extend(self.object.take());
         state.in_use -= 1;
         self.pool.changed.notify_all();
@@ -104,19 +105,19 @@ mod tests {
 
     #[test]
     fn requests_are_served_in_order_and_no_object_is_used_twice() {
-        let sessions = Sessions::new(vec![()]);
+        let pool = Pool::new(vec![()]);
         let (sender, order) = mpsc::channel();
         thread::scope(|scope| {
-            let first = sessions.take().unwrap();
+            let first = pool.take().unwrap();
             for number in 1..=5 {
-                let (sessions, sender) = (&sessions, sender.clone());
+                let (pool, sender) = (&pool, sender.clone());
                 scope.spawn(move || {
-                    let taken = sessions.take().unwrap();
+                    let taken = pool.take().unwrap();
                     sender.send(number).unwrap();
                     drop(taken);
                 });
                 // Wait until this request is queued before the next one starts.
-                while sessions.state().requested <= number {
+                while pool.lock().requested <= number {
                     thread::yield_now();
                 }
             }
@@ -127,20 +128,20 @@ mod tests {
 
     #[test]
     fn closing_waits_for_objects_in_use_and_refuses_waiting_requests() {
-        let sessions = Sessions::new(vec![7]);
+        let pool = Pool::new(vec![7]);
         thread::scope(|scope| {
-            let taken = sessions.take().unwrap();
-            let waiting = scope.spawn(|| sessions.take().is_none());
-            while sessions.state().requested < 2 {
+            let taken = pool.take().unwrap();
+            let waiting = scope.spawn(|| pool.take().is_none());
+            while pool.lock().requested < 2 {
                 thread::yield_now();
             }
-            let closing = scope.spawn(|| sessions.close());
+            let closing = scope.spawn(|| pool.close());
             assert!(waiting.join().unwrap());
             assert!(!closing.is_finished());
             assert_eq!(*taken, 7);
             drop(taken);
             closing.join().unwrap();
         });
-        assert!(sessions.take().is_none() && sessions.state().free.is_empty());
+        assert!(pool.take().is_none() && pool.lock().free.is_empty());
     }
 }

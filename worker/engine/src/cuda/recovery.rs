@@ -1,8 +1,8 @@
-//! Recovery of a rank's state after another rank is lost: the GPU may wait in a collective forever, and the host is
-//! steps ahead of the GPU.
+//! Recovery of a rank's state after another rank is lost. The GPU may then wait in a collective forever, and the host is up to two steps
+//! ahead of the GPU.
 //!
-//! Nothing can end this wait safely. An aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been aborted
-//! yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:
+//! Nothing can end this wait safely, because an aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been
+//! aborted yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:
 //!
 //! 1. The host sets `held`, in host memory, which stops further updates. One thread of the step reads `held`, so all kernels of the update
 //!    agree.
@@ -12,7 +12,7 @@
 //!    when the next step began.
 
 use super::{
-    CudaEngine, UnderWay,
+    CudaEngine, PendingStep,
     device::{Buffer, OwnedStream, Pinned},
     error::CudaError,
     state::Scaler,
@@ -38,7 +38,7 @@ pub(super) struct RecoveryStream {
 }
 
 impl RecoveryStream {
-    /// A stream that reads at most `bytes` at a time.
+    /// Creates a stream that can read `bytes` at a time.
     pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
         Ok(Self {
             stream: OwnedStream::with_highest_priority()?,
@@ -46,27 +46,27 @@ impl RecoveryStream {
         })
     }
 
-    /// The first `count` values of a buffer.
+    /// Reads the first `count` values of a buffer.
     fn read<T: AnyBitPattern + Zeroable + Copy>(
         &mut self,
         from: &Buffer,
         count: usize,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<Vec<T>, CudaError> {
         self.stream.0.download(&mut self.staging, from, count * size_of::<T>())?;
-        wait(until, "a copy to the host", || self.stream.0.is_idle())?;
+        wait(deadline, "a copy to the host", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.staging.read(index * size_of::<T>())).collect())
     }
 }
 
-/// Waits until `is_done`; fails after the time `until`.
+/// Waits until `is_done` returns true. Fails after `deadline`; `what` is the awaited work, for the error.
 fn wait(
-    until: Instant,
+    deadline: Instant,
     what: &'static str,
     mut is_done: impl FnMut() -> Result<bool, CudaError>,
 ) -> Result<(), CudaError> {
     while !is_done()? {
-        if Instant::now() > until {
+        if Instant::now() > deadline {
             return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
         }
         std::thread::sleep(POLL_INTERVAL);
@@ -78,25 +78,26 @@ impl CudaEngine {
     /// See [`crate::Engine::undo_unfinished_steps`].
     pub(super) fn recover_last_step(&mut self) -> Result<Vec<StepResult>, EngineError> {
         self.device.bind()?;
-        let until = Instant::now() + RECOVERY_LIMIT;
+        let deadline = Instant::now() + RECOVERY_LIMIT;
         self.freeze_updates();
-        wait(until, "an update", || Ok(!self.is_updating(until)?))?;
-        let finished = self.finished(until)?;
-        self.recover_statistics(finished, until)?;
-        if self.first_average_step.is_some_and(|step| is_after(step, finished)) {
+        wait(deadline, "an update", || Ok(!self.is_updating(deadline)?))?;
+        let finished_steps = self.finished_steps(deadline)?;
+        self.recover_statistics(finished_steps, deadline)?;
+        if self.first_average_step.is_some_and(|step| is_after(step, finished_steps)) {
             self.program.state.leak_average();
         }
         let mut results = take(&mut self.unreturned);
-        while let Some(step) = self.under_way.front() {
-            if matches!(step, UnderWay::OnGpu { .. }) && self.program.results.read == finished {
+        while let Some(step) = self.pending_steps.front() {
+            if matches!(step, PendingStep::OnGpu { .. }) && self.program.results.read_count == finished_steps
+            {
                 break;
             }
-            results.extend(self.result()?);
+            results.extend(self.wait_for_oldest_step()?);
         }
-        match self.program.results.read == finished {
-            true => Ok(results),
-            false => Err(CudaError::Unsupported("the GPU has finished an unknown step".into()).into()),
+        if self.program.results.read_count != finished_steps {
+            return Err(CudaError::Unsupported("the GPU has finished an unknown step".into()).into());
         }
+        Ok(results)
     }
 
     /// Stops all further updates.
@@ -106,29 +107,29 @@ impl CudaEngine {
         fence(Ordering::SeqCst);
     }
 
-    /// Whether an update may be under way. With frozen updates, once this is false it stays false.
-    pub(super) fn is_updating(&mut self, until: Instant) -> Result<bool, CudaError> {
-        let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, until)?;
+    /// Whether an update may be under way. If updates are frozen, this stays false once it is false.
+    pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool, CudaError> {
+        let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, deadline)?;
         Ok(scaler.iter().any(|scaler| scaler.updating != 0))
     }
 
     /// Number of steps that the GPU has finished, modulo 2^32.
-    fn finished(&mut self, until: Instant) -> Result<u32, CudaError> {
-        Ok(self.recovery_stream.read(&self.program.results.counter, 1, until)?[0])
+    fn finished_steps(&mut self, deadline: Instant) -> Result<u32, CudaError> {
+        Ok(self.recovery_stream.read(&self.program.results.counter, 1, deadline)?[0])
     }
 
-    /// Waits until the state has the running statistics of step `finished`.
-    fn recover_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
-        if self.started_steps == finished {
-            let main = self.program.main.0;
-            return wait(until, "the started steps", || main.is_idle());
+    /// Waits until the state has the running statistics after the last of the `finished_steps`.
+    fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result<(), CudaError> {
+        if self.started_steps == finished_steps {
+            let main = self.program.main_stream.0;
+            return wait(deadline, "the started steps", || main.is_idle());
         }
         // The first kernel of the next step copies the statistics. It directly follows the finished work and waits for no other rank.
-        wait(until, "the beginning of a step", || {
+        wait(deadline, "the beginning of a step", || {
             let kept_steps = &self.program.state.kept_steps;
             let steps: Vec<u32> =
-                self.recovery_stream.read(kept_steps, kept_steps.bytes / size_of::<u32>(), until)?;
-            Ok(steps.iter().all(|step| *step == finished))
+                self.recovery_stream.read(kept_steps, kept_steps.bytes / size_of::<u32>(), deadline)?;
+            Ok(steps.iter().all(|step| *step == finished_steps))
         })?;
         self.program.state.is_unfinished = true;
         Ok(())

@@ -6,8 +6,8 @@ use super::*;
 use crate::{
     StateDict, StepResult,
     cuda::{
-        CudaEngine, MicroBatch, Phase, UnderWay,
-        command::{Access, Command, UPDATING},
+        CudaEngine, MicroBatch, PendingStep, Phase,
+        command::{Access, Command, StreamId, UPDATING},
         device::{Event, Pinned, Stream},
     },
     prologue::Prologue,
@@ -100,16 +100,16 @@ impl Run {
         let Prologue { parts, gradient_scale } = Prologue::of(&batches, &engine.config, 1).unwrap();
         let [part] = parts[..] else { panic!("a step of one micro-batch") };
         let (phase, control) = engine.micro_batch(&part, gradient_scale, LR);
-        let input = engine.input(phase, part.batch).unwrap();
+        let input = engine.send_pictures(phase, part.batch).unwrap();
         engine.wait_on_gpu(|program| program.inputs.has_room()).unwrap();
         engine.program.inputs.send(control, part.batch);
         engine.started_steps += 1;
-        let commands = engine.program.commands(phase, input, true).unwrap();
+        let commands = engine.program.commands(phase, input, StreamId::Side).unwrap();
         let at = commands.iter().position(is_gated).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
-        let gate = Gate::close(engine.program.main.0);
+        let gate = Gate::close(engine.program.main_stream.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
-        engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
+        engine.pending_steps.push_back(PendingStep::OnGpu { divisor: None });
         engine.submitted_steps += 1;
         self.average();
         gate
@@ -238,7 +238,7 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     let batches = run.next_batches();
     let Prologue { parts, gradient_scale } = Prologue::of(&batches, &run.engine.config, 1).unwrap();
     let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
-    assert!(matches!(phase, Phase::Train(MicroBatch { first: true, last: false, .. })));
+    assert!(matches!(phase, Phase::Train(MicroBatch { is_first: true, is_last: false, .. })));
     run.engine.run(phase, control, parts[0].batch).unwrap();
     let state = run.check_recovered(FINISHED, &uninterrupted);
     let end = continue_run(&state, FINISHED, Run::new(kind, precision, 2));

@@ -50,7 +50,7 @@ pub struct WebhooksPage {
     pub url: String,
     /// The text in the field Project.
     pub project: String,
-    /// The field with the error: `url`, `form`, `project` or `events`. Empty if the error is about no field.
+    /// Name of the field with the error: `url`, `form`, `project` or `events`. Empty if the error is about no field.
     pub wrong: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,

@@ -1,11 +1,11 @@
 // Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
 // coordinates of settings that differ. The page's URL contains the jobs and the view.
 
-import { ask, byId, press, errorText, showLive, text } from "./page.js";
+import { ask, byId, markPressed, errorText, showLive, setText } from "./page.js";
 import { Stream } from "./stream.js";
-import { choices, read, write } from "./address.js";
-import { smoothingSlider } from "./chart/range.js";
-import { assign, COLOURS } from "./compare/colours.js";
+import { setUpChoices, readUrl, writeUrl } from "./address.js";
+import { setUpSmoothing } from "./chart/range.js";
+import { assignLooks, COLOURS } from "./compare/colours.js";
 import { Curves } from "./compare/curves.js";
 import { groupKeys, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
@@ -20,7 +20,7 @@ import { plural } from "./numbers.js";
 /** Maximum number of charts. */
 const MAX_CHARTS = 8;
 const jobs = new Map();
-const ids = () => read("jobs").split(",").filter(Boolean);
+const ids = () => readUrl("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
 const selection = new Selection(list);
@@ -32,12 +32,12 @@ const scatter = new Scatter(byId("scatter"), list, selection);
 const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()));
 
 async function choose(wanted) {
-  write({ jobs: wanted.join(",") });
+  writeUrl({ jobs: wanted.join(",") });
   await show();
 }
 
 async function show() {
-  assign(ids());
+  assignLooks(ids());
   const missing = ids().filter((id) => !jobs.has(id)), errors = [];
   await Promise.all(missing.map(async (id) => {
     try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { errors.push(`${id}: ${errorText(error)}`); }
@@ -45,7 +45,7 @@ async function show() {
   const hasJobs = list().length > 0;
   byId("nothing").hidden = hasJobs;
   byId("compared").hidden = !hasJobs;
-  text(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
+  setText(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
   picker.draw();
   if (!hasJobs) return;
   showCharts();
@@ -66,31 +66,31 @@ function redraw() {
 
 /** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
 function applyGrouping() {
-  const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...groupKeys(list()), ...(wanted ? [wanted] : [])])];
+  const select = byId("group-by"), wanted = readUrl("group"), keys = [...new Set([...groupKeys(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
-  const band = read("band") === "range" ? "range" : "std";
+  const band = readUrl("band") === "range" ? "range" : "std";
   byId("grouped").hidden = !wanted;
-  press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
+  markPressed([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
     // If there are enough colours, groups get other colours than jobs, which the scatter plot shows. Otherwise groups may reuse the colours of
     // jobs, so that their lines are solid.
-    assign(all.length <= COLOURS ? all : lines);
+    assignLooks(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
 }
 
-byId("group-by").addEventListener("change", ({ target }) => { write({ group: target.value }); applyGrouping(); });
-for (const button of byId("bands").children) button.addEventListener("click", () => { write({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
+byId("group-by").addEventListener("change", ({ target }) => { writeUrl({ group: target.value }); applyGrouping(); });
+for (const button of byId("bands").children) button.addEventListener("click", () => { writeUrl({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
 
 // --- the selection ------------------------------------------------------------------------------------
 
 function drawSelection() {
   const kept = selected(), all = list().length;
   byId("selection").hidden = !selection.hasBrushes;
-  text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
-  text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
+  setText(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
+  setText(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
   byId("selection-keep").disabled = !kept.size || kept.size === all;
 }
 
@@ -113,7 +113,7 @@ function defaultMetric() {
 
 /** Returns the metrics in the URL. Each metric has a chart. */
 function metrics() {
-  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
+  const wanted = [...new Set(readUrl("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
   return wanted.length ? wanted : [defaultMetric()];
 }
 
@@ -129,7 +129,7 @@ function showCharts() {
 /** Adds or removes a chart. At least one chart stays. */
 function toggle(name) {
   const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-MAX_CHARTS);
-  write({ metric: wanted.join() === defaultMetric() ? "" : wanted.join(",") });
+  writeUrl({ metric: wanted.join() === defaultMetric() ? "" : wanted.join(",") });
   showCharts();
   if (list().length) curves.draw();
 }
@@ -137,10 +137,10 @@ function toggle(name) {
 for (const button of document.querySelectorAll("button[data-metric]")) button.addEventListener("click", () => toggle(button.dataset.metric));
 byId("more-metrics").addEventListener("change", ({ target }) => { if (target.value) toggle(target.value); });
 showCharts();
-choices("axis", "step", (v) => curves.setAxis(v));
-choices("scale", "linear", (v) => curves.setScale(v));
-smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
-choices("settings", "different", (v) => tables.setAll(v === "all"));
+setUpChoices("axis", "step", (v) => curves.setAxis(v));
+setUpChoices("scale", "linear", (v) => curves.setScale(v));
+setUpSmoothing(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
+setUpChoices("settings", "different", (v) => tables.setAll(v === "all"));
 // --- live ---------------------------------------------------------------------------------------------
 
 /** Pause between requests for the curves of running jobs. */
@@ -173,4 +173,4 @@ setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(
 
 /** For tests and consoles. */
 window.lockstep = { jobs: list, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
-show().catch((error) => text(byId("compare-about"), errorText(error)));
+show().catch((error) => setText(byId("compare-about"), errorText(error)));

@@ -1,7 +1,7 @@
 // The page Datasets: registers datasets without leaving the page, and shows pictures.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 import { initialiseForm, postUntilInspected } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 import { offerUpload } from "./datasets/upload.js";
@@ -17,11 +17,11 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
   card.querySelector("[data-inspect]")?.addEventListener("click", async ({ currentTarget: button }) => {
     button.disabled = true;
     try {
-      await postUntilInspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (message, progress) => text(button, progress || message));
+      await postUntilInspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (message, progress) => setText(button, progress || message));
       location.reload();
     } catch (error) {
       button.disabled = false;
-      text(button, errorText(error));
+      setText(button, errorText(error));
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({

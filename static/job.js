@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, isFailedRequest, make, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
+import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, errorText, serverNow, showLive, setText } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -16,7 +16,7 @@ import { Network } from "./job/network.js";
 import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
 import { register } from "./job/register.js";
-import { isFinal, waits } from "./job/states.js";
+import { isFinal, isWaiting } from "./job/states.js";
 import { Tabs } from "./job/tabs.js";
 
 /** Number of events by which the page may lag behind. If the page lags further, it reads the history over REST again instead of each event. */
@@ -91,7 +91,7 @@ function factsSoon() {
 // The displayed times advance without events, and only a timer notices that a job reports no step.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
 // The job's place in the queue changes when other jobs change, which this job's events do not report.
-setInterval(() => { if (waits(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
+setInterval(() => { if (isWaiting(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) {
@@ -256,7 +256,7 @@ async function reload() {
 
 /** Returns this page as the server renders it now (`page`), and its embedded data (`data`). */
 async function readPage() {
-  const page = await pageNow(`/jobs/${job.id}`);
+  const page = await fetchPage(`/jobs/${job.id}`);
   if (!page) throw new Error("The server did not render the page.");
   return { page, data: JSON.parse(page.getElementById("data").textContent) };
 }
@@ -297,7 +297,7 @@ async function start() {
       // The first chart is drawn before other history is requested. The log is read in the meantime.
       const drawFirstChart = async () => {
         charts.all.loss.startDrawing();
-        await drawn();
+        await nextFrame();
         logged = log.load();
         logged.catch(() => {});
       };
@@ -337,11 +337,11 @@ function showDeleted() {
   const banner = byId("banner");
   banner.hidden = false;
   banner.dataset.tone = "bad";
-  text(byId("banner-what"), "This job was deleted.");
-  text(byId("banner-why"), "This page shows only what it had loaded before.");
-  text(byId("banner-link"), "Jobs");
+  setText(byId("banner-what"), "This job was deleted.");
+  setText(byId("banner-why"), "This page shows only what it had loaded before.");
+  setText(byId("banner-link"), "Jobs");
   byId("banner-link").setAttribute("href", "/jobs");
   actions.hide();
 }
 
-start().catch((error) => { showLive("stopped"); text(byId("loss-note"), errorText(error)); throw error; });
+start().catch((error) => { showLive("stopped"); setText(byId("loss-note"), errorText(error)); throw error; });

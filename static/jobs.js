@@ -1,7 +1,7 @@
 // The list of jobs: rows change in place when the stream reports changes. The URL contains the filter.
 
-import { ask, byId, drawn, notify, Problem, Unreachable, errorText, showLive, text } from "./page.js";
-import { write } from "./address.js";
+import { ask, byId, nextFrame, notify, Problem, Unreachable, errorText, showLive, setText } from "./page.js";
+import { writeUrl } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { isFinal } from "./job/states.js";
@@ -12,7 +12,7 @@ import { Groups } from "./jobs/groups.js";
 import { FilterMenu } from "./jobs/filter-menu.js";
 import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPage, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
-import { blank, fill as fillRow } from "./jobs/row.js";
+import { createRow, fillRow } from "./jobs/row.js";
 import { arrange, drawHeads, sortValue, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
@@ -48,7 +48,7 @@ let isFilterChanged = true;
 /** Whether the stream was interrupted. */
 let wasInterrupted = false;
 /** Resolves after the first rows are painted. No row is changed before. */
-const firstPaint = drawn();
+const firstPaint = nextFrame();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.isGrouped ? groups.listed : rows.childElementCount) });
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
@@ -174,7 +174,7 @@ function countSoon() {
     const jobsIn = new Map(found.groups.map((group) => [group.values[0], group.jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
       const jobCount = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
-      text(a.querySelector("small"), jobCount ? count(jobCount) : "");
+      setText(a.querySelector("small"), jobCount ? count(jobCount) : "");
     }
   }, countPause);
 }
@@ -205,7 +205,7 @@ function show(job) {
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {
-    row = blank(job);
+    row = createRow(job);
     rowOf.set(job.id, row);
     // Most new rows belong at the start or at the end.
     if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
@@ -233,13 +233,13 @@ function showEmpty() {
   byId("older").hidden = !next;
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
-  text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
+  setText(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   rowWindow.draw();
 }
 
 /** Writes a change of the filter or the order into the URL, and reads the list again. */
 function change(values) {
-  write({ ...values, cursor: "" });
+  writeUrl({ ...values, cursor: "" });
   filterChanged();
   // Jobs that no longer match are removed at once. The response adds other jobs.
   for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);

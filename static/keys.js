@@ -1,8 +1,8 @@
 // The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
-import { ask, byId, make, openDialog, store, stored } from "./page.js";
+import { ask, byId, make, openDialog, store, readStored } from "./page.js";
 import { writeWrapped } from "./cut.js";
-import { notifications } from "./notify.js";
+import { setUpNotifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
@@ -13,7 +13,7 @@ const HELP = [
 ];
 
 /** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */
-const areShortcutsOff = () => stored("shortcuts") === "off";
+const areShortcutsOff = () => readStored("shortcuts") === "off";
 
 const isTextField = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 /** Time at which g was pressed. For 1.5 s, the key of a page then opens the page. */
@@ -67,7 +67,7 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
-notifications();
+setUpNotifications();
 // Lets paths and long names wrap between two words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) writeWrapped(node, node.textContent);
 // On a phone, the links to pages are one row that scrolls.

@@ -1,7 +1,7 @@
 // The page Machines: updates the cards every few seconds and when jobs start and end; drains and removes machines.
 
-import { choices } from "./address.js";
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { setUpChoices } from "./address.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 import { Lines } from "./machines/lines.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
@@ -26,9 +26,9 @@ byId("machines").addEventListener("click", async (event) => {
   changing = true;
   try {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
-    text(button.closest(".machine").querySelector(".error"), "");
+    setText(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { text(button.closest(".machine").querySelector(".error"), errorText(error)); } finally { changing = false; }
+  } catch (error) { setText(button.closest(".machine").querySelector(".error"), errorText(error)); } finally { changing = false; }
 });
 
 byId("machines").addEventListener("click", (event) => {
@@ -43,4 +43,4 @@ byId("machines").addEventListener("click", (event) => {
 
 followJobs(refresh, 300);
 // If the request fails, the next refresh repeats it.
-choices("range", "1h", (range) => { lines.show(range).catch(() => {}); });
+setUpChoices("range", "1h", (range) => { lines.show(range).catch(() => {}); });

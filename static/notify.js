@@ -18,7 +18,7 @@ function draw(button) {
 }
 
 /** Sets up the switch on pages that have it. */
-export function notifications() {
+export function setUpNotifications() {
   const button = byId("notify");
   if (!button) return;
   button.hidden = false;

@@ -25,13 +25,13 @@ const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 export const serverNow = () => Date.now() + skew;
 
 /** Sets a text only if it differs, so that a live value does not disturb a selection or the layout. */
-export function text(node, value) {
+export function setText(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
 /** Sets a short note, with the whole text as its tooltip. */
-export function note(node, value) {
-  text(node, value);
+export function setNote(node, value) {
+  setText(node, value);
   if (node && node.title !== value) node.title = value;
 }
 
@@ -81,7 +81,7 @@ export async function get(path, options = {}, take = (response) => response) {
 }
 
 /** Returns a page as the server renders it now; null if the server cannot render it, or asks the reader to sign in first. */
-export async function pageNow(path) {
+export async function fetchPage(path) {
   const [response, html] = await get(path, { headers: { accept: "text/html" } }, async (response) => [response, await response.text()]);
   if (response.redirected) signIn();
   return response.ok && !response.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
@@ -106,10 +106,10 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
 }
 
 /** Resolves after the next frame. On a hidden page, which has no frames, resolves after a short time. */
-export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
+export const nextFrame = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
 /** Announces `words` to a screen reader, unless only numbers such as seconds and counts have changed. */
-export function say(node, words) {
+export function announce(node, words) {
   const steady = words.replace(/\d[\d:,.]*/g, "");
   if (node.dataset.steady === steady) return;
   node.dataset.steady = steady;
@@ -137,29 +137,29 @@ export function errorTexts(error) {
 export function showLive(status) {
   const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
   node.hidden = false;
-  text(node, status);
+  setText(node, status);
   if (node.dataset.status === kind) return;
   node.dataset.status = kind;
-  text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
+  setText(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
 /** Opens the dialog with the button `NAME-yes`. The button calls `act`, then closes the dialog or shows the error as `words(error)`. */
 export function openForm(name, act, words = errorText) {
   const button = byId(`${name}-yes`), error = byId(`${name}-error`), dialog = button.closest("dialog");
-  text(error, "");
+  setText(error, "");
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { text(error, words(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { setText(error, words(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }
 
 /** Asks for confirmation before something is lost. */
 export function confirmThen({ title, detail, yes, act }) {
-  text(byId("confirm-title"), title);
-  text(byId("confirm-text"), detail);
-  text(byId("confirm-yes"), yes);
+  setText(byId("confirm-title"), title);
+  setText(byId("confirm-text"), detail);
+  setText(byId("confirm-yes"), yes);
   openForm("confirm", act);
 }
 
@@ -171,11 +171,11 @@ export async function copy(value, button) {
     // Without a secure context the clipboard is not available. The text is selected instead, to be copied by a keyboard shortcut.
     const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
-    return text(button, "Selected");
+    return setText(button, "Selected");
   }
   const label = button.dataset.label ??= button.textContent;
-  text(button, "Copied");
-  setTimeout(() => text(button, label), 1500);
+  setText(button, "Copied");
+  setTimeout(() => setText(button, label), 1500);
 }
 
 document.addEventListener("click", (event) => {
@@ -184,12 +184,12 @@ document.addEventListener("click", (event) => {
 });
 
 /** Marks one button of a group of choices as pressed. */
-export function press(group, chosen) {
+export function markPressed(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
 /** Closes a menu (`details`) after a click beside it, and on Escape. `signal`: removes the listeners when it is aborted. */
-export function closable(menu, signal) {
+export function makeClosable(menu, signal) {
   document.addEventListener("click", (event) => { if (!event.composedPath().includes(menu)) menu.open = false; }, { signal });
   menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; menu.querySelector("summary").focus(); } });
 }
@@ -205,7 +205,7 @@ export function openDialog(id, title, content, ...links) {
 }
 
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
-export const stored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+export const readStored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
 
 /** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {
@@ -213,7 +213,7 @@ export function store(key, value) {
 }
 
 /** Whether the reader wants notifications and the browser allows them. */
-export const isNotifying = () => "Notification" in window && stored("notify") === "yes" && Notification.permission === "granted";
+export const isNotifying = () => "Notification" in window && readStored("notify") === "yes" && Notification.permission === "granted";
 
 /** Shows a notification that a job has ended, if the reader has asked for notifications and the page is hidden. */
 export function notify(title, body, path) {

@@ -2,9 +2,9 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, make, press, Problem, errorText, errorTexts, text } from "./page.js";
+import { ask, byId, copy, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
 import { count, plural } from "./numbers.js";
-import { lineMistake, section, showSection, sweptKeys } from "./submit/sweep.js";
+import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
@@ -46,12 +46,12 @@ const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field
 /** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
 async function readForm(signal) {
   const texts = Object.fromEntries([filled, ...fields].map((field) => [field.name, valueOf(field)]));
-  const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: section() }, signal });
+  const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: sweepSection() }, signal });
   const area = byId("spec-text");
   // The text must not change while the reader edits it.
   if (document.activeElement !== area) {
     area.value = notation === "toml" ? file.toml : `${JSON.stringify(file.document, null, 2)}\n`;
-    text(byId("spec-error"), "");
+    setText(byId("spec-error"), "");
     hasTextErrors = false;
   }
   return file.document;
@@ -67,7 +67,7 @@ async function readText() {
   if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
   const written = isJson ? "json" : "toml";
-  if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
+  if (written !== notation) { notation = written; markPressed(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
   checking?.abort();
   try {
@@ -78,14 +78,14 @@ async function readText() {
     hasTextErrors = true;
     // Mistakes of an earlier text do not apply.
     showMistakes([]);
-    text(byId("spec-error"), errorTexts(error));
+    setText(byId("spec-error"), errorTexts(error));
     return showPlan(null);
   }
   if (words !== area.value) return;
   hasTextErrors = false;
-  text(byId("spec-error"), "");
+  setText(byId("spec-error"), "");
   fillForm(content.spec);
-  showSection(content.sweep);
+  showSweep(content.sweep);
   showMistakes([]);
   showPlan(content);
 }
@@ -143,7 +143,7 @@ function showReplaced() {
   const isDefault = (field, value) => value === untouchedValue(field, "") && field.name !== DATASET_DEFAULT;
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
-  text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
+  setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
 }
 
 /** Forgets the earlier value of a field that has been edited, or of all fields. */
@@ -176,7 +176,7 @@ function showMistakes(errors) {
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
-    text(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
+    setText(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
     if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
@@ -184,7 +184,7 @@ function showMistakes(errors) {
   const box = byId("mistakes"), isListShown = isSubmitted && errors.length > 0;
   box.hidden = !isListShown;
   if (isListShown) {
-    text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
+    setText(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
     box.querySelector("ul").replaceChildren(...listed);
   }
 }
@@ -212,7 +212,7 @@ function showPlan(response) {
   const trials = response?.trials && plural(response.trials, "trial"), swept = sweptKeys();
   if (trials) parts.push(trials);
   showSwept(swept);
-  text(byId("send"), trials ? `Submit ${trials}` : "Submit job");
+  setText(byId("send"), trials ? `Submit ${trials}` : "Submit job");
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
@@ -223,7 +223,7 @@ function showPlan(response) {
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
   if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
-  text(byId("plan"), parts.join(" · "));
+  setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fields.find((f) => f.name === "train.lr");
   lr.placeholder = response?.spec?.train.lr ?? (filled.value ? "" : lr.dataset.default);
@@ -231,7 +231,7 @@ function showPlan(response) {
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
-  text(warnings.querySelector("span"), given.join(" "));
+  setText(warnings.querySelector("span"), given.join(" "));
 }
 
 let timer = 0, checking = null;
@@ -247,7 +247,7 @@ async function check() {
   try {
     const body = await readForm(signal);
     // Mistakes are not shown to readers who may not start jobs.
-    if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
+    if (readsOnly) return setText(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
     plan = await ask("/api/v1/jobs/validate", { method: "POST", body, signal });
   } catch (error) {
     // Other errors appear when the job is submitted.
@@ -335,10 +335,10 @@ form.addEventListener("submit", async (event) => {
   checking?.abort();
   isSubmitted = true;
   if (hasTextErrors) await readText();
-  if (hasTextErrors) return text(byId("plan"), "The job file has mistakes: correct them first.");
+  if (hasTextErrors) return setText(byId("plan"), "The job file has mistakes: correct them first.");
   const button = byId("send");
   button.disabled = true;
-  text(byId("plan"), "");
+  setText(byId("plan"), "");
   try {
     // A repeated press sends the same key, so that a lost response does not lead to two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
@@ -352,12 +352,12 @@ form.addEventListener("submit", async (event) => {
       showMistakes(error.errors);
       (form.querySelector(".field.wrong :is(input, select, textarea)") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
-    } else text(byId("plan"), errorText(error));
+    } else setText(byId("plan"), errorText(error));
   }
 });
 
 const notations = [...document.querySelectorAll("[data-notation]")];
-for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); check(); });
+for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; markPressed(notations, button); check(); });
 byId("copy-spec").addEventListener("click", (event) => copy(byId("spec-text").value, event.currentTarget));
 
 byId("sweep-settings").hidden = false;

@@ -34,7 +34,7 @@ export function drawLabels(ctx, labels, left, right, y) {
 }
 
 /** Draws the labels of the right axis; the grid belongs to the left axis. */
-export function drawRight(ctx, plot, { y, ticks, label, colours }) {
+export function drawRightLabels(ctx, plot, { y, ticks, label, colours }) {
   ctx.font = colours.font;
   ctx.fillStyle = colours.muted;
   ctx.textBaseline = "middle";

@@ -9,12 +9,12 @@
 // longest), because drawing all charts in one frame would delay visible movements.
 
 import { make } from "../page.js";
-import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
+import { drawAttempts, drawAxes, drawRightLabels, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
-import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
+import { drawDot, drawSegment, MAX_BUCKETS_PER_PIXEL, visibleRange } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
-import { countVisible, span, vertical } from "./vertical.js";
+import { countVisible, dataRange, verticalAxis } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -35,7 +35,7 @@ onThemeChange(() => { for (const chart of charts) chart.invalidate(); });
 
 /** Returns the range that is shown without a zoom: the positions that have data, or from 0 if data covers more than half of the way from 0. */
 function fullRange(parts) {
-  const [low, high] = span(parts);
+  const [low, high] = dataRange(parts);
   return [low > 0 && low < high / 2 ? 0 : low, high];
 }
 
@@ -168,7 +168,7 @@ export class Chart {
     const { shown, buckets, exact } = countVisible(gathered, low, high);
     // A tick about every 52 pixels of the vertical axes, and below about every 90 pixels of the horizontal axis.
     const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
-    const [left, right] = sides.map((side, n) => vertical(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
+    const [left, right] = sides.map((side, n) => verticalAxis(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
     const beside = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;
     const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, left.labels, colours, 24) + 10, right: width - 10 - beside, margin: 10 };
     if (plot.right - plot.left < 20) return;
@@ -183,7 +183,7 @@ export class Chart {
 
     const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
     drawAxes(ctx, plot, { x, y, yTicks: left.ticks, yLabel: this.tick, colours, ...axis });
-    if (right) drawRight(ctx, plot, { y: this.y2, ticks: right.ticks, label: right.label, colours });
+    if (right) drawRightLabels(ctx, plot, { y: this.y2, ticks: right.ticks, label: right.label, colours });
     ctx.save();
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
@@ -193,7 +193,7 @@ export class Chart {
     ctx.restore();
 
     const pixels = plot.right - plot.left, perPixel = shown / Math.min(pixels, buckets || 1);
-    const isEveryPoint = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
+    const isEveryPoint = exact && buckets / pixels <= MAX_BUCKETS_PER_PIXEL;
     this.onNote?.(!shown ? "" : isEveryPoint ? "every point" : `min to max of ${Math.max(2, Math.round(perPixel))} points a pixel`, { every: isEveryPoint, exact });
     this.root.dataset.drawn = String(shown);
     delete this.root.dataset.empty;
@@ -236,13 +236,13 @@ export class Chart {
         drawWithin(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
       }
       if (!layer.rings) continue;
-      const [from, to] = visible(segment, xs, x.low, x.high);
+      const [from, to] = visibleRange(segment, xs, x.low, x.high);
       for (let i = from; i < to; i++) {
         if (!Number.isFinite(segment.mean[i])) continue;
         ctx.fillStyle = colour;
-        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 3.5);
+        drawDot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 3.5);
         ctx.fillStyle = colours.card;
-        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 2);
+        drawDot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 2);
       }
     }
   }
@@ -278,7 +278,7 @@ export class Chart {
       const py = row.y.to(row.value);
       if (!Number.isFinite(py)) continue;
       ctx.fillStyle = colours[row.colour] ?? row.colour;
-      dot(ctx, x.to(row.x), py, 3.5);
+      drawDot(ctx, x.to(row.x), py, 3.5);
     }
     if (this.#gestures.over || this.root === document.activeElement) this.#showTip(rows, p, colours);
     else this.tip.hidden = true;
@@ -360,7 +360,7 @@ export class Chart {
   }
 
   #zoomOut(at, reach) {
-    const [low, high] = span(this.gathered.flatMap((g) => g.parts));
+    const [low, high] = dataRange(this.gathered.flatMap((g) => g.parts));
     const [a, b] = [at - reach, at + reach];
     if (a <= low && b >= high) this.view.setZoom(null);
     else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);

@@ -1,6 +1,6 @@
 // Saves a chart as a file: PNG and SVG as on the page, or CSV of the drawn data.
 
-import { closable, make } from "../page.js";
+import { makeClosable, make } from "../page.js";
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
@@ -130,6 +130,6 @@ export function saveMenu(chart, name, title, csvUrl) {
   });
   if (csvUrl) buttons.push(make("a", { className: "button quiet", href: csvUrl, textContent: "CSV, every point", download: "" }));
   const menu = make("details", { className: "menu" }, make("summary", { textContent: "Save", "aria-label": `Save ${chart.label}` }), make("div", {}, ...buttons));
-  closable(menu, chart.gone);
+  makeClosable(menu, chart.gone);
   return menu;
 }

@@ -1,7 +1,7 @@
 // Menus for a chart: the vertical range (fixed ends, and whether outliers count), and smoothing. The choices are in the page's URL.
 
-import { read, write } from "../address.js";
-import { closable, make } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
+import { makeClosable, make } from "../page.js";
 
 let menus = 0; // for unique ids
 
@@ -23,22 +23,22 @@ export function rangeMenu(chart, key, unit = 1) {
     chart.invalidate();
     return hasEnds ? ends.map((v) => v ?? "").join("~") : "";
   };
-  const changed = () => write({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
+  const changed = () => writeUrl({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
   for (const input of [from, to, outliers]) input.addEventListener("change", changed);
-  [from.value, to.value] = `${read(`${key}-range`)}~`.split("~");
-  outliers.checked = read(`${key}-outliers`) === "no";
+  [from.value, to.value] = `${readUrl(`${key}-range`)}~`.split("~");
+  outliers.checked = readUrl(`${key}-outliers`) === "no";
   apply();
-  closable(menu, chart.gone);
+  makeClosable(menu, chart.gone);
   return menu;
 }
 
 /** Sets up the slider for smoothing, whose value is `smooth` in the URL. Calls `apply(factor)` at once and on changes. */
-export function smoothingSlider(input, output, apply) {
+export function setUpSmoothing(input, output, apply) {
   const show = () => { output.textContent = Number(input.value) ? input.value : "off"; apply(Number(input.value)); };
-  const wanted = Number(read("smooth", "0"));
+  const wanted = Number(readUrl("smooth", "0"));
   if (wanted >= 0 && wanted <= Number(input.max)) input.value = String(wanted);
   input.addEventListener("input", show);
-  input.addEventListener("change", () => write({ smooth: Number(input.value) ? input.value : "" }));
+  input.addEventListener("change", () => writeUrl({ smooth: Number(input.value) ? input.value : "" }));
   show();
 }
 

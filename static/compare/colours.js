@@ -1,7 +1,7 @@
 // The look of a job: a colour and a style of line. The look stays the same while other jobs are added and removed, and on the next visit. There
 // are eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
-import { make, store, stored } from "../page.js";
+import { make, store, readStored } from "../page.js";
 
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAGE_KEY = "colours";
@@ -9,13 +9,13 @@ const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAG
 const MAX_STORED = 200;
 
 function loadStored() {
-  try { const all = JSON.parse(stored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
+  try { const all = JSON.parse(readStored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
 }
 
 const known = new Map(loadStored());
 
 /** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
-export function assign(ids) {
+export function assignLooks(ids) {
   const taken = new Map();
   for (const id of ids) {
     const own = known.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));

@@ -2,7 +2,7 @@
 
 import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
-import { ask, byId, make, text } from "../page.js";
+import { ask, byId, make, setText } from "../page.js";
 import { writeShortened, shortenMiddle } from "../cut.js";
 import { clock, count } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
@@ -14,7 +14,7 @@ import { axisName, times, View } from "../chart/view.js";
 import { picturesUntil, ranksNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { isActive } from "../job/states.js";
-import { groups, mean } from "./grouped.js";
+import { groups, meanSeries } from "./grouped.js";
 
 /** Whether every rank reports the metric. Metrics of machines are read from the first rank. */
 const isOfEachRank = (metric) => Object.hasOwn(ALL, metric) && ALL[metric].isPerRank && !(metric in MACHINE);
@@ -64,7 +64,7 @@ export class Curves {
       // In the CSV file of groups, positions are in the axis's unit. In the CSV file of jobs, positions are steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
-      onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
+      onNote: (words) => setText(note, words && this.groupBy ? "means of groups" : words),
     });
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
@@ -91,7 +91,7 @@ export class Curves {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
     const version = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
     if (known?.version === version) return known.series;
-    const series = mean(parts, (segment) => this.#positions(segment), this.band);
+    const series = meanSeries(parts, (segment) => this.#positions(segment), this.band);
     this.#means.set(key, { version, series });
     return series;
   }
@@ -159,7 +159,7 @@ export class Curves {
     const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(id, `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(job.id, titleOf(job, this.jobs()), `/jobs/${job.id}`));
     byId("compare-legend").replaceChildren(...lines);
     const band = this.band === "std" ? "one standard deviation (of a sample) to either side" : "the lowest to the highest value";
-    text(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");
+    setText(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");
   }
 }
 

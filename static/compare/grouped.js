@@ -59,7 +59,7 @@ function interpolate({ at, values }, x, from) {
  * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count, and `counts`
  * has the number of these curves. `band`: `std` or `range`.
  */
-export function mean(all, xs, band) {
+export function meanSeries(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), positions = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
   const stride = Math.max(1, positions.length / MAX_POINTS), series = new Series("mean", null, MAX_POINTS + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
   series.counts = [];

@@ -1,7 +1,7 @@
 // Parallel coordinates: axes for the first `SETTINGS` settings that differ and for the `RESULTS`, and a line for each job. Dragging along an
 // axis selects the jobs whose lines cross the dragged part.
 
-import { makeSvg, text } from "../page.js";
+import { makeSvg, setText } from "../page.js";
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
@@ -106,7 +106,7 @@ export class Parallel {
     // On a phone, a scroll bar is visible only while it is used.
     const more = width > this.root.clientWidth + 1;
     this.root.parentElement.classList.toggle("more-beside", more);
-    text(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
+    setText(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

@@ -2,12 +2,12 @@
 
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
-import { byId, make, text } from "../page.js";
-import { read, write } from "../address.js";
+import { byId, make, setText } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
 import { drawAxes, labelWidth } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
 import { onLongPress } from "../chart/hold.js";
-import { mark } from "../chart/lines.js";
+import { drawPoint } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
@@ -36,7 +36,7 @@ export class Scatter {
     root.tabIndex = 0;
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects the jobs at the same position, Escape clears the selection.");
-    for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { write({ [`scatter-${which}`]: target.value }); this.draw(); });
+    for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { writeUrl({ [`scatter-${which}`]: target.value }); this.draw(); });
     selection.addEventListener("change", () => this.invalidate());
     new ResizeObserver(() => this.invalidate()).observe(root);
     onThemeChange(() => this.invalidate());
@@ -61,7 +61,7 @@ export class Scatter {
     const valueCount = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
     const { all } = columns(this.jobs()), defaults = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
     for (const which of ["x", "y"]) {
-      const select = byId(`scatter-${which}`), wanted = read(`scatter-${which}`);
+      const select = byId(`scatter-${which}`), wanted = readUrl(`scatter-${which}`);
       this[which] = all.find((c) => c.key === wanted) ?? defaults[which];
       const offered = [...select.options].map((option) => option.value).join("\n");
       if (offered !== all.map((c) => c.key).join("\n")) {
@@ -118,7 +118,7 @@ export class Scatter {
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
       ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
-      mark(ctx, point.x, point.y, live && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
+      drawPoint(ctx, point.x, point.y, live && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
     }
     ctx.globalAlpha = 1;
     if (!points.length) {
@@ -127,7 +127,7 @@ export class Scatter {
       ctx.fillText("No job has values for both axes.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : `drag a rectangle to select jobs${up.isLowGood ? "; low values are up" : ""}`);
+    setText(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : `drag a rectangle to select jobs${up.isLowGood ? "; low values are up" : ""}`);
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }
@@ -158,7 +158,7 @@ export class Scatter {
     this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
     const tipWidth = this.tip.offsetWidth, left = point.x + 12 + tipWidth > this.plot.right ? point.x - 12 - tipWidth : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
-    text(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
+    setText(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
   }
 
   #listen() {

@@ -1,6 +1,6 @@
 // The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
-import { ask, byId, Problem, errorText, text } from "../page.js";
+import { ask, byId, Problem, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
@@ -8,15 +8,15 @@ const FIELDS = ["name", "path"];
 
 /** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
 function showActivity(activity, progress = "") {
-  text(byId("add-status"), activity);
-  text(byId("add-count"), progress);
+  setText(byId("add-status"), activity);
+  setText(byId("add-count"), progress);
 }
 
 function showErrors(errors) {
   for (const name of FIELDS) {
     const node = byId(`d-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
-    text(node, message);
+    setText(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
   showActivity(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));

@@ -1,8 +1,8 @@
 // The pictures of a dataset, by split and class, with or without a job's augmentation.
 
-import { ask, errorText, text } from "../page.js";
+import { ask, errorText, setText } from "../page.js";
 import { count } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 /** Number of pictures per request without augmentation. */
@@ -38,15 +38,15 @@ export class Gallery {
     seen.observe(card);
     element("open").addEventListener("toggle", () => {
       element("first").hidden = element("open").open;
-      if (!element("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
-      write({ pictures: name });
+      if (!element("open").open) return writeUrl({ pictures: readUrl("pictures") === name ? "" : readUrl("pictures") });
+      writeUrl({ pictures: name });
       if (!element("grid").childElementCount) { this.#offerJobs(); this.load(); }
     });
     for (const key of ["split", "class", "order", "augmented"]) element(key).addEventListener("change", () => this.load());
     element("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); element("order").value = "mixed"; this.load(); });
     element("more").addEventListener("click", () => this.#read(this.#cursor));
     for (const button of card.querySelectorAll("[data-class]")) button.addEventListener("click", () => { element("class").value = button.dataset.class; element("open").open = true; this.load(); });
-    if (read("pictures") === name) element("open").open = true;
+    if (readUrl("pictures") === name) element("open").open = true;
   }
 
   /** Shows a few pictures of the training split, if possible of all classes: the first picture of each class, then the second, and so on. */
@@ -79,7 +79,7 @@ export class Gallery {
   async #read(cursor) {
     const thisRequest = ++this.#requests, { element } = this, job = element("augmented").value, grid = element("grid");
     for (const key of ["split", "class", "order", "shuffle"]) element(key).disabled = job !== "";
-    text(element("note"), "Reading …");
+    setText(element("note"), "Reading …");
     element("more").hidden = true;
     const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PICTURES_PER_REQUEST, split: element("split").value });
     if (cursor) query.set("cursor", cursor);
@@ -96,8 +96,8 @@ export class Gallery {
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED_PICTURES : PICTURES_PER_REQUEST;
       this.#cursor = next_cursor;
-      text(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      setText(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       element("more").hidden = next_cursor === null;
-    } catch (error) { if (thisRequest === this.#requests) text(element("note"), errorText(error)); }
+    } catch (error) { if (thisRequest === this.#requests) setText(element("note"), errorText(error)); }
   }
 }

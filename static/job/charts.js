@@ -1,11 +1,11 @@
 // The charts of a job: their content and resolution, and the controls, whose choices are in the page's URL.
 
-import { byId, make, note } from "../page.js";
+import { byId, make, setNote } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
-import { choices, read, write } from "../address.js";
+import { setUpChoices, readUrl, writeUrl } from "../address.js";
 import { Chart } from "../chart/chart.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
-import { rangeMenu, smoothingSlider } from "../chart/range.js";
+import { rangeMenu, setUpSmoothing } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
@@ -18,7 +18,7 @@ import { isFinal } from "./states.js";
 const ZOOM_INTERVAL_MS = 80;
 
 export class Charts {
-  other = SELECTABLE[read("metric")] ? read("metric") : "lr";
+  other = SELECTABLE[readUrl("metric")] ? readUrl("metric") : "lr";
 
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
@@ -33,7 +33,7 @@ export class Charts {
     const chart = (id, options) => this.createChart(byId(`${id}-chart`), options);
     const withRanks = (shown) => (shown && metrics.ranks > 1 ? `${shown} · ${plural(metrics.ranks, "rank")}` : shown);
     this.all = {
-      loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
+      loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => setNote(byId("loss-note"), withRanks(shown)) }),
       accuracy: chart("accuracy", {
         label: "Accuracy in training and validation", yName: () => axesTitle(["accuracy", "val_accuracy"]), format: percent, limits: [0, 1], tick: formatPercentTick,
         layers: () => [
@@ -43,9 +43,9 @@ export class Charts {
       }),
       images_per_second: chart("speed", {
         label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), picturesUntil(job())) }],
-        onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
+        onNote: (shown) => setNote(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? formatTick(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? formatTick(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => setNote(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const { label, format } = SELECTABLE[name];
@@ -167,10 +167,10 @@ export class Charts {
 
   #controls() {
     const { loss } = this.all, { view } = this;
-    choices("scale", "linear", (v) => { loss.scale = v; this.redraw(); });
-    choices("axis", "step", (v) => { view.setAxis(v); this.redraw(); });
-    choices("lines", "ranks", (v) => { this.lines = v; this.redraw(); });
-    smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(); });
+    setUpChoices("scale", "linear", (v) => { loss.scale = v; this.redraw(); });
+    setUpChoices("axis", "step", (v) => { view.setAxis(v); this.redraw(); });
+    setUpChoices("lines", "ranks", (v) => { this.lines = v; this.redraw(); });
+    setUpSmoothing(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(); });
     const metric = byId("other-metric");
     let group = metric;
     for (const [name, { label }] of Object.entries(SELECTABLE)) {
@@ -180,12 +180,12 @@ export class Charts {
     }
     metric.addEventListener("change", async () => {
       this.other = metric.value;
-      write({ metric: metric.value === "lr" ? "" : metric.value });
+      writeUrl({ metric: metric.value === "lr" ? "" : metric.value });
       await this.metrics.need(this.other).catch(() => {});
       if (view.zoom) this.#zoomed();
       this.redraw();
     });
-    const zoom = read("zoom").split("~").map(Number);
+    const zoom = readUrl("zoom").split("~").map(Number);
     if (zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1]) view.zoom = zoom;
     byId("reset-zoom").hidden = !view.zoom;
     byId("reset-zoom").addEventListener("click", () => view.setZoom(null));
@@ -202,7 +202,7 @@ export class Charts {
   #zoomed() {
     const { view } = this;
     byId("reset-zoom").hidden = !view.zoom;
-    write({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
+    writeUrl({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
     clearTimeout(this.#timer);
     if (!view.zoom || !this.metrics.coarse) return;
     const now = performance.now(), rest = this.#askedAt + ZOOM_INTERVAL_MS - now;

@@ -1,6 +1,6 @@
 // The checkpoints, newest first, with their actions.
 
-import { ask, byId, make, text } from "../page.js";
+import { ask, byId, make, setText } from "../page.js";
 import { bytes, count, percent, uncertainty } from "../numbers.js";
 
 /** `epoch 3`; `step 120` if the epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
@@ -90,11 +90,11 @@ export class Checkpoints {
       const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
       const element = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      text(element("label"), label);
+      setText(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
-      text(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
-      text(element("size"), bytes(c.size_bytes));
+      setText(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
+      setText(element("size"), bytes(c.size_bytes));
       element("size").title = `${count(c.size_bytes)} bytes`;
       for (const link of row.querySelectorAll("a[download]")) link.href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${link.getAttribute("href").split("/").at(-1)}`;
       const average = element("average");

@@ -1,8 +1,8 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, make, Problem, errorText, text } from "../page.js";
+import { ask, byId, make, Problem, errorText, setText } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { predictionFigures } from "./pictures.js";
 
 /** Number of pictures shown at first. A button shows more. */
@@ -13,8 +13,8 @@ const MAX_MATRIX_CLASSES = 25;
 
 /** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
 function tell(doing, secs = "") {
-  text(byId("evaluation-status"), doing);
-  text(byId("evaluation-secs"), secs);
+  setText(byId("evaluation-status"), doing);
+  setText(byId("evaluation-secs"), secs);
 }
 
 export class Evaluation {
@@ -34,13 +34,13 @@ export class Evaluation {
 
   /** The list selects the best checkpoint until the reader has chosen another one, which the URL then names. */
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.checkpoints.orBest(read("checkpoint")));
+    this.checkpoints.offer(this.choice, this.checkpoints.orBest(readUrl("checkpoint")));
     this.choice.disabled = !this.checkpoints.size;
     if (!byId("evaluation-panel").hidden) this.update();
   }
 
   /** Selects and shows a checkpoint. */
-  choose(id) { this.choice.value = id; write({ checkpoint: id }); this.update(); }
+  choose(id) { this.choice.value = id; writeUrl({ checkpoint: id }); this.update(); }
 
   /** Requests the evaluation of the selected checkpoint, unless it is shown. */
   update() { if (this.choice.value !== this.#shown) this.#load(); }
@@ -49,7 +49,7 @@ export class Evaluation {
     const thisRequest = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     this.#shown = this.choice.value;
     out.hidden = true;
-    text(byId("neighbours-sum"), "");
+    setText(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");
     const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
@@ -63,8 +63,8 @@ export class Evaluation {
   async neighbours() {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
-    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
-    if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
+    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (doing) => setText(sum, doing));
+    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
   }
 
   /**
@@ -93,8 +93,8 @@ export class Evaluation {
     const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
     this.found = found;
     tell("");
-    text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
-    text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
+    setText(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    setText(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
     // A class without pictures has no scores.
     const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
     byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
@@ -114,7 +114,7 @@ export class Evaluation {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
       chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
+    setText(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const name = (i, scope) => make("th", { textContent: names[i], scope, title: names[i] });
     const cell = (i, j) => {
       const n = confusion[i][j], share = n / Math.max(1, classes[i].samples);
@@ -140,8 +140,8 @@ export class Evaluation {
 
   async #showPictures(title, entries, names, total = entries.length) {
     const thisRequest = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
-    text(byId("behind-title"), title);
-    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
+    setText(byId("behind-title"), title);
+    setText(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
     box.replaceChildren();
     let shown = 0;
     const next = async () => {
@@ -156,7 +156,7 @@ export class Evaluation {
         shown += part.length;
         more.hidden = shown >= entries.length;
         more.onclick = next;
-      } catch (error) { if (thisRequest === this.behind) text(byId("behind-note"), errorText(error)); }
+      } catch (error) { if (thisRequest === this.behind) setText(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };
     await next();

@@ -1,10 +1,10 @@
 // A job's facts: the row of numbers, the line under the title, and the banner.
 
-import { byId, make, say, text } from "../page.js";
+import { byId, make, announce, setText } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { isResult, knownMetrics } from "./names.js";
 import { writeSentence } from "../cut.js";
-import { isActive, isFinal, stateWords, waits } from "./states.js";
+import { isActive, isFinal, stateWords, isWaiting } from "./states.js";
 import { clock, count, percent, plural, rate, timeAndDay, uncertainty, value } from "../numbers.js";
 
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
@@ -15,7 +15,7 @@ const MAX_RESULTS = 4;
 const REFUSED_MS = 10_000;
 
 /** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
-const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.series("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
+const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.series("loss").last && (isWaiting(job) || ["paused", "failed", "cancelled"].includes(job.state));
 
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
@@ -93,7 +93,7 @@ export class Facts {
     // If the best epoch has no checkpoint, the best checkpoint is from another epoch.
     const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !isBestMissing;
-    text(byId("best-note"), isBestMissing ? `Epoch ${best.epoch} was the best with ${percent(best.value)}, but this epoch has no checkpoint.` : "");
+    setText(byId("best-note"), isBestMissing ? `Epoch ${best.epoch} was the best with ${percent(best.value)}, but this epoch has no checkpoint.` : "");
     if (job.external) this.#drawExternalResults();
     // A single rank does not wait for other ranks.
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
@@ -121,17 +121,17 @@ export class Facts {
   drawTitle() {
     const { job } = this;
     const state = byId("state");
-    text(state, stateWords(job));
+    setText(state, stateWords(job));
     state.dataset.state = job.state;
     byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    if (!job.external) text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
+    if (!job.external) setText(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
-    text(byId("project-name"), job.project);
+    setText(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
     byId("job-tags").replaceChildren(...job.tags.map((tag) => make("a", { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
     if (job.started_at) {
-      text(byId("started"), ` · started ${timeAndDay(job.started_at)}`);
+      setText(byId("started"), ` · started ${timeAndDay(job.started_at)}`);
       byId("started").title = job.started_at;
     }
   }
@@ -159,15 +159,15 @@ export class Facts {
   #drawBanner(now, step) {
     const content = this.#refusalBanner() ?? this.#findProblem(now, step), banner = byId("banner");
     banner.hidden = !content;
-    if (!content) return say(byId("banner-status"), "");
+    if (!content) return announce(byId("banner-status"), "");
     const { tone, what, why, link = ["#panels", this.job.external ? "Details" : "Log"] } = content;
     banner.dataset.tone = tone;
-    text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
+    setText(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
     writeSentence(byId("banner-why"), why ?? "");
-    say(byId("banner-status"), `${what} ${why ?? ""}`.trim());
+    announce(byId("banner-status"), `${what} ${why ?? ""}`.trim());
     const a = byId("banner-link");
     a.setAttribute("href", link[0]);
-    text(a, link[1]);
+    setText(a, link[1]);
   }
 
   /**
@@ -236,10 +236,10 @@ function formatResult(name, v) {
 }
 
 function setFact(id, main, more) {
-  text(byId(id), main);
-  text(byId(`${id}-more`), more);
+  setText(byId(id), main);
+  setText(byId(`${id}-more`), more);
 }
 
 function setLabel(id, words) {
-  text(byId(id).closest("div").querySelector("dt"), words);
+  setText(byId(id).closest("div").querySelector("dt"), words);
 }

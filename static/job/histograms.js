@@ -1,8 +1,8 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
+import { ask, byId, make, makeSvg, announce, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
-import { choices, read, write } from "../address.js";
+import { setUpChoices, readUrl, writeUrl } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { formatTick } from "./names.js";
 
@@ -33,12 +33,12 @@ export class Histograms {
   #hasMissedSteps = false;
   /** Whether the panel shows the newest step. */
   showsNewest = true;
-  layer = read("layer");
+  layer = readUrl("layer");
 
   constructor(job) {
     this.job = job;
     this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
-    choices("values", "weight", (kind) => {
+    setUpChoices("values", "weight", (kind) => {
       this.kind = kind;
       if (this.#opened) this.#load();
     });
@@ -66,7 +66,7 @@ export class Histograms {
 
   #choose(layer) {
     this.layer = layer;
-    write({ layer });
+    writeUrl({ layer });
     this.#load();
   }
 
@@ -91,17 +91,17 @@ export class Histograms {
 
   /** Sets the status without announcing every new step to a screen reader. */
   #setStatus(words) {
-    text(byId("histogram-status"), words);
-    say(byId("histogram-said"), words);
+    setText(byId("histogram-status"), words);
+    announce(byId("histogram-said"), words);
   }
 
   /** Shows the step to which the reader has moved in the heat map. */
   #showStep(histogram) {
-    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
+    if (!histogram) return setText(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
-    text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
+    setText(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
     // The newest step is not announced to readers whose focus is elsewhere.
-    if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
+    if (this.heat.root === document.activeElement) setText(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.showsNewest = histogram === this.heat.newest;
     clearTimeout(this.soon);
@@ -113,7 +113,7 @@ export class Histograms {
     if (step === null) return;
     const { histograms } = await this.#get(`&step=${step}`);
     if (thisRequest !== this.#requests || step !== this.#step) return;
-    text(byId("histogram-title"), `Every layer at step ${count(step)}`);
+    setText(byId("histogram-title"), `Every layer at step ${count(step)}`);
     const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(ROWS);
     byId("histogram-rows").replaceChildren(...rows);
     if (remaining.length) requestAnimationFrame(() => { if (thisRequest === this.#requests) byId("histogram-rows").append(...remaining); });

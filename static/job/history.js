@@ -1,6 +1,6 @@
 // The history of a job: attempts, people's requests, alerts, and the jobs from which and into which it was forked.
 
-import { ask, byId, make, text } from "../page.js";
+import { ask, byId, make, setText } from "../page.js";
 import { clock, count, plural, timeAndDay } from "../numbers.js";
 
 /** Returns `1-38` from a checkpoint's id. */
@@ -69,7 +69,7 @@ export class History {
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
     box.replaceChildren(...list("Forked from", parent ? [parent] : []), ...list(plural(forks.length, "fork"), forks));
     const link = byId("parent");
-    if (link && parent?.name) text(link, parent.name);
+    if (link && parent?.name) setText(link, parent.name);
   }
 }
 

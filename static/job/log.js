@@ -1,8 +1,8 @@
 // The log: a view of a file that may have millions of lines. It follows the newest line until the reader scrolls up, reads older and newer
 // lines when the reader scrolls to them, and searches on the server.
 
-import { ask, byId, make, text } from "../page.js";
-import { read, write } from "../address.js";
+import { ask, byId, make, setText } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
 import { plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
@@ -43,7 +43,7 @@ export class Log {
     this.attempt = byId("log-attempt");
     this.search = byId("log-search");
     this.newest = byId("log-newest");
-    this.search.value = read("q").slice(0, this.search.maxLength);
+    this.search.value = readUrl("q").slice(0, this.search.maxLength);
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     // A change of the page's size must not count as scrolling by the reader.
     new ResizeObserver(() => { if (this.follow.checked) this.#toEnd(); }).observe(this.box);
@@ -62,8 +62,8 @@ export class Log {
   offerFilters(rankCount, attemptCount) {
     for (let r = this.rank.options.length - 1; r < rankCount; r++) this.rank.add(new Option(`rank ${r}`, r));
     for (let a = this.attempt.options.length; a <= attemptCount; a++) this.attempt.add(new Option(a, a));
-    if (read("rank") !== "" && this.rank.value === "") this.rank.value = read("rank");
-    if (read("attempt") !== "" && this.attempt.value === "") this.attempt.value = read("attempt");
+    if (readUrl("rank") !== "" && this.rank.value === "") this.rank.value = readUrl("rank");
+    if (readUrl("attempt") !== "" && this.attempt.value === "") this.attempt.value = readUrl("attempt");
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
   }
 
@@ -75,7 +75,7 @@ export class Log {
   get #isSearching() { return this.search.value.trim() !== ""; }
 
   #filterChanged() {
-    write({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
+    writeUrl({ rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), line: "" });
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
     return this.load();
   }
@@ -91,7 +91,7 @@ export class Log {
 
   /** Shows the line that the page's URL names, or the newest lines. */
   async load() {
-    const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
+    const line = readUrl("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
     if (!line) return this.toNewest();
     const [seq, attempt, rank, number] = line;
     const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: EVENTS_PER_REQUEST, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: EVENTS_PER_REQUEST })}`)]);
@@ -118,7 +118,7 @@ export class Log {
     if (!response) return;
     this.#cursor = response.next_cursor;
     this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
-    if (!this.follow.checked && read("line") === "") this.follow.checked = true;
+    if (!this.follow.checked && readUrl("line") === "") this.follow.checked = true;
     this.#toEnd();
     if (this.#isSearching) await this.#searchOn();
   }
@@ -263,7 +263,7 @@ export class Log {
   #mark(line) {
     for (const other of this.box.querySelectorAll(".marked")) other.classList.remove("marked");
     line.classList.add("marked");
-    write({ line: line.dataset.at, tab: "" });
+    writeUrl({ line: line.dataset.at, tab: "" });
   }
 
   /** Writes how many lines the log has, or why it has none. */
@@ -272,8 +272,8 @@ export class Log {
     if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
     const noLine = this.hasEnded() ? "No line: the job ended before a rank wrote one." : "No line yet. Ranks write here as soon as they start.";
-    if (none) text(none, !this.#isSearching ? noLine : this.#hasOlder ? "Searching older lines …" : "No line matches.");
-    text(byId("log-note"), this.#unread ? `not following, ${plural(this.#unread, "new line")} below`
+    if (none) setText(none, !this.#isSearching ? noLine : this.#hasOlder ? "Searching older lines …" : "No line matches.");
+    setText(byId("log-note"), this.#unread ? `not following, ${plural(this.#unread, "new line")} below`
       : this.#isSearching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
       : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;

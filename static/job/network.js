@@ -1,6 +1,6 @@
 // A job's network, with its stages as blocks and its layers as a table.
 
-import { ask, byId, errorText, make, text } from "../page.js";
+import { ask, byId, errorText, make, setText } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
@@ -49,15 +49,15 @@ export class Network {
       const { layers, timed_steps: steps, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
       this.#draw(layers, steps, plan);
       if (plan) this.onPlan(plan);
-    } catch (error) { text(byId("network-sum"), errorText(error)); }
+    } catch (error) { setText(byId("network-sum"), errorText(error)); }
   }
 
   #drawPlan(plan) {
     const { predicted } = plan, unknown = "predictions need `lockstep plan` on this machine";
-    text(byId("plan-words"), [plan.words, ...(predicted ? [`limited by ${predicted.limited_by}`, predicted.why] : [unknown])].join(" · "));
+    setText(byId("plan-words"), [plan.words, ...(predicted ? [`limited by ${predicted.limited_by}`, predicted.why] : [unknown])].join(" · "));
     byId("plan-rows").replaceChildren(...figures(plan).map(([name, expected, measured, format]) => make("tr", {},
       heading(name), number(expected ? format(expected) : "–"), number(measured ? format(measured) : "–"), number(difference(expected, measured)))));
-    text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
+    setText(byId("mesh-note"), drawMesh(byId("mesh"), plan));
   }
 
   /** `steps` is the number of steps whose median times the layers have, or undefined. */
@@ -67,9 +67,9 @@ export class Network {
     const predicts = plan?.predicted !== undefined;
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !predicts;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
-    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in a step, ${medianOf(steps)}` : ""}` : "The network is not known yet.");
+    setText(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in a step, ${medianOf(steps)}` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
-    text(byId("network-time"), `time, ${medianOf(steps)}`);
+    setText(byId("network-time"), `time, ${medianOf(steps)}`);
     const meter = (title, value, total) => make("meter", { min: 0, max: total || 1, value, title, "aria-label": `${title}: ${percent(total ? value / total : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");

@@ -1,6 +1,6 @@
 // The form that edits a panel.
 
-import { byId, make, Problem, errorText, text } from "../page.js";
+import { byId, make, Problem, errorText, setText } from "../page.js";
 import { about, ALL, GROUPS, knownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
@@ -20,15 +20,15 @@ export class PanelForm {
     field("smoothing").addEventListener("input", () => this.#showSmoothing());
   }
 
-  #showSmoothing() { text(field("smoothing-value"), Number(field("smoothing").value) ? field("smoothing").value : "off"); }
+  #showSmoothing() { setText(field("smoothing-value"), Number(field("smoothing").value) ? field("smoothing").value : "off"); }
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
   /** Opens the form. `put(panel)` stores the panel, or removes the panel for null, and returns the element to focus. */
   open(panel, put) {
     const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
-    text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
-    text(field("error"), "");
+    setText(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
+    setText(field("error"), "");
     field("remove").hidden = !panel;
     field("name").value = now.title;
     for (const box of this.#boxes) {
@@ -48,7 +48,7 @@ export class PanelForm {
     const store = (button, content) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), fieldError(error)); }
+      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { setText(field("error"), fieldError(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(now));

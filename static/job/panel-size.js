@@ -19,17 +19,17 @@ const clamp = (cells) => Math.min(MAX_CELLS, Math.max(1, cells));
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
 /** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
-export const sizeOf = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
+export const describeSize = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
 
 /** Writes a panel's size for styles and screen readers. */
 export function showSize(card, panel) {
   card.dataset.columns = panel.columns;
   card.dataset.rows = panel.rows;
-  card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
+  card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${describeSize(panel)}. Arrow keys change it.`);
 }
 
 /** Adds the corner to a panel's card. `keep(before)`: called to store the panel's new size, with the old size. */
-export function sizable(card, panel, keep) {
+export function addGrip(card, panel, keep) {
   const grip = make("button", { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
   card.append(grip);

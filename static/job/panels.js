@@ -1,10 +1,10 @@
 // Panels: configurable charts on a job's page. The server stores them with the job. A job without panels of its own shows the panels of its
 // project.
 
-import { ask, byId, confirmThen, make, note, text } from "../page.js";
+import { ask, byId, confirmThen, make, setNote, setText } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
-import { showSize, sizable, sizeOf } from "./panel-size.js";
+import { showSize, addGrip, describeSize } from "./panel-size.js";
 import { about, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
 
 /** Maximum number of panels. */
@@ -83,19 +83,19 @@ export class Panels {
       : this.#showsDefaults ? "No metric yet: the run's program logs metrics by run.log in Python, or by POST /api/v1/runs/ID/records."
       : this.mayChange ? "None yet. A panel shows a chart of metrics that you choose." : "none";
     byId("custom-note").dataset.said = words;
-    text(byId("custom-note"), words || standardNote);
+    setText(byId("custom-note"), words || standardNote);
   }
 
   #createPanel(panel) {
     const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#created}`;
     const root = card.querySelector(".chart"), noteNode = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
     card.setAttribute("aria-label", panel.title);
-    note(card.querySelector("h3"), panel.title);
+    setNote(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.createChart(root, {
       label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
-      onNote: (words) => note(noteNode, words),
+      onNote: (words) => setNote(noteNode, words),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
@@ -108,7 +108,7 @@ export class Panels {
     const tools = card.querySelector(".tools"), handle = card.querySelector(".handle"), edit = card.querySelector(".edit");
     tools.append(saveMenu(chart, () => `${this.job().name}-${panel.title}`, () => `${this.job().name} · ${panel.title}`));
     edit.setAttribute("aria-label", `Edit ${panel.title}`);
-    const entry = { panel, card, chart, key }, grip = sizable(card, panel, (before) => this.#resized(entry, before));
+    const entry = { panel, card, chart, key }, grip = addGrip(card, panel, (before) => this.#resized(entry, before));
     handle.hidden = edit.hidden = grip.hidden = !this.mayChange;
     handle.title = "Drag it, or press an arrow key";
     edit.addEventListener("click", () => this.#edit(entry));
@@ -179,7 +179,7 @@ export class Panels {
   async #resized({ panel, card }, before) {
     try {
       await this.#save(this.list);
-      this.#showMessage(`${panel.title} is ${sizeOf(panel)}.`);
+      this.#showMessage(`${panel.title} is ${describeSize(panel)}.`);
       // Wider charts show more points.
       await this.charts.readZoomedPart();
     } catch (error) {

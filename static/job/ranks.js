@@ -1,8 +1,8 @@
 // The list of ranks. Each rank has a lane, which shows how its steps divide into computing, waiting and data, and the rank's last report.
 // A click on a rank's name emphasises the rank's line in the loss chart.
 
-import { read, write } from "../address.js";
-import { byId, make, text } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
+import { byId, make, setText } from "../page.js";
 import { count, millis, percent } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
@@ -26,7 +26,7 @@ export class Ranks {
   /** The plan that the ranks have chosen. null: the plan of the job's settings. */
   plan = null;
   /** Ranks whose lines are emphasised; empty: none. */
-  chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
+  chosen = new Set(readUrl("ranks").split(",").filter(Boolean).map(Number));
   /** For each rank, when it began the checkpoint that it is writing (`since`; 0: none), and the intervals of recent writes (`spans`). */
   #writing = new Map();
 
@@ -177,14 +177,14 @@ export class Ranks {
   draw({ state, cause, attempt, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}`);
+    setText(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
         row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
       }
       row.item.hidden = !this.#takesPart(r, attempt);
-      text(row.ms, known ? millis(s.step) : "–");
+      setText(row.ms, known ? millis(s.step) : "–");
       const axes = this.#describeAxes(r, this.plan ?? parallel);
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
@@ -225,7 +225,7 @@ export class Ranks {
     name.addEventListener("click", () => {
       if (!this.chosen.delete(rank)) this.chosen.add(rank);
       name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
-      write({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
+      writeUrl({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
       this.onChoose();
     });
     const compute = part("k-compute"), wait = part("k-wait"), data = part("k-data"), checkpoint = part("k-checkpoint");

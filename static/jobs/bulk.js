@@ -1,6 +1,6 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, openForm, Problem, errorText, text } from "../page.js";
+import { ask, byId, confirmThen, openForm, Problem, errorText, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { APPLIES } from "../job/states.js";
 
@@ -43,7 +43,7 @@ export class Bulk {
   /** Shows an error about the selected jobs, until the selection changes. */
   #showMessage(words) {
     this.#messageFor = [...this.#selected].join();
-    text(byId("bulk-status"), words);
+    setText(byId("bulk-status"), words);
   }
 
   #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }
@@ -52,7 +52,7 @@ export class Bulk {
     const n = this.#selected.size;
     byId("bulk").hidden = !n;
     if ([...this.#selected].join() !== this.#messageFor) this.#showMessage("");
-    text(byId("bulk-count"), `${plural(n, "job")} selected`);
+    setText(byId("bulk-count"), `${plural(n, "job")} selected`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
       const applicable = this.#jobs(button.dataset.bulk).length;
       button.hidden = !applicable;

@@ -3,11 +3,11 @@
 
 import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
-import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
+import { ask, byId, makeClosable, make, Problem, errorText, store, readStored, setText } from "../page.js";
 import { fullKey, flatten, setting, formatSetting } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { setMetrics } from "./query.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
 const DEFAULT_COLUMNS = ["progress", "loss", "best", "speed", "age"].map((name) => [name, document.querySelector(`#jobs .c-${name}`).textContent]);
@@ -52,11 +52,11 @@ export class Columns {
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
       const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? fullKey(job.spec, words) : words;
-      text(this.error, "");
+      setText(this.error, "");
       if (!key || this.#extra.includes(key)) return;
-      if (this.#extra.length >= MAX_EXTRA) return text(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
+      if (this.#extra.length >= MAX_EXTRA) return setText(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
       const problem = await mistake(key);
-      if (problem) return text(this.error, problem);
+      if (problem) return setText(this.error, problem);
       if (this.#extra.includes(key)) return;
       this.#extra.push(key);
       // The reader may already have typed the next key.
@@ -64,13 +64,13 @@ export class Columns {
       this.#choose();
     });
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#offer(); });
-    closable(this.menu);
+    makeClosable(this.menu);
     this.fromAddress();
   }
 
   /** Reads the columns from the URL, or otherwise the last chosen columns. */
   fromAddress() {
-    const words = read("columns") || stored(STORAGE_KEY) || DEFAULT_CHOICE, chosen = words.split(",").filter((name) => name && name !== NONE);
+    const words = readUrl("columns") || readStored(STORAGE_KEY) || DEFAULT_CHOICE, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
     this.#extra = chosen.filter((name) => !DEFAULT_COLUMNS.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
@@ -92,7 +92,7 @@ export class Columns {
   #choose() {
     const words = this.words();
     store(STORAGE_KEY, words === DEFAULT_CHOICE ? null : words);
-    write({ columns: words === DEFAULT_CHOICE ? "" : words });
+    writeUrl({ columns: words === DEFAULT_CHOICE ? "" : words });
     this.#draw();
   }
 
@@ -128,7 +128,7 @@ export class Columns {
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
       writeShortened(span, words, NARROW);
-      text(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
+      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
     }
   }
 

@@ -1,8 +1,8 @@
 // Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
 // shown as a chip, which removes it.
 
-import { ask, byId, closable, make, text } from "../page.js";
-import { read } from "../address.js";
+import { ask, byId, makeClosable, make, setText } from "../page.js";
+import { readUrl } from "../address.js";
 import { count } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
@@ -13,7 +13,7 @@ export const field = (label, input) => make("label", { className: "small" }, lab
 export function menu(label, className, ...children) {
   const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
   byId("columns").before(node);
-  closable(node);
+  makeClosable(node);
   return node;
 }
 
@@ -40,9 +40,9 @@ export class FilterMenu {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = parseCondition(input.value), { conditions } = filter();
-      if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
-      if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
-      text(error, "");
+      if (!found?.value) return setText(error, "Write a setting, a sign and a value, such as lr > 0.1.");
+      if (found.value.includes(",")) return setText(error, "The value must not contain a comma.");
+      setText(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
     });
@@ -105,8 +105,8 @@ export class FilterMenu {
       const { key, sign, value } = parseCondition(words) ?? { key: words, sign: "", value: "" };
       chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
     }
-    for (const key of read("group_by").split(",").filter(Boolean)) {
-      chip(`by ${key}`, () => ({ group_by: read("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
+    for (const key of readUrl("group_by").split(",").filter(Boolean)) {
+      chip(`by ${key}`, () => ({ group_by: readUrl("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
     }
     if (after) chip(`from ${dayOf(after) || after}`, () => ({ created_after: "" }));
     if (before) chip(`until ${lastDayBefore(before) || before}`, () => ({ created_before: "" }));
@@ -118,5 +118,5 @@ export class FilterMenu {
   }
 
   /** Shows the server's error about the filter or the order. Empty without an error. */
-  showProblem(words) { text(this.problem, words); }
+  showProblem(words) { setText(this.problem, words); }
 }

@@ -1,14 +1,14 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
 // the group is open, its jobs follow. The open groups are in the URL.
 
-import { ask, make, Problem, serverNow, text } from "../page.js";
+import { ask, make, Problem, serverNow, setText } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { writeShortened } from "../cut.js";
 import { metricsParameter, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
-import { groupedBy, describeGroup, isIn } from "./grouping.js";
-import { blank } from "./row.js";
+import { groupedBy, describeGroup, isInGroup } from "./grouping.js";
+import { createRow } from "./row.js";
 import { arrange, order } from "./sort.js";
 
 /** Number of groups in the first request. */
@@ -35,7 +35,7 @@ const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td")
 
 /** Returns the open groups in the URL, by their values. */
 function openKeys() {
-  try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
+  try { const all = JSON.parse(readUrl("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
 
 export class Groups {
@@ -164,8 +164,8 @@ export class Groups {
 
   #fill(entry) {
     const { group, head, body, words } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
-    text(element("c-state"), plural(group.jobs, "job"));
-    text(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    setText(element("c-state"), plural(group.jobs, "job"));
+    setText(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     element("c-progress").title = element("states").textContent;
     for (const [name, metric] of Object.entries(DEFAULT_METRICS)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
@@ -174,7 +174,7 @@ export class Groups {
       this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
       element("c-age").before(cell);
     }
-    text(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
+    setText(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
     element("c-age").title = `The newest: ${group.newest_at}`;
     body.setAttribute("aria-label", words);
   }
@@ -188,7 +188,7 @@ export class Groups {
 
   #write() {
     const keys = [...this.#shown.values()].filter(({ toggle }) => toggle.getAttribute("aria-expanded") === "true").map(({ key }) => key).slice(0, MAX_OPEN);
-    write({ open: keys.length ? `[${keys.join(",")}]` : "" });
+    writeUrl({ open: keys.length ? `[${keys.join(",")}]` : "" });
   }
 
   async #toggle(entry) {
@@ -220,7 +220,7 @@ export class Groups {
       const known = this.jobs.get(job.id);
       this.ended(job);
       if (!known || known.last_seq <= job.last_seq) this.jobs.set(job.id, job);
-      const row = before.get(job.id) ?? blank(job);
+      const row = before.get(job.id) ?? createRow(job);
       this.fill(row, this.jobs.get(job.id));
       if (!rows.includes(row)) rows.push(row);
     }
@@ -252,7 +252,7 @@ export class Groups {
       this.jobs.set(job.id, job);
       for (const { rows, group } of this.#shown.values()) {
         const row = rows.find((row) => row.dataset.id === job.id);
-        if (row && isIn(job, group.values)) this.fill(row, job);
+        if (row && isInGroup(job, group.values)) this.fill(row, job);
       }
     }
     this.readSoon();

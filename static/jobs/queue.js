@@ -1,7 +1,7 @@
 // The places of waiting jobs in the queue, and their reasons for waiting. No stream reports places and reasons, because other
 // jobs and machines change them without an event of the waiting job. So the page requests them while it shows a waiting job.
 
-import { waits } from "../job/states.js";
+import { isWaiting } from "../job/states.js";
 import { ask } from "../page.js";
 
 const REQUEST_INTERVAL_MS = 5000;
@@ -22,10 +22,10 @@ export class Queue {
   }
 
   /** Keeps the known place when the stream reports the job. */
-  keepPlace(known, job) { if (waits(job) && !job.queue && known?.queue) job.queue = known.queue; }
+  keepPlace(known, job) { if (isWaiting(job) && !job.queue && known?.queue) job.queue = known.queue; }
 
   async #ask() {
-    const here = new Map(this.jobs().filter(waits).map((job) => [job.id, job]));
+    const here = new Map(this.jobs().filter(isWaiting).map((job) => [job.id, job]));
     if (!here.size || document.hidden) return;
     const { jobs } = await ask(`/api/v1/jobs?state=queued,restarting&sort=-priority&fields=id,state,reason,queue&limit=${MAX_JOBS}`);
     for (const { id, state, reason, queue } of jobs) {

@@ -4,12 +4,12 @@
 /** Number of buckets per pixel above which columns are drawn. */
 export const MAX_BUCKETS_PER_PIXEL = 2;
 
-/** Returns the buckets of a segment in the range from `low` to `high`, with one neighbour on each side. */
+/** Returns the indices [from, to) of a segment's buckets between `low` and `high`, with one neighbour on each side. */
 export function visibleRange(segment, xs, low, high) {
   return [Math.max(0, segment.find(low, xs) - 1), Math.min(segment.length, segment.find(high, xs) + 1)];
 }
 
-/** A segment as columns of pixels, with minimum, maximum and mean of the values in each column. */
+/** Columns of pixels, each with minimum, maximum and mean of the values that are in the column. */
 export class Columns {
   constructor(width) {
     const size = Math.max(1, Math.ceil(width) + 2);
@@ -143,7 +143,7 @@ export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
   for (const at of parts) ctx.fillRect(x + at, y - 4.5, width, 9);
 }
 
-/** Draws one segment of one rank. */
+/** Draws one segment of a series. */
 export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
   const range = visibleRange(segment, xs, x.low, x.high);
   const isCrowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_BUCKETS_PER_PIXEL;

@@ -12,7 +12,7 @@ export function dataRange(parts) {
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether all points are exact. */
+/** Returns the largest number of points (`shown`) and of buckets that a layer has between `low` and `high`, and whether every bucket is a point (`exact`). */
 export function countVisible(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
@@ -30,7 +30,7 @@ export function countVisible(gathered, low, high) {
 }
 
 /**
- * Returns an axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `zero` to start at 0;
+ * Returns an axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `startsAtZero`;
  * `limits` that the axis never exceeds; `tick(v)` for labels.
  */
 export function verticalAxis(side, kind, gathered, low, high, rows) {
@@ -43,7 +43,7 @@ export function verticalAxis(side, kind, gathered, low, high, rows) {
       if (Number.isFinite(a) && a < bottom && (kind === "linear" || a > 0)) bottom = a;
     }
   }
-  if (side.zero && kind === "linear" && bottom > 0) bottom = 0;
+  if (side.startsAtZero && kind === "linear" && bottom > 0) bottom = 0;
   if (side.robust) [bottom, top] = rangeWithoutOutliers(gathered, kind, low, high) ?? [bottom, top];
   const fixed = (v) => (v === null || (kind === "log" && v <= 0) ? null : v);
   let [y0, y1] = niceDomain(bottom, top, kind);

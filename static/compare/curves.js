@@ -11,7 +11,7 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { picturesUntil, ranksNow, isRankCountKnown } from "../job/facts.js";
+import { picturesUntil, rankCountNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { isActive } from "../job/states.js";
 import { groups, meanSeries } from "./grouped.js";
@@ -142,8 +142,8 @@ export class Curves {
     if (!response || this.#known.get(key)?.news > news) return;
     const attempts = Map.groupBy(response.series, (s) => s.attempt);
     // For an attempt that has ended, the number of ranks with points is used.
-    const ranksIn = (attempt) => (isActive(job.state) && isRankCountKnown(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
-    const isPerRank = isOfEachRank(metric), series = isPerRank ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
+    const rankCountOf = (attempt) => (isActive(job.state) && isRankCountKnown(job) && attempt === job.attempt ? rankCountNow(job) : attempts.get(attempt).length);
+    const isPerRank = isOfEachRank(metric), series = isPerRank ? new MeanSeries(metric, rankCountOf, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
       if (isPerRank) series.loadRanks(attempt, ranks, response.exact, response.bucket_steps); else series.load(attempt, ranks[0], response.exact, response.bucket_steps);
     }

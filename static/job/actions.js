@@ -16,7 +16,7 @@ export class Actions {
   #touched = new Set();
   /** The button that was pressed last. */
   #pressed = null;
-  #opened = false;
+  #areAnnotationsOpened = false;
 
   /**
    * `page`: `job()`, `setJob(job)`, `checkpoints`. `showRefusal(why)` shows why an action was refused; null removes the text. `beforeDelete()`
@@ -39,10 +39,10 @@ export class Actions {
     for (const [action, applies] of Object.entries(APPLIES)) byId(action).hidden = !applies(job);
     byId("fork").hidden = !this.page.checkpoints.size;
     byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
-    const priority = byId("priority"), now = String(job.spec.priority);
+    const priority = byId("priority"), value = String(job.spec.priority);
     if (priority) byId("waits").hidden = !hasPriority(job);
     if (priority) byId("to-front").hidden = !isWaiting(job);
-    if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
+    if (priority && document.activeElement !== priority && priority.value !== value) priority.value = value;
     this.#keepFocus();
   }
 
@@ -124,10 +124,10 @@ export class Actions {
     };
     // Shows warnings before the fork is created. Mistakes are shown only when the reader creates the fork.
     const check = async () => {
-      const mine = this.checking = Symbol("check");
+      const thisCheck = this.newestCheck = Symbol("check");
       let warnings = [];
       if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While the reader types, a line is often incomplete. */ }
-      if (mine === this.checking) setText(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
+      if (thisCheck === this.newestCheck) setText(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
     };
     choice.onchange = () => { choose(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
@@ -156,17 +156,17 @@ export class Actions {
       for (const field of fields) field.readOnly = true;
       setText(status, "Only the job's owner and admins can change these.");
     }
-    this.#opened = true;
+    this.#areAnnotationsOpened = true;
     await this.reloadAnnotations();
   }
 
   /** Reads the job's annotations again if the panel has been opened. */
   async reloadAnnotations() {
-    if (!this.#opened) return;
+    if (!this.#areAnnotationsOpened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
     if (!job) return;
-    const now = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };
-    for (const [name, value] of Object.entries(now)) {
+    const values = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };
+    for (const [name, value] of Object.entries(values)) {
       const field = byId(name);
       if (!this.#touched.has(field) && field.value !== value) field.value = value;
     }

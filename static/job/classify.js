@@ -25,12 +25,12 @@ export class Classify {
     for (const kind of ["dragleave", "drop"]) zone.addEventListener(kind, () => zone.classList.remove("over"));
     zone.addEventListener("drop", (event) => { event.preventDefault(); this.#add([...event.dataTransfer.files]); });
     this.choice.addEventListener("change", () => this.choose(this.choice.value));
-    checkpoints.changed.add(() => this.#offerCheckpoints());
+    checkpoints.changeListeners.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
 
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.checkpoints.orBest(this.#chosen));
+    this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(this.#chosen));
     this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
     this.#update();
   }

@@ -11,7 +11,7 @@ const RELOAD_INTERVAL_MS = 3000;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 
-const number = (v) => formatTick(Number(v.toPrecision(3)));
+const formatNumber = (v) => formatTick(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
 function quantile({ min, max, counts }, share) {
@@ -25,7 +25,7 @@ function quantile({ min, max, counts }, share) {
 }
 
 export class Histograms {
-  #opened = false;
+  #isOpened = false;
   #timer = 0;
   #requests = 0;
   #step = null;
@@ -37,22 +37,22 @@ export class Histograms {
 
   constructor(job) {
     this.job = job;
-    this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
+    this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), formatNumber);
     setUpChoices("values", "weight", (kind) => {
       this.kind = kind;
-      if (this.#opened) this.#load();
+      if (this.#isOpened) this.#load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
 
   open() {
-    this.#opened = true;
+    this.#isOpened = true;
     this.#load();
   }
 
   /** Called when the server has a new step. */
   handleStep() {
-    if (!this.#opened) return;
+    if (!this.#isOpened) return;
     if (byId("histograms-panel").hidden) { this.#hasMissedSteps = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
@@ -85,7 +85,7 @@ export class Histograms {
       if (thisRequest !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.showsNewest) this.#step = steps.at(-1) ?? null;
-      await this.#table(thisRequest);
+      await this.#drawTable(thisRequest);
     } catch (error) { this.#setStatus(errorText(error)); }
   }
 
@@ -99,16 +99,16 @@ export class Histograms {
   #showStep(histogram) {
     if (!histogram) return setText(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
-    setText(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
+    setText(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${formatNumber(min)} to ${formatNumber(max)}, median ${formatNumber(quantile(histogram, 0.5))}, nine of ten from ${formatNumber(quantile(histogram, 0.05))} to ${formatNumber(quantile(histogram, 0.95))}`);
     // The newest step is not announced to readers whose focus is elsewhere.
     if (this.heat.root === document.activeElement) setText(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.showsNewest = histogram === this.heat.newest;
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.#table(this.#requests), 150);
+    this.soon = setTimeout(() => this.#drawTable(this.#requests), 150);
   }
 
-  async #table(thisRequest) {
+  async #drawTable(thisRequest) {
     const step = this.#step;
     if (step === null) return;
     const { histograms } = await this.#get(`&step=${step}`);
@@ -123,7 +123,7 @@ export class Histograms {
     const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
     if (layer === this.layer) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => this.#choose(layer));
-    const numbers = [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))];
+    const numbers = [formatNumber(min), formatNumber(quantile(histogram, 0.5)), formatNumber(max), count(counts.reduce((a, b) => a + b, 0))];
     return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }
 }

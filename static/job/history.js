@@ -3,7 +3,7 @@
 import { ask, byId, make, setText } from "../page.js";
 import { clock, count, plural, timeAndDay } from "../numbers.js";
 
-/** Returns `1-38` from a checkpoint's id. */
+/** Returns epoch and step from a checkpoint's id: `1-38`. */
 const shortName = (id) => id.slice(id.indexOf("-") + 1);
 const fromCheckpoint = (id) => (id ? `from checkpoint ${shortName(id)}` : "from the start");
 
@@ -39,10 +39,10 @@ export class History {
   /** `{ place, reason }` while the job waits. */
   queue = null;
 
-  /** `changed()`: called after each response. */
-  constructor(job, changed) { Object.assign(this, { job, changed }); }
+  /** `onLoad()`: called after the history has been read. */
+  constructor(job, onLoad) { Object.assign(this, { job, onLoad }); }
 
-  /** Reads the history again after a change of the job's state. */
+  /** Reads and shows the whole history. */
   async load() {
     const thisRequest = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
     for (let next = history.next_cursor; next && thisRequest === this.#requests;) {
@@ -55,11 +55,11 @@ export class History {
     const why = ({ state, reason }) => (state === "paused" ? "a pause on request" : reason?.code === "cancelled_by_user" ? "a cancellation" : reason?.words ?? state);
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, why(e)]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
-    this.#relatives(history);
-    this.changed();
+    this.#drawRelatives(history);
+    this.onLoad();
   }
 
-  #relatives({ parent, forks }) {
+  #drawRelatives({ parent, forks }) {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),

@@ -77,5 +77,5 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 export function axisOf(name) {
   const { format, quantity } = about(name);
   const tick = quantity === "accuracy" ? formatPercentTick : [value, rate].includes(format) ? formatTick : format;
-  return { format, tick, zero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
+  return { format, tick, startsAtZero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

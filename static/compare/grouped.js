@@ -12,10 +12,11 @@ const FIELDS = { tag: "tag", name: "name", owner: "owner", project: "project" };
 /** Returns the keys by which these jobs can be grouped: keys with several values, `name`, and `tag` if a job has tags. */
 export function groupKeys(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
-  return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
+  return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => labelsOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
 }
 
-function valuesOf(job, key) {
+/** Returns the labels of a job's groups. Grouped by tag, a job may have several. */
+function labelsOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
   if (key in FIELDS) return [job[key] ?? "no owner"];
   const spec = specOf(job), values = new Map(flatten(spec));
@@ -23,10 +24,10 @@ function valuesOf(job, key) {
   return [`${key} ${formatSetting(values.get(fullKey(spec, key)) ?? (job.external ? values.get(`config.${key.split(".").at(-1)}`) : undefined))}`];
 }
 
-/** Returns the groups of these jobs, each with an id that fixes its colour. */
+/** Returns the groups of these jobs, each with an id by which its colour is stored. */
 export function groups(jobs, key) {
   const found = new Map();
-  for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
+  for (const job of jobs) for (const label of labelsOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 

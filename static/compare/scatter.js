@@ -15,10 +15,11 @@ import { columns, varies } from "./columns.js";
 
 /** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
 const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
-const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
+/** Number of points by which an arrow key moves. */
+const KEY_STEPS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
-const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
+const shorten = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
 export class Scatter {
   label = "Scatter of the jobs";
@@ -65,9 +66,9 @@ export class Scatter {
       this[which] = all.find((c) => c.key === wanted) ?? defaults[which];
       const offered = [...select.options].map((option) => option.value).join("\n");
       if (offered !== all.map((c) => c.key).join("\n")) {
-        const part = (label, some) => make("optgroup", { label }, ...some.map((c) => new Option(c.name, c.key)));
+        const part = (label, members) => make("optgroup", { label }, ...members.map((c) => new Option(c.name, c.key)));
         const parts = [["Settings that differ", all.filter((c) => !c.result && c.different)], ["Results", all.filter((c) => c.result)], ["Other settings", all.filter((c) => !c.result && !c.different)]];
-        select.replaceChildren(...parts.filter(([, some]) => some.length).map(([label, some]) => part(label, some)));
+        select.replaceChildren(...parts.filter(([, members]) => members.length).map(([label, members]) => part(label, members)));
       }
       select.value = this[which].key;
     }
@@ -83,7 +84,7 @@ export class Scatter {
     [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, width, height);
-    this.paint(ctx, width, height, true);
+    this.paint(ctx, width, height, { isOnPage: true });
     this.#showTip();
   }
 
@@ -93,14 +94,14 @@ export class Scatter {
     const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
     if (column.kinds) {
       const place = linear([0, 1], ends);
-      return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: short };
+      return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: shorten };
     }
     const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], column.isLowGood ? ends.toReversed() : ends);
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
-  /** Draws into any context with a canvas's methods. `live`: also draws the brush, and emphasises the focused job. */
-  paint(ctx, width, height, live = false) {
+  /** Draws into any context with a canvas's methods. `isOnPage`: also draws the brush, and emphasises the focused job. */
+  paint(ctx, width, height, { isOnPage = false } = {}) {
     const colours = palette(), jobs = this.jobs(), selected = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52));
     const left = labelWidth(ctx, this.#scale(up, 0, 1, rows).ticks.map(this.#scale(up, 0, 1, rows).label), colours, 24) + 12;
@@ -109,7 +110,7 @@ export class Scatter {
     const x = this.#scale(across, plot.left, plot.right, Math.max(2, Math.floor((plot.right - plot.left) / 90))), y = this.#scale(up, plot.bottom, plot.top, rows);
     drawAxes(ctx, plot, { x, y, xTicks: x.ticks, yTicks: y.ticks, xLabel: x.label, yLabel: y.label, colours });
     const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !selected.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
-    if (live) {
+    if (isOnPage) {
       Object.assign(this, { plot, sx: x, sy: y });
       this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
       this.#brush(ctx, colours);
@@ -118,7 +119,7 @@ export class Scatter {
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
       ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
-      drawPoint(ctx, point.x, point.y, live && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
+      drawPoint(ctx, point.x, point.y, isOnPage && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
     }
     ctx.globalAlpha = 1;
     if (!points.length) {
@@ -200,9 +201,9 @@ export class Scatter {
       const points = this.#points, i = points.findIndex(({ job }) => job.id === this.#focusedJob);
       if (event.key === "Escape") { focusJob(null); return this.selection.clear(); }
       if (event.key === "Enter" && i >= 0) { event.preventDefault(); return this.#select({ x: points[i].x - 1, y: points[i].y - 1 }, { x: points[i].x + 1, y: points[i].y + 1 }); }
-      if (!KEYS[event.key] || !points.length) return;
+      if (!KEY_STEPS[event.key] || !points.length) return;
       event.preventDefault();
-      focusJob(points[i < 0 ? (KEYS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEYS[event.key]))].job.id);
+      focusJob(points[i < 0 ? (KEY_STEPS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEY_STEPS[event.key]))].job.id);
     });
   }
 

@@ -44,7 +44,7 @@ function openPanel(number) {
   if (top < 0 || top > innerHeight / 2) byId("panels").scrollIntoView({ block: "start" });
 }
 
-function help() {
+function openHelp() {
   const box = make("input", { type: "checkbox", id: "shortcuts", checked: !areShortcutsOff() });
   box.addEventListener("change", () => store("shortcuts", box.checked ? null : "off"));
   const list = make("dl", {}, ...HELP.flatMap(([keys, what]) => [make("dt", { textContent: keys }), make("dd", { textContent: what })]));
@@ -57,7 +57,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isTextField(event.target)) return event.target.blur();
   if (isTextField(event.target) || areShortcutsOff()) return;
   const act = {
-    "/": () => focusSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    "/": () => focusSearch(search), "?": openHelp, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { gPressedAt = Date.now(); }, "]": () => openNeighbour(1), "[": () => openNeighbour(-1),
   }[event.key] ?? (/^[1-8]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - gPressedAt < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
@@ -74,4 +74,4 @@ for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstE
 document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 
 const button = byId("keys");
-if (button) { button.hidden = false; button.addEventListener("click", help); }
+if (button) { button.hidden = false; button.addEventListener("click", openHelp); }

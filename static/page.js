@@ -1,4 +1,4 @@
-// Functions that the scripts of all pages share: requests to the server, copying, and the live indicator.
+// Functions that the scripts of all pages share.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -52,17 +52,17 @@ export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
-/** Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. */
+/** Time for which connections are suspect after a silence of the server, because they may be lost without the browser's knowledge. */
 const SUSPECT_MS = 60_000;
 /** Time after which a request is first repeated while connections are suspect. */
 const FIRST_WAIT_MS = 4000;
-let suspectUntil = 0, suspected = new AbortController();
+let suspectUntil = 0, suspicion = new AbortController();
 
-/** Called when the server was silent for too long: pending requests may never get a response. */
+/** Called when the server was silent for too long, so that pending requests may never get a response. */
 export function suspectConnections() {
   suspectUntil = performance.now() + SUSPECT_MS;
-  suspected.abort();
-  suspected = new AbortController();
+  suspicion.abort();
+  suspicion = new AbortController();
 }
 
 /**
@@ -72,7 +72,7 @@ export function suspectConnections() {
  */
 export async function get(path, options = {}, take = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
-    const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
+    const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspicion.signal;
     try {
       return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
     } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw new Unreachable(error.message); }
@@ -183,7 +183,7 @@ document.addEventListener("click", (event) => {
   if (button) copy(button.dataset.copy ?? byId(button.dataset.copyFrom).textContent, button);
 });
 
-/** Marks one button of a group of choices as pressed. */
+/** Marks one button of a group as pressed, and all others as not pressed. */
 export function markPressed(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }

@@ -13,8 +13,8 @@ offerBundled();
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-default]")];
 const touched = new Set();
-/** The values of each recipe. `filled` contains the name of the recipe with which the fields were filled. */
-const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
+/** The values of each recipe, and the hidden field with the name of the recipe whose values the fields have. */
+const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
 /** The value of each field that a recipe has filled, from before the recipe. */
 const replaced = new Map();
 /** The key whose default depends on the dataset. */
@@ -45,7 +45,7 @@ const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field
 
 /** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
 async function readForm(signal) {
-  const texts = Object.fromEntries([filled, ...fields].map((field) => [field.name, valueOf(field)]));
+  const texts = Object.fromEntries([filledRecipe, ...fields].map((field) => [field.name, valueOf(field)]));
   const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: sweepSection() }, signal });
   const area = byId("spec-text");
   // The text must not change while the reader edits it.
@@ -69,7 +69,7 @@ async function readText() {
   const written = isJson ? "json" : "toml";
   if (written !== notation) { notation = written; markPressed(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
-  checking?.abort();
+  checkRequest?.abort();
   try {
     content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
   } catch (error) {
@@ -98,7 +98,7 @@ function fillForm(spec) {
     // A recipe that is chosen later must not replace values that were written in the text.
     if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }
-  filled.value = spec.train.recipe ?? "";
+  filledRecipe.value = spec.train.recipe ?? "";
   forgetReplaced();
   unmarkPresets();
 }
@@ -109,9 +109,9 @@ function fillForm(spec) {
  * accuracies on other pictures cannot be compared; `showReplaced` names a replaced default.
  */
 function fillRecipe(name) {
-  const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
+  const own = recipes[name] ?? {}, previous = recipes[filledRecipe.value] ?? {};
   for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
-    const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
+    const value = effectiveValue(field, filledRecipe.value), isUnchanged = value === untouchedValue(field, filledRecipe.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
     const isChosenByServer = field.name === DATASET_DEFAULT, defaultValue = untouchedValue(field, "");
@@ -120,7 +120,7 @@ function fillRecipe(name) {
     writeValue(field, isWritten ? own[field.name] : earlier, name);
     if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
   }
-  filled.value = name;
+  filledRecipe.value = name;
   showReplaced();
 }
 
@@ -222,11 +222,11 @@ function showPlan(response) {
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
   // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
-  if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
+  if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
   setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fields.find((f) => f.name === "train.lr");
-  lr.placeholder = response?.spec?.train.lr ?? (filled.value ? "" : lr.dataset.default);
+  lr.placeholder = response?.spec?.train.lr ?? (filledRecipe.value ? "" : lr.dataset.default);
   const bundled = byId("bundled");
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
@@ -234,15 +234,15 @@ function showPlan(response) {
   setText(warnings.querySelector("span"), given.join(" "));
 }
 
-let timer = 0, checking = null;
+let checkTimer = 0, checkRequest = null;
 function checkSoon() {
-  clearTimeout(timer);
-  timer = setTimeout(check, CHECK_AFTER_MS);
+  clearTimeout(checkTimer);
+  checkTimer = setTimeout(check, CHECK_AFTER_MS);
 }
 
 async function check() {
-  checking?.abort();
-  const { signal } = checking = new AbortController();
+  checkRequest?.abort();
+  const { signal } = checkRequest = new AbortController();
   let plan;
   try {
     const body = await readForm(signal);
@@ -300,19 +300,19 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, replacedBefore = [...replaced], touchedBefore = [...touched];
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value, replacedBefore = [...replaced], touchedBefore = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
       writeValue(field, value, "", `${value}, not registered`);
     }
-    filled.value = "";
+    filledRecipe.value = "";
     forgetReplaced();
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
     byId("preset-done").hidden = false;
     byId("preset-undo").onclick = () => {
       fields.forEach((field, i) => writeValue(field, before[i], recipe));
-      filled.value = recipe;
+      filledRecipe.value = recipe;
       for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
       for (const field of touchedBefore) touched.add(field);
@@ -330,9 +330,9 @@ for (const preset of presets) {
 
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
-  clearTimeout(timer);
+  clearTimeout(checkTimer);
   clearTimeout(readTimer);
-  checking?.abort();
+  checkRequest?.abort();
   isSubmitted = true;
   if (hasTextErrors) await readText();
   if (hasTextErrors) return setText(byId("plan"), "The job file has mistakes: correct them first.");

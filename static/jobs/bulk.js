@@ -9,9 +9,9 @@ export class Bulk {
   /** Ids of the jobs that were selected when the message was shown. */
   #messageFor = "";
 
-  /** `find(id)`: returns a job of the list. `listed()`: returns the number of jobs in the list. */
-  constructor(rows, { find, listed }) {
-    Object.assign(this, { rows, find, listed });
+  /** `find(id)`: returns a job of the list. `rowCount()`: returns the number of rows that can be selected. */
+  constructor(rows, { find, rowCount }) {
+    Object.assign(this, { rows, find, rowCount });
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
@@ -58,9 +58,9 @@ export class Bulk {
       button.hidden = !applicable;
       button.title = applicable < n ? `${applicable} of the ${n}` : "";
     }
-    const all = byId("choose-all"), listed = this.listed();
-    all.checked = n > 0 && n >= listed;
-    all.indeterminate = n > 0 && n < listed;
+    const all = byId("choose-all"), rowCount = this.rowCount();
+    all.checked = n > 0 && n >= rowCount;
+    all.indeterminate = n > 0 && n < rowCount;
     // A group's box shows whether all jobs of the group are selected, or only some.
     for (const box of this.rows.querySelectorAll(".group-head input")) {
       const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");

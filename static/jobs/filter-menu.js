@@ -6,7 +6,7 @@ import { readUrl } from "../address.js";
 import { count } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
-/** Returns a field of a menu, with its label above it. */
+/** Returns an input of a menu with the label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
 /** Returns a menu at the end of the row of filters. */
@@ -50,9 +50,9 @@ export class FilterMenu {
     this.to = make("input", { type: "date", id: "to-day" });
     this.from.addEventListener("change", () => change({ created_after: startOfDay(this.from.value, 0) }));
     this.to.addEventListener("change", () => change({ created_before: startOfDay(this.to.value, 1) }));
-    const select = (id, chosen) => {
+    const select = (id, onChoose) => {
       const node = make("select", { id });
-      node.addEventListener("change", () => chosen(node.value));
+      node.addEventListener("change", () => onChoose(node.value));
       return node;
     };
     this.owner = select("owner", (owner) => change({ owner }));
@@ -74,12 +74,13 @@ export class FilterMenu {
     this.draw();
   }
 
+  /** The values that were offered last, with their numbers of jobs. */
   known = { owner: [], project: [], tag: [] };
 
   /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
-    const now = filter(), chosen = by === "tag" ? "" : now[by], anyLabel = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
-    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
+    const current = filter(), chosen = by === "tag" ? "" : current[by], anyLabel = { owner: "anybody", project: "any", tag: current.tags.length ? "one more" : "any" }[by];
+    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && current.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
     if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
     this[by].replaceChildren(new Option(anyLabel, ""), ...known);
     this[by].value = chosen;
@@ -117,6 +118,6 @@ export class FilterMenu {
     this.to.value = before ? lastDayBefore(before) : "";
   }
 
-  /** Shows the server's error about the filter or the order. Empty without an error. */
+  /** Shows the server's error about the filter or the order, or removes the error if `words` is empty. */
   showProblem(words) { setText(this.problem, words); }
 }

@@ -50,11 +50,11 @@ export class Grouping {
   }
 
   add(key) {
-    const now = groupedBy();
+    const keys = groupedBy();
     if (!key) return setText(this.error, "Write a setting, such as train.lr.");
-    if (now.includes(key)) return;
+    if (keys.includes(key)) return;
     this.input.value = "";
-    this.change({ group_by: [...now, key].join(","), open: "" });
+    this.change({ group_by: [...keys, key].join(","), open: "" });
   }
 
   remove(key) { this.change({ group_by: groupedBy().filter((other) => other !== key).join(","), open: "" }); }

@@ -8,20 +8,20 @@ const REQUEST_INTERVAL_MS = 5000;
 /** Maximum number of jobs in a request. */
 const MAX_JOBS = 1000;
 
-/** Returns a priority above that of every waiting job. The server refuses more than 1000, and other people's private jobs show no priority. */
+/** Returns a priority above that of every waiting job. The result may exceed 1000, which the server refuses. Other people's private jobs do not count. */
 export async function frontPriority() {
   const { jobs } = await ask("/api/v1/queue?fields=priority");
   return Math.max(0, ...jobs.map(({ priority }) => priority)) + 1;
 }
 
 export class Queue {
-  /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */
-  constructor(jobs, changed) {
-    Object.assign(this, { jobs, changed });
+  /** `jobs()`: jobs on the page. `onChange(job)`: called when a job's place or reason has changed. */
+  constructor(jobs, onChange) {
+    Object.assign(this, { jobs, onChange });
     setInterval(() => this.#ask().catch(() => {}), REQUEST_INTERVAL_MS);
   }
 
-  /** Keeps the known place when the stream reports the job. */
+  /** Keeps the known place of a job when the stream, which has no places, reports the job. */
   keepPlace(known, job) { if (isWaiting(job) && !job.queue && known?.queue) job.queue = known.queue; }
 
   async #ask() {
@@ -33,7 +33,7 @@ export class Queue {
       // The stream may have reported another state in the meantime.
       if (!job || job.state !== state || (job.reason === reason && job.queue?.place === queue?.place)) continue;
       Object.assign(job, { reason, queue });
-      this.changed(job);
+      this.onChange(job);
     }
   }
 }

@@ -24,10 +24,10 @@ export function sortValue(job) {
 
 /**
  * Turns every heading with a sort key (`data-sort`) into a button. The first click sorts in descending order if the heading has
- * `data-descends`. `choose(sort)` receives the new order.
+ * `data-descends`. `choose(order)` receives the new order.
  */
 export function drawHeads(row, choose) {
-  const now = order();
+  const current = order();
   for (const th of row.cells) {
     const { sort: by, descends } = th.dataset;
     if (!by) continue;
@@ -36,11 +36,11 @@ export function drawHeads(row, choose) {
       const label = th.textContent, name = make("span");
       button = make("button", { type: "button", className: "sort" });
       if (th.matches(".c-extra")) { writeShortened(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else setText(button, label);
-      button.addEventListener("click", () => choose(button.dataset.next));
+      button.addEventListener("click", () => choose(button.dataset.order));
       th.replaceChildren(button);
     }
-    const direction = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
-    button.dataset.next = (direction ? direction === "ascending" : descends !== undefined) ? `-${by}` : by;
+    const direction = current === by ? "ascending" : current === `-${by}` ? "descending" : "";
+    button.dataset.order = (direction ? direction === "ascending" : descends !== undefined) ? `-${by}` : by;
     if (direction) th.setAttribute("aria-sort", direction); else th.removeAttribute("aria-sort");
   }
 }

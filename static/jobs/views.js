@@ -35,10 +35,11 @@ export class Views {
     return at.toString();
   }
 
-  #keep(views) {
-    const isKept = store(STORAGE_KEY, JSON.stringify(views));
-    setText(this.error, isKept ? "" : "This browser stores no data: bookmark this page instead.");
-    return isKept;
+  /** Stores the views. Returns whether the browser allows this. */
+  #store(views) {
+    const isStored = store(STORAGE_KEY, JSON.stringify(views));
+    setText(this.error, isStored ? "" : "This browser stores no data: bookmark this page instead.");
+    return isStored;
   }
 
   #save(name) {
@@ -46,7 +47,7 @@ export class Views {
     if (!name) return setText(this.error, "Write a name.");
     if (others.length >= MAX_VIEWS) return setText(this.error, `At most ${MAX_VIEWS} views can be stored: remove a view first.`);
     if (query.length > MAX_QUERY) return setText(this.error, "The view is too long to be stored: remove filters or columns.");
-    if (!this.#keep([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
+    if (!this.#store([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
     this.input.value = "";
     this.#draw();
   }
@@ -56,7 +57,7 @@ export class Views {
     this.list.hidden = !views.length;
     this.list.replaceChildren(...views.map(({ name, query }) => {
       const remove = make("button", { type: "button", className: "quiet", textContent: "×", title: "Remove", "aria-label": `Remove the view ${name}` });
-      remove.addEventListener("click", () => { this.#keep(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
+      remove.addEventListener("click", () => { this.#store(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
       return make("li", {}, make("a", { href: `/jobs?${query}`, textContent: name }), remove);
     }));
   }

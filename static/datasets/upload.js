@@ -5,12 +5,12 @@ import { bytes } from "../numbers.js";
 import { readUrl } from "../address.js";
 import { nameOf, postUntilInspected } from "./form.js";
 
-/** Maximum size of a piece that the server accepts. */
+/** Size of a piece: the maximum that the server accepts. */
 const PIECE_BYTES = 8 * 2 ** 20;
 /** Maximum number of attempts to send a piece. */
 const MAX_TRIES = 6;
 
-async function send(path, piece) {
+async function sendPiece(path, piece) {
   for (let tries = 1; ; tries++) {
     try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
       const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
@@ -41,11 +41,11 @@ export function offerUpload(form) {
       for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE_BYTES) {
         bar.value = offset / Math.max(1, file.size);
         showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
-        await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
+        await sendPiece(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
       }
       bar.value = 1;
       showActivity("Unpacking the files …");
-      await postUntilInspected(path, {}, undefined, showActivity);
+      await postUntilInspected(path, { body: {}, onProgress: showActivity });
       // With `for=job` in the URL, the reader came from the form for a new job.
       if (readUrl("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {

@@ -57,7 +57,8 @@ const written = new WeakMap();
 const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
 const queue = new Queue(() => loadedJobs(), (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
-const isSorted = () => order() !== DEFAULT_ORDER;
+/** Whether the list has another order than the newest jobs first. */
+const hasOtherOrder = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
 const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
 const fillAll = () => { round++; for (const row of rowWindow.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
@@ -81,19 +82,19 @@ async function load() {
   }
   groups.clear();
   // The stream does not repeat the events during an interruption, so all rows are read again.
-  const thisLoad = ++loads, sorted = isSorted(), isNewList = isFilterChanged, isCatchUp = wasInterrupted && !isNewList, before = new Map(jobs);
-  const most = isNewList ? 0 : isCatchUp ? MAX_CATCH_UP : sorted ? MAX_RELOAD : 0;
-  const response = await readPage(filter(), null, Math.max(PAGE_SIZE, Math.min(most, rowOf.size)));
+  const thisLoad = ++loads, isReordered = hasOtherOrder(), isNewList = isFilterChanged, isCatchUp = wasInterrupted && !isNewList, before = new Map(jobs);
+  const maxReloaded = isNewList ? 0 : isCatchUp ? MAX_CATCH_UP : isReordered ? MAX_RELOAD : 0;
+  const response = await readPage(filter(), null, Math.max(PAGE_SIZE, Math.min(maxReloaded, rowOf.size)));
   await firstPaint;
   if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay, and jobs that the stream has reported in the meantime. Other missing jobs are removed.
-  const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (isReordered || row.dataset.created < last);
   const stays = (id, row) => !isNewList && (jobs.get(id) !== before.get(id) || isFurtherDown(id, row));
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
-  if (sorted || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
+  if (isReordered || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (isCatchUp || rowOf.size <= response.jobs.length) nextCursor = response.next_cursor;
   drawHeadings();
   showEmpty();
@@ -151,7 +152,7 @@ function handleJob(job) {
     return show(job);
   }
   if (!fits(job, filter())) return;
-  if (!isSorted() && mentions(job, words)) return show(job);
+  if (!hasOtherOrder() && mentions(job, words)) return show(job);
   if (requestedSortValue.get(job.id) === sortValue(job)) return;
   requestedSortValue.set(job.id, sortValue(job));
   reloadSoon();
@@ -209,7 +210,7 @@ function show(job) {
     row = createRow(job);
     rowOf.set(job.id, row);
     // Most new rows belong at the start or at the end.
-    if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
+    if (hasOtherOrder() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
   if (!row.hidden) fill(row, job); else written.delete(row);

@@ -76,7 +76,7 @@ async function readText() {
     // If the server is unreachable, submitting the job shows the error.
     if (words !== area.value || !(error instanceof Problem)) return;
     hasTextErrors = true;
-    // Mistakes of an earlier text do not apply.
+    // The mistakes of an earlier text no longer apply.
     showMistakes([]);
     setText(byId("spec-error"), errorTexts(error));
     return showPlan(null);
@@ -124,7 +124,7 @@ function fillRecipe(name) {
   showReplaced();
 }
 
-/** The recipe finetune needs weights: an empty field is shown as a mistake at once. */
+/** The recipe finetune needs weights, so an empty field is shown as a mistake at once. */
 const weights = fields.find((f) => f.name === "model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
@@ -163,7 +163,7 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys(), wrongLine = lineMistake();
-  // The server does not know the lines.
+  // The server gets the parsed parameters and not the lines, so it cannot report a wrong line.
   if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => !pointer.startsWith("/sweep"))];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
@@ -195,7 +195,7 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 /** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
-/** Says at each field whose key the sweep sets that the trials do not use the field's value. */
+/** Says at each field that the sweep replaces the field's value, if the sweep sets the field's key. */
 function showSwept(swept) {
   for (const field of fields) {
     const hint = byId(`${field.id}-hint`), note = hint.querySelector("b");

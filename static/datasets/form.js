@@ -41,7 +41,7 @@ function describeFolder({ info }) {
 
 /**
  * Sends a request again until the server has inspected the files, which takes minutes for a million pictures. Returns the response.
- * `onProgress(activity, progress)`: called after each other response.
+ * `onProgress(activity, progress)`: called with both texts while the inspection runs.
  */
 export async function postUntilInspected(path, { body, signal, onProgress }) {
   for (;;) {

@@ -41,7 +41,7 @@ export class Facts {
   #step = 0;
   /** Whether the page has all events of the job. */
   isLive = false;
-  /** `{ place, reason }` while the job waits. */
+  /** The job's place in the queue and its reason for waiting, `{ place, reason }`; null if the job does not wait. */
   queue = null;
   /** The reason why the last action was refused, and the job's state at that time; null after a while. */
   #refusal = null;
@@ -85,12 +85,12 @@ export class Facts {
     }
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#rankCount > 1 ? `${rate(speed / this.#rankCount)} per rank` : "");
-    const last = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
-    setFact("loss", last == null ? "–" : value(last), "");
-    byId("loss").title = last == null ? "" : String(last);
+    const newestLoss = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
+    setFact("loss", newestLoss == null ? "–" : value(newestLoss), "");
+    byId("loss").title = newestLoss == null ? "" : String(newestLoss);
 
-    const measured = newestFinite(metrics.series("val_accuracy")) ?? job.last.val_accuracy, { best } = job;
-    setFact("accuracy", measured == null ? "–" : percent(measured) + uncertainty(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
+    const accuracy = newestFinite(metrics.series("val_accuracy")) ?? job.last.val_accuracy, { best } = job;
+    setFact("accuracy", accuracy == null ? "–" : percent(accuracy) + uncertainty(accuracy, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
     // If the best epoch has no checkpoint, the best checkpoint is from another epoch.
     const isBestMissing = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !isBestMissing;

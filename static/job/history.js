@@ -36,7 +36,7 @@ export class History {
   #requests = 0;
   /** For each attempt, the reason why the previous attempt ended. Charts show the reason at the start of the attempt. */
   reasons = new Map();
-  /** `{ place, reason }` while the job waits. */
+  /** The job's place in the queue and its reason for waiting, `{ place, reason }`; null if the job does not wait. */
   queue = null;
 
   /** `onLoad()`: called after the history has been read. */

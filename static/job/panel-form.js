@@ -26,32 +26,32 @@ export class PanelForm {
 
   /** Opens the form. `put(panel)` stores the panel, or removes the panel for null, and returns the element to focus. */
   open(panel, put) {
-    const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
+    const dialog = byId("panel-dialog"), values = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
     setText(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
     setText(field("error"), "");
     field("remove").hidden = !panel;
-    field("name").value = now.title;
+    field("name").value = values.title;
     for (const box of this.#boxes) {
-      box.checked = now.metrics.includes(box.value);
+      box.checked = values.metrics.includes(box.value);
       box.closest("label").hidden = !box.checked && !this.charts.offers(box.value);
     }
     for (const group of field("metrics").querySelectorAll("fieldset")) group.hidden = ![...group.querySelectorAll("label")].some((line) => !line.hidden);
-    field("lines").value = now.lines;
-    field("scale").value = now.log ? "log" : "lin";
+    field("lines").value = values.lines;
+    field("scale").value = values.log ? "log" : "lin";
     // The server stores a 32-bit float.
-    field("smoothing").value = String(Number(now.smoothing.toPrecision(6)));
+    field("smoothing").value = String(Number(values.smoothing.toPrecision(6)));
     this.#showSmoothing();
-    field("robust").checked = now.robust;
-    for (const end of ["min", "max"]) field(end).value = now[`y_${end}`] === undefined ? "" : Number((now[`y_${end}`] / unitOf(now.metrics[0])).toPrecision(12));
-    field("columns").value = String(now.columns);
-    field("rows").value = String(now.rows);
+    field("robust").checked = values.robust;
+    for (const end of ["min", "max"]) field(end).value = values[`y_${end}`] === undefined ? "" : Number((values[`y_${end}`] / unitOf(values.metrics[0])).toPrecision(12));
+    field("columns").value = String(values.columns);
+    field("rows").value = String(values.rows);
     const store = (button, content) => async (event) => {
       event.preventDefault();
       button.disabled = true;
       try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { setText(field("error"), fieldError(error)); }
       button.disabled = false;
     };
-    field("save").onclick = store(field("save"), () => this.#read(now));
+    field("save").onclick = store(field("save"), () => this.#read(values));
     field("remove").onclick = store(field("remove"), () => null);
     dialog.showModal();
     field("metrics").scrollTop = 0;

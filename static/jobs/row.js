@@ -46,7 +46,7 @@ export function fillRow(row, job) {
   setText(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   setText(element("age"), age(Date.parse(job.created_at), serverNow()));
   element("age").title = job.created_at;
-  // Classes, as in web/templates/job-row.html, because selectors with `:has()` would make every page slower to draw.
+  // These classes, as in web/templates/job-row.html, replace selectors with `:has()`, which would make every page slower to draw.
   row.classList.toggle("has-reason", element("reason").textContent !== "");
   row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => element(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");

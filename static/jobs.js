@@ -31,7 +31,7 @@ const MAX_RELOAD = 200;
 const MAX_CATCH_UP = 1000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** For jobs from the stream that are not in the list: the sort value with which the list was read again, because only the server knows a job's place. */
+/** For jobs from the stream that are not listed: the sort value with which the list was read again. Only the server knows their places. */
 const requestedSortValue = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));

@@ -73,7 +73,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** Returns as much of `label (after why)` as fits into `room` pixels: at least the label's number, or an empty text if the number does not fit. */
+/** Returns as much of `label (after why)` as fits into `room` pixels, at least the label's number. Empty if the number does not fit. */
 function fitLabel(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let words = why ? `${label} (after ${why})` : label;

@@ -1,9 +1,9 @@
 // A chart: layers of series on a canvas, with a crosshair and a zoom, which pointers and the keyboard control.
 //
-// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha, side, marks }` and draws every attempt of one series as a
-// line. `labelAt(k)`: the label at bucket `k`, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest value
-// even if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's smoothing.
-// `side`: 1 for the right axis. `marks`: the job's name at the starts of its attempts, if layers are jobs.
+// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha, side, marks }` and draws every attempt of one series as
+// a line. `labelAt(k)`: the label at bucket `k`, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest
+// value even if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's
+// smoothing. `side`: 1 for the right axis. `marks`: the job's name at the starts of its attempts, if layers are jobs.
 //
 // The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the chart that has waited
 // longest), because drawing all charts in one frame would delay visible movements.
@@ -52,7 +52,7 @@ export class Chart {
   robust = false;
   /** For each attempt, the reason that follows the attempt's number at the mark of its start. */
   marks = new Map();
-  /** Finer series of the zoomed part: `{ zoom, series }`, with `series` by the series that they replace. Used while `zoom` is the current zoom. */
+  /** Finer series of the zoomed part, by the series that they replace: `{ zoom, series }`. Used while `zoom` is the current zoom. */
   detail = null;
   #gestures;
   #gone = new AbortController();

@@ -17,8 +17,8 @@ export class Gestures {
   #pinch = null;
 
   /**
-   * `chart`: has `root`, `view`, `plot` and `x`. `onBrush(from, to)`: called with the range of a finished brush, and during a pinch with the
-   * range to show. `fullRange()`: the range that is shown without a zoom. `onChange()`: called when the brush is to be drawn again.
+   * `chart`: has `root`, `view`, `plot` and `x`. `onBrush(from, to)`: called with the range of a finished brush, and during a pinch with
+   * the range to show. `fullRange()`: the range that is shown without a zoom. `onChange()`: called when the brush is to be drawn again.
    */
   constructor(chart, { onBrush, fullRange, onChange }) {
     Object.assign(this, { chart, onBrush, fullRange, onChange });

@@ -6,7 +6,7 @@ import { makeClosable, make } from "../page.js";
 /** Number of menus, for unique ids. */
 let menuCount = 0;
 
-/** Returns a small menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of a typed 1, such as 0.01 for percent. */
+/** Returns a menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of a typed 1, such as 0.01 for percent. */
 export function rangeMenu(chart, key, unit = 1) {
   const id = `range-${++menuCount}`, line = (...children) => make("label", { className: "inline" }, ...children);
   const [from, to] = ["from", "to"].map((name) => make("input", { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` }));

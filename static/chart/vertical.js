@@ -12,7 +12,7 @@ export function dataRange(parts) {
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** Returns the largest number of points (`shown`) and of buckets that a layer has between `low` and `high`, and whether every bucket is a point (`exact`). */
+/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether every bucket is a point. */
 export function countVisible(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {

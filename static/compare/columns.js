@@ -21,7 +21,7 @@ export const RESULTS = [
 /** Results for which low values are good. Low values are at the top of an axis. */
 const LOW_IS_GOOD = ["loss", "val_loss", "time"];
 
-/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from(position)`: the inverse of `at`. */
+/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from`: the inverse of `at`. */
 function numberColumn(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.

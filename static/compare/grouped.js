@@ -43,8 +43,8 @@ function curve(series, xs) {
 }
 
 /**
- * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the index, so
- * `x` must ascend.
+ * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the
+ * index, so `x` must ascend.
  */
 function interpolate({ at, values }, x, from) {
   let i = from.i;

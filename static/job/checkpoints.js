@@ -3,7 +3,7 @@
 import { ask, byId, make, setText } from "../page.js";
 import { bytes, count, percent, uncertainty } from "../numbers.js";
 
-/** Returns when an evaluation was made: `epoch 3`, or `step 120` if the epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
+/** Returns `epoch 3` for an evaluation, or `step 120` if its epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
 const measuredAt = ({ epoch, step }) => (epoch ? `epoch ${epoch}` : `step ${step}`);
 
 /**

@@ -68,8 +68,8 @@ export class Evaluation {
   }
 
   /**
-   * Requests `path` for the chosen checkpoint until the result is available. Calls `show(activity)` before each request, and with a problem.
-   * Returns null after a problem, or if another checkpoint is chosen meanwhile.
+   * Requests `path` for the chosen checkpoint until the result is available. Calls `show(activity)` before each request, and after a
+   * problem. Returns null after a problem, or if another checkpoint is chosen meanwhile.
    */
   async #request(path, activity, show) {
     const thisRequest = this.#requests;

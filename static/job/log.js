@@ -104,7 +104,7 @@ export class Log {
     found?.scrollIntoView({ block: "center" });
   }
 
-  /** Called after lines were missed. If the log follows its end, shows the newest lines. Otherwise, missed lines are read when the reader scrolls. */
+  /** Called after lines were missed: shows the newest lines if the log follows its end. Otherwise, scrolling reads the missed lines. */
   async handleGap() {
     // An older database may have been restored, which sends lines with the same numbers again.
     this.#seen.clear();

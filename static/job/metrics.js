@@ -19,7 +19,7 @@ export class Metrics {
   #asOf = new Map();
   /** For each metric that is being read: the events that arrived meanwhile (`events`), and a promise of the end (`done`). */
   #reading = new Map();
-  /** The number of ranks of each attempt that was active while this page was open. After a loss of machines, the number is below the job's `ranks`. */
+  /** The number of ranks of each attempt that was active while this page was open. After a loss of machines, it is below the job's `ranks`. */
   #rankCounts = new Map();
   /** The newest attempt with a point. */
   attempt = 0;
@@ -99,9 +99,9 @@ export class Metrics {
   }
 
   /**
-   * Reads the whole history again: the history of the first chart, then `drawFirstChart()`, then all other history. `others`: metrics to read
-   * besides those of every page. `showsMean`: whether the first chart shows the mean over ranks, which is otherwise computed after its drawing.
-   * Returns the sequence number from which the stream continues.
+   * Reads the whole history again: the history of the first chart, then calls `drawFirstChart()`, then all other history. `others`: metrics
+   * to read besides those of every page. `showsMean`: whether the first chart shows the mean over ranks, which is otherwise computed after
+   * the drawing. Returns the sequence number from which the stream continues.
    */
   async load(others, showsMean, drawFirstChart) {
     const names = new Set([...NAMES, ...others, ...GPU]);
@@ -144,7 +144,7 @@ export class Metrics {
   /** Whether the server has points that the charts lack, because a series has buckets of several steps. */
   get isCoarse() { return [...this.#series.values()].some((s) => !s.exact); }
 
-  /** Reads steps `from` to `to` of `names`, which the range `zoom` shows, in the resolution of the screen. Calls `onDetail(detail)` for each metric. */
+  /** Reads the steps `from` to `to`, which `zoom` shows, in the resolution of the screen. Calls `onDetail(detail)` for each of `names`. */
   async readZoomedPart(names, from, to, zoom, onDetail) {
     const since = this.#newEvents = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };

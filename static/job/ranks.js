@@ -27,7 +27,7 @@ export class Ranks {
   plan = null;
   /** Ranks whose lines are emphasised in the chart of the loss. */
   chosen = new Set(readUrl("ranks").split(",").filter(Boolean).map(Number));
-  /** For each rank, the time at which it began to write the current checkpoint (`since`; 0 if it writes none), and the intervals of recent writes (`spans`). */
+  /** For each rank, the start of the checkpoint that it is writing (`since`; 0 if none), and the intervals of its recent writes (`spans`). */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -157,7 +157,7 @@ export class Ranks {
     return since;
   }
 
-  /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
+  /** Describes a rank's status, or how the rank ended. `status`: from the rank's last report. `cause` may name the rank that failed first. */
   #describeStatus(rank, status, isLive, cause) {
     if (isLive) return status;
     const first = this.metrics.rankCount > 1 ? cause?.rank : null;

@@ -36,7 +36,7 @@ export class Columns {
   /** Metrics that were requested for the current jobs. */
   #requestedMetrics = [];
 
-  /** `refill(needsRead)`: writes every row again, and reads the jobs again if `needsRead`. `known()`: the current jobs and tags, whose keys are offered. */
+  /** `refill(needsRead)`: writes every row, and reads the jobs again if `needsRead`. `known()`: the current jobs and tags, to offer keys. */
   constructor({ refill, known }) {
     Object.assign(this, { refill, known, menu: byId("columns") });
     this.menu.hidden = false;

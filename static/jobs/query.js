@@ -21,7 +21,7 @@ const RESULTS = { best: (job) => job.best?.value, speed: (job) => job.images_per
 /** Jobs that the server has filtered. Unlike jobs from the stream, they have only the requested metrics. */
 const filteredByServer = new WeakSet();
 
-/** Whether a job fulfils a condition on a setting, or if there is no setting of this name, on a result or on the newest value of a metric. */
+/** Whether a job fulfils a condition on a setting, or if no setting has the name, on a result or on the newest value of a metric. */
 function fulfils(job, words) {
   const { key, sign, value } = parseCondition(words) ?? {};
   // An invalid condition is left to the server, which refuses it.

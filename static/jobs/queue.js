@@ -8,7 +8,7 @@ const REQUEST_INTERVAL_MS = 5000;
 /** Maximum number of jobs in a request. */
 const MAX_JOBS = 1000;
 
-/** Returns a priority above that of every waiting job. The result may exceed 1000, which the server refuses. Other people's private jobs do not count. */
+/** Returns a priority above that of every waiting job, except other people's private jobs. The server refuses a priority above 1000. */
 export async function frontPriority() {
   const { jobs } = await ask("/api/v1/queue?fields=priority");
   return Math.max(0, ...jobs.map(({ priority }) => priority)) + 1;

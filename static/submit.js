@@ -90,11 +90,17 @@ async function readText() {
   showPlan(content);
 }
 
+/** Formats a value of a specification as the text of its field. */
+function fieldText(value) {
+  if (Array.isArray(value)) return value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
 function fillForm(spec) {
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     const value = (table ? spec[table] : spec)?.[key] ?? "";
-    writeValue(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
+    writeValue(field, fieldText(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
     if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }

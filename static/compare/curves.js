@@ -80,9 +80,10 @@ export class Curves {
     if (!this.groupBy) {
       return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: shortenMiddle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(selected.has(job.id)) }));
     }
-    return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#groupMean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
-      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => selected.has(job.id))),
-    }));
+    return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => {
+      const series = this.#groupMean(id, metric, jobs), jobCount = (k) => (series.counts[k] < jobs.length ? `${series.counts[k]} of ${jobs.length}` : jobs.length);
+      return { label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${jobCount(k)})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => selected.has(job.id))) };
+    });
   }
 
   #series(job, metric) { return this.#loaded.get(`${job.id}:${metric}`)?.series ?? new Series(metric, null, 16); }

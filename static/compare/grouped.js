@@ -7,18 +7,20 @@ import { settings, specOf } from "./names.js";
 /** Maximum number of positions along the axis at which a mean is computed. */
 const MAX_POINTS = 1000;
 /** Keys that are fields of a job, not settings. */
-const FIELDS = { tag: "tag", name: "name", owner: "owner", project: "project" };
+const FIELDS = ["tag", "name", "owner", "project"];
 
 /** Returns the keys by which these jobs can be grouped: keys with several values, `name`, and `tag` if a job has tags. */
 export function groupKeys(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
-  return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => labelsOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
+  const hasSeveral = (field) => new Set(jobs.map((job) => labelsOf(job, field)[0])).size > 1;
+  const isOffered = (field) => field === "name" || (field === "tag" ? jobs.some((job) => job.tags.length) : hasSeveral(field));
+  return [...FIELDS.filter(isOffered), ...differing.filter((key) => !FIELDS.includes(key))];
 }
 
 /** Returns the labels of a job's groups. Grouped by tag, a job may have several. */
 function labelsOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
-  if (key in FIELDS) return [job[key] ?? "no owner"];
+  if (FIELDS.includes(key)) return [job[key] ?? "no owner"];
   const spec = specOf(job), values = new Map(flatten(spec));
   // A run from elsewhere may have the value of `train.lr` as `config.lr`; see `settings`.
   return [`${key} ${formatSetting(values.get(fullKey(spec, key)) ?? (job.external ? values.get(`config.${key.split(".").at(-1)}`) : undefined))}`];

@@ -40,8 +40,10 @@ function titles(jobs) {
   for (const [name, namesakes] of byName) {
     const differing = namesakes.length > 1 ? settings(namesakes).filter((row) => row.different && !/^(tags|notes|project|priority|private)\b/.test(row.key)).slice(0, MAX_SETTINGS) : [];
     const labels = namesakes.map((_, i) => differing.map(({ key, values }) => `${key.split(".").at(-1)} ${formatSetting(values[i]).slice(0, MAX_CHARS)}`).join(", "));
+    const isUnique = (label) => label && labels.filter((other) => other === label).length === 1;
     // If the settings are equal, the random end of the id distinguishes the jobs.
-    namesakes.forEach((job, i) => titles.set(job.id, namesakes.length < 2 ? name : `${name} · ${labels.filter((w) => w === labels[i]).length > 1 || !labels[i] ? [labels[i], job.id.slice(-5)].filter(Boolean).join(", ") : labels[i]}`));
+    const distinction = (job, label) => (isUnique(label) ? label : [label, job.id.slice(-5)].filter(Boolean).join(", "));
+    namesakes.forEach((job, i) => titles.set(job.id, namesakes.length < 2 ? name : `${name} · ${distinction(job, labels[i])}`));
   }
   cache = { key, titles };
   return titles;

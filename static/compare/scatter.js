@@ -58,12 +58,15 @@ export class Scatter {
 
   /** Reads the jobs again, and draws the plot. */
   draw() {
-    // The default is the setting that differs and that most jobs have.
+    const { all } = columns(this.jobs()), find = (key) => all.find((c) => c.key === key);
+    // The default of the horizontal axis is, among the settings that differ, the setting that most jobs have.
     const valueCount = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
-    const { all } = columns(this.jobs()), defaults = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
+    const [mostGiven] = all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a));
+    const hasBest = find("result:best").values.some(Number.isFinite);
+    const defaults = { x: mostGiven ?? find("result:step"), y: find(hasBest ? "result:best" : "result:loss") };
     for (const which of ["x", "y"]) {
       const select = byId(`scatter-${which}`), wanted = readUrl(`scatter-${which}`);
-      this[which] = all.find((c) => c.key === wanted) ?? defaults[which];
+      this[which] = find(wanted) ?? defaults[which];
       const offered = [...select.options].map((option) => option.value).join("\n");
       if (offered !== all.map((c) => c.key).join("\n")) {
         const part = (label, members) => make("optgroup", { label }, ...members.map((c) => new Option(c.name, c.key)));

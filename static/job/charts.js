@@ -22,8 +22,8 @@ export class Charts {
 
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
-    Object.assign(this, { job, metrics, ranks, isDrawing: false, panelMetrics: () => [], panelPixels: () => 0 });
     // `Panels` replaces `panelMetrics`, the metrics of all panels, and `panelPixels`, the width in pixels of the widest panel of a metric.
+    Object.assign(this, { job, metrics, ranks, isDrawing: false, panelMetrics: () => [], panelPixels: () => 0 });
     const view = this.view = new View(() => metrics.series("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
@@ -76,7 +76,7 @@ export class Charts {
     return ["auto", "fp16"].includes(train.precision) && parallel.device !== "cpu" ? ["loss_scale", "skipped_steps"] : [];
   }
 
-  /** Metrics to read at the start, in addition to the metrics that every page reads. */
+  /** Metrics to read at the start, besides those of every page. */
   get metricsToRead() { return [this.otherMetric, ...this.rareMetrics, ...this.panelMetrics()]; }
 
   /** Draws all charts in the next frame, after an action of the reader. */

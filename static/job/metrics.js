@@ -13,6 +13,7 @@ const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"
 const CAPACITY = 65_536;
 
 export class Metrics {
+  /** Series by metric and rank, and series of means over ranks by metric. */
   #series = new Map();
   #means = new Map();
   /** For each metric that has been read: the sequence number of the newest event that the response includes. */
@@ -57,12 +58,13 @@ export class Metrics {
   /** Returns the number of ranks of an attempt that was active while this page was open, otherwise undefined. */
   rankCountOf(attempt) { return this.#rankCounts.get(attempt); }
 
-  /** Returns a series of means. For an attempt that had ended earlier, the number of ranks with points is used. */
-  #meanOf(name, capacity) { return new MeanSeries(name, (attempt) => this.rankCountOf(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
+  /** Creates a series of means over ranks. For an attempt that had ended earlier, the number of ranks with points is used. */
+  #createMean(name, capacity) { return new MeanSeries(name, (attempt) => this.rankCountOf(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
 
+  /** Returns the series of a metric's means over ranks. */
   mean(name) {
     let series = this.#means.get(name);
-    if (!series) this.#means.set(name, series = this.#meanOf(name, 8192));
+    if (!series) this.#means.set(name, series = this.#createMean(name, 8192));
     return series;
   }
 
@@ -153,7 +155,7 @@ export class Metrics {
       const response = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#newEvents) return;
       fill(response, (rank) => detailSeries(this.series(name, rank), () => new Series(name, rank, 16_384)));
-      if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#meanOf(name, 16_384)));
+      if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#createMean(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;

@@ -12,6 +12,8 @@ const MAX_LINES = 1000;
 const EVENTS_PER_REQUEST = 400;
 /** Number of matching lines after which a search pauses, because they fill the panel. */
 const MIN_FOUND_LINES = 25;
+/** Distances in pixels: from the log's end, within which the log follows, and from either end, within which more lines are read. */
+const FOLLOW_PIXELS = 24, READ_PIXELS = 400;
 /** Words of lines that are marked as warnings, and as errors. */
 const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const ERROR = /\b(error|failed|panicked|killed|fatal)\b/i;
@@ -98,7 +100,7 @@ export class Log {
     const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: EVENTS_PER_REQUEST, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: EVENTS_PER_REQUEST })}`)]);
     this.followBox.checked = false;
     this.#cursor = before.next_cursor;
-    this.#replaceLines([...before.lines.reverse(), ...after.lines], before.next_cursor !== null, after.next_cursor !== null);
+    this.#replaceLines([...before.lines.reverse(), ...after.lines], { hasOlder: before.next_cursor !== null, hasNewer: after.next_cursor !== null });
     const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
     found?.classList.add("marked");
     found?.scrollIntoView({ block: "center" });
@@ -118,7 +120,7 @@ export class Log {
     const response = await this.#ask({ sort: "-seq", limit: this.#isSearching ? EVENTS_PER_REQUEST : MAX_LINES });
     if (!response) return;
     this.#cursor = response.next_cursor;
-    this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
+    this.#replaceLines(response.lines.reverse(), { hasOlder: response.next_cursor !== null, hasNewer: false });
     if (!this.followBox.checked && readUrl("line") === "") this.followBox.checked = true;
     this.#scrollToEnd();
     if (this.#isSearching) await this.#continueSearch();
@@ -133,7 +135,7 @@ export class Log {
     }
   }
 
-  #replaceLines(lines, hasOlder, hasNewer) {
+  #replaceLines(lines, { hasOlder, hasNewer }) {
     this.#pending = [];
     this.#unread = 0;
     this.#lineCount = lines.length;
@@ -167,6 +169,7 @@ export class Log {
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
 
+  /** Drops all pending lines except the newest. */
   #dropPending() { this.#lineCount += this.#pending.length - MAX_LINES; this.#pending = this.#pending.slice(-MAX_LINES); this.#hasOlder = true; }
 
   #flush() {
@@ -207,13 +210,12 @@ export class Log {
   get #pixelsBelow() { return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight; }
 
   #handleScroll() {
-    // The log follows within 24 pixels of its end, and reads more lines within 400 pixels of either end.
     const { box } = this, below = this.#pixelsBelow;
-    if (below >= 24 && box.scrollTop < this.#lastTop) this.followBox.checked = false;
-    else if (below < 24 && !this.#hasNewer && !this.followBox.checked) { this.followBox.checked = true; this.#unread = 0; }
+    if (below >= FOLLOW_PIXELS && box.scrollTop < this.#lastTop) this.followBox.checked = false;
+    else if (below < FOLLOW_PIXELS && !this.#hasNewer && !this.followBox.checked) { this.followBox.checked = true; this.#unread = 0; }
     this.#lastTop = box.scrollTop;
-    if (box.scrollTop < 400 && this.#hasOlder) this.#loadOlder();
-    else if (below < 400 && this.#hasNewer) this.#loadNewer();
+    if (box.scrollTop < READ_PIXELS && this.#hasOlder) this.#loadOlder();
+    else if (below < READ_PIXELS && this.#hasNewer) this.#loadNewer();
     this.drawNote();
   }
 
@@ -221,8 +223,8 @@ export class Log {
   async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#isReading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
+    if (this.#isSearching ? !this.#cursor : !seq) return false;
     const place = this.#isSearching ? { cursor: this.#cursor } : { before: seq };
-    if (!Object.values(place)[0]) return false;
     const response = await this.#ask({ sort: "-seq", limit: EVENTS_PER_REQUEST, ...place }).catch(() => null);
     if (!response) return false;
     response.lines.reverse();
@@ -256,8 +258,8 @@ export class Log {
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
     this.drawNote();
-    // If the lines do not fill the panel, no scrolling would read the rest.
-    if (this.#hasNewer && response.next_cursor === null && response.lines.length && this.#pixelsBelow < 400) await this.#loadNewer();
+    // If the lines do not fill the panel, the reader cannot scroll to read the rest.
+    if (this.#hasNewer && response.next_cursor === null && response.lines.length && this.#pixelsBelow < READ_PIXELS) await this.#loadNewer();
   }
 
   /** Writes this line into the page's URL. */

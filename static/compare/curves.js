@@ -12,7 +12,7 @@ import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
 import { picturesUntil, rankCountNow, isRankCountKnown } from "../job/facts.js";
-import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
+import { metricInfo, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { isActive } from "../job/states.js";
 import { groups, meanSeries } from "./grouped.js";
 
@@ -70,7 +70,7 @@ export class Curves {
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
     const lineNames = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
-    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric).label}, ${lineNames()}`)));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${metricInfo(metric).label}, ${lineNames()}`)));
     byId("curves").append(root);
     return chart;
   }

@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { picturesUntil } from "./facts.js";
-import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, formatTick, formatPercentTick } from "./names.js";
+import { metricInfo, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, formatTick, formatPercentTick } from "./names.js";
 import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
 
@@ -148,11 +148,11 @@ export class Charts {
   panelLayers({ metrics: names, lines }) {
     const { metrics } = this, hasSeveral = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
-      const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = hasSeveral ? `rank-${i}` : "accent";
+      const side = sides.indexOf(quantity(name)), label = metricInfo(name).label === name ? name : metricInfo(name).label.toLowerCase(), colour = hasSeveral ? `rank-${i}` : "accent";
       let layers;
       if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), picturesUntil(this.job())) }];
       else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: hasSeveral ? `${label}, ${layer.label}` : layer.label }));
-      else if (!about(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
+      else if (!metricInfo(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.rankCount > RANK_COLOURS) layers = [{ label: hasSeveral ? label : "mean of ranks", series: metrics.mean(name), band: true }];
       else layers = [...Array(metrics.rankCount).keys()].map((rank) => ({ label: hasSeveral ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.series(name, rank) }));
       return layers.map((layer) => ({ ...layer, side, colour: hasSeveral ? colour : layer.colour ?? colour }));

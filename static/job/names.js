@@ -40,8 +40,8 @@ export const ALL = {
   images_per_second: perJob("Images/s", rate, "images/s"), ...SELECTABLE,
 };
 /** Returns label, format and quantity of a metric, or defaults for a metric that only a run from elsewhere has. */
-export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : perJob(name, value, "value"));
-export const quantity = (name) => about(name).quantity;
+export const metricInfo = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : perJob(name, value, "value"));
+export const quantity = (name) => metricInfo(name).quantity;
 /** Returns the names of a job's metrics with a newest value. `val_pictures` is left out, because it is not a metric. */
 export const knownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
@@ -56,7 +56,7 @@ const withUnit = (words, quantity) => (UNITS[quantity] && UNITS[quantity] !== wo
 
 /** Returns the title of a metric's axis: its name with its unit, such as `step time (ms)`. */
 export function axisTitle(name) {
-  const { label } = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+  const { label } = metricInfo(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
@@ -77,7 +77,7 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
-  const { format, quantity } = about(name);
+  const { format, quantity } = metricInfo(name);
   const tick = quantity === "accuracy" ? formatPercentTick : [value, rate].includes(format) ? formatTick : format;
   return { format, tick, startsAtZero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

@@ -1,7 +1,7 @@
 // The form that edits a panel.
 
 import { byId, make, Problem, errorText, setText } from "../page.js";
-import { about, ALL, GROUPS, knownMetrics, unitOf } from "./names.js";
+import { metricInfo, ALL, GROUPS, knownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
 
@@ -12,7 +12,7 @@ export class PanelForm {
     const box = field("metrics");
     const job = charts.job();
     for (const name of job.external ? knownMetrics(job) : Object.keys(ALL)) {
-      const { label } = about(name);
+      const { label } = metricInfo(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
       if (title) box.append(group = make("fieldset", {}, make("legend", { textContent: title })));
       group.append(make("label", { className: "inline" }, make("input", { type: "checkbox", value: name }), label));
@@ -72,7 +72,7 @@ export class PanelForm {
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
     for (const key of Object.keys(ends)) if (ends[key] === null) delete ends[key];
-    const title = field("name").value.trim() || metrics.map((name) => about(name).label).join(", ").slice(0, 80).trim();
+    const title = field("name").value.trim() || metrics.map((name) => metricInfo(name).label).join(", ").slice(0, 80).trim();
     return {
       title, metrics, lines: field("lines").value, columns: Number(field("columns").value), rows: Number(field("rows").value),
       smoothing: Number(field("smoothing").value), robust: field("robust").checked, log: field("scale").value === "log", ...ends,

@@ -5,7 +5,7 @@ import { ask, byId, confirmThen, make, setNote, setText } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, addGrip, describeSize } from "./panel-size.js";
-import { about, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
+import { metricInfo, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
 
 /** Maximum number of panels. */
 const MAX_PANELS = Number(byId("custom").dataset.max);
@@ -124,7 +124,7 @@ export class Panels {
 
   #drawLegend(list, panel, sides) {
     list.hidden = panel.metrics.length < 2;
-    list.replaceChildren(...panel.metrics.map((name, i) => make("li", {}, make("i", { className: `swatch bg-rank-${i}` }), about(name).label + (quantity(name) === sides[1] ? " (right)" : ""))));
+    list.replaceChildren(...panel.metrics.map((name, i) => make("li", {}, make("i", { className: `swatch bg-rank-${i}` }), metricInfo(name).label + (quantity(name) === sides[1] ? " (right)" : ""))));
   }
 
   // --- changes -----------------------------------------------------------------------------------

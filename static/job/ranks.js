@@ -6,7 +6,7 @@ import { byId, make, setText } from "../page.js";
 import { count, millis, percent } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
-import { about as aboutMetric } from "./names.js";
+import { metricInfo } from "./names.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
@@ -215,7 +215,7 @@ export class Ranks {
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
   #describeGpu(rank) {
     const names = ["gpu_utilization", "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_power_watts"];
-    return names.map((name) => [name, this.#recent(name, rank, 1)]).filter(([, v]) => Number.isFinite(v)).map(([name, v]) => aboutMetric(name).format(v));
+    return names.map((name) => [name, this.#recent(name, rank, 1)]).filter(([, v]) => Number.isFinite(v)).map(([name, v]) => metricInfo(name).format(v));
   }
 
   #createRow(rank) {

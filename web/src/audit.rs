@@ -174,9 +174,9 @@ pub struct AuditPage {
     pub lines: Vec<AuditLine>,
     /// Cursor of the next page, with older lines.
     pub next: Option<String>,
-    /// `?who=ada`: only entries of this person or token. Empty: all entries.
+    /// Entries of this person or token (`?who=ada`). Empty: all entries.
     pub who: String,
-    /// `?q=/jobs`: only entries that contain this text. Empty: all entries.
+    /// Entries that contain this text (`?q=/jobs`). Empty: all entries.
     pub text: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,

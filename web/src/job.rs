@@ -58,7 +58,7 @@ pub struct RankEntry {
 /// The panels that a job's page shows.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Panels {
-    /// Where the panels come from: `job`, `project` or `none`.
+    /// Where the panels come from: `job`, `project`, or `none` if no panels are configured.
     pub from: &'static str,
     /// The panels, in order.
     pub panels: Vec<Panel>,

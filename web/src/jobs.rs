@@ -15,17 +15,17 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 /// The filter of the list, which is part of the page's URL.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
-    /// `?state=running,failed`: jobs in one of these states; empty for all.
+    /// Jobs in one of these states (`?state=running,failed`). Empty: jobs in any state.
     pub states: Vec<JobState>,
-    /// `?q=cifar`: jobs with this text in their name, tags or notes; empty for all.
+    /// Jobs with this text in their name, tags or notes (`?q=cifar`). Empty: all jobs.
     pub text: String,
-    /// `?project=vision`: jobs of this project; empty for all.
+    /// Jobs of this project (`?project=vision`). Empty: jobs of any project.
     pub project: String,
-    /// `?tag=a,b`: jobs with all of these tags; empty for all.
+    /// Jobs with all of these tags (`?tag=a,b`). Empty: jobs with any tags.
     pub tag: String,
-    /// `?owner=ada`: jobs of this person or token; empty for all.
+    /// Jobs of this person or token (`?owner=ada`). Empty: jobs of any owner.
     pub owner: String,
-    /// `?sort=-loss`: the order; empty for the newest first.
+    /// The order (`?sort=-loss`). Empty: the newest jobs first.
     pub sort: String,
     /// Other parameters of the URL, conditions and times, which the page's links keep.
     pub other_parameters: Vec<(&'static str, String)>,

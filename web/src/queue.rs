@@ -24,9 +24,9 @@ pub struct QueuePage {
     pub total: u64,
     /// Slots that are reserved for jobs.
     pub reservations: Vec<Reservation>,
-    /// `?project=vision`: only jobs of this project. Empty: all jobs.
+    /// Jobs of this project (`?project=vision`). Empty: jobs of any project.
     pub project: String,
-    /// `?owner=ada`: only jobs of this person or token. Empty: all jobs.
+    /// Jobs of this person or token (`?owner=ada`). Empty: jobs of any owner.
     pub owner: String,
     /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,

@@ -28,7 +28,7 @@ pub struct DeliveryLine {
     pub event: String,
     /// The job's id; empty for a test message.
     pub job: String,
-    /// `waiting`, `delivered` or `failed`.
+    /// The message's state: `waiting`, `delivered` or `failed`.
     pub state: &'static str,
     /// Number of attempts so far.
     pub attempts: usize,

@@ -201,7 +201,7 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 /** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
-/** Says at each field that the sweep replaces the field's value, if the sweep sets the field's key. */
+/** Notes at each field whether the sweep replaces the field's value. `swept`: the keys that the sweep sets. */
 function showSwept(swept) {
   for (const field of fields) {
     const hint = byId(`${field.id}-hint`), note = hint.querySelector("b");
@@ -226,8 +226,8 @@ function showPlan(response) {
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
-  // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
+  // If the dataset lacks the default split, the server chooses another split.
   if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
   setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
@@ -273,15 +273,15 @@ form.addEventListener("focusout", (event) => { if (event.target.value) touched.a
 const findInput = byId("find-setting");
 
 /** Returns the settings whose key, name, hint or choices contain the text in the search field. */
-function foundSettings() {
+function matchingSettings() {
   const wanted = findInput.value.trim().toLowerCase();
   return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
 }
 
-/** Searches the settings: hides settings without the words under "More settings", and shows links to settings above. */
+/** Hides the settings under "More settings" that lack the words, and shows links to the other settings that have them. */
 function findSettings(words) {
   if (findInput.value !== words) findInput.value = words;
-  const found = foundSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
+  const found = matchingSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
   for (const section of document.querySelectorAll(".more fieldset")) {
     const inside = fields.filter((field) => section.contains(field));
     for (const field of inside) field.closest(".field").hidden = !found.includes(field);
@@ -295,7 +295,7 @@ findInput.addEventListener("input", (event) => { event.stopPropagation(); findSe
 findInput.addEventListener("keydown", (event) => {
   if (event.key !== "Enter") return;
   event.preventDefault();
-  if (findInput.value.trim()) foundSettings()[0]?.focus();
+  if (findInput.value.trim()) matchingSettings()[0]?.focus();
 });
 
 const presets = [...document.querySelectorAll("[data-preset]")];

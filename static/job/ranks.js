@@ -19,6 +19,7 @@ const MAX_DATA_SHARE = 0.05;
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
 export class Ranks {
+  /** By rank: the row, the newest report, the agent's name, and for a slow rank, the step since which it has been slow. */
   #rows = new Map();
   #reports = new Map();
   #agents = new Map();
@@ -36,6 +37,7 @@ export class Ranks {
     this.list = byId("ranks");
   }
 
+  /** Sets a rank's agent, and its report if there is one. */
   setAgent({ rank, agent, report }) {
     this.#agents.set(rank, agent);
     if (report) this.#reports.set(rank, report);
@@ -86,7 +88,7 @@ export class Ranks {
     return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
 
-  /** Returns the fraction of a step that is spent waiting for other ranks, or NaN. */
+  /** Returns the fraction of a step that is spent waiting for other ranks; NaN before the first step. */
   waitShare() {
     let step = 0, wait = 0;
     for (let r = 0; r < this.metrics.rankCount; r++) {
@@ -110,7 +112,7 @@ export class Ranks {
     return " · limited by computing";
   }
 
-  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`, or null. */
+  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`; null if no rank does. */
   findSlowRank() {
     const times = Array.from({ length: this.metrics.rankCount }, (_, r) => ({ rank: r, ...this.#stepTimes(r) }))
       .filter((s) => Number.isFinite(s.step));

@@ -1,11 +1,11 @@
 // Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
 // coordinates of settings that differ. The page's URL contains the jobs and the view.
 
-import { ask, byId, press, errorText, showLive, text } from "./page.js";
+import { ask, byId, markPressed, errorText, showLive, setText } from "./page.js";
 import { Stream } from "./stream.js";
-import { choices, read, write } from "./address.js";
-import { smoothingSlider } from "./chart/range.js";
-import { assign, COLOURS } from "./compare/colours.js";
+import { setUpChoices, readUrl, writeUrl } from "./address.js";
+import { setUpSmoothing } from "./chart/range.js";
+import { assignLooks, COLOURS } from "./compare/colours.js";
 import { Curves } from "./compare/curves.js";
 import { groupKeys, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
@@ -20,32 +20,35 @@ import { plural } from "./numbers.js";
 /** Maximum number of charts. */
 const MAX_CHARTS = 8;
 const jobs = new Map();
-const ids = () => read("jobs").split(",").filter(Boolean);
-const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
+/** Returns the ids in the URL. */
+const ids = () => readUrl("jobs").split(",").filter(Boolean);
+/** Returns the jobs of these ids that have been loaded. */
+const loadedJobs = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
-const selection = new Selection(list);
+const selection = new Selection(loadedJobs);
 const selected = () => selection.ids();
-const curves = new Curves(list, selected);
-const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), selected);
-const parallel = new Parallel(byId("parallel"), list, selection);
-const scatter = new Scatter(byId("scatter"), list, selection);
-const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()));
+const curves = new Curves(loadedJobs, selected);
+const tables = new Tables(loadedJobs, (id) => choose(ids().filter((other) => other !== id)), selected);
+const parallel = new Parallel(byId("parallel"), loadedJobs, selection);
+const scatter = new Scatter(byId("scatter"), loadedJobs, selection);
+const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), loadedJobs, () => new Set(ids()));
 
+/** Compares these jobs, by their ids. */
 async function choose(wanted) {
-  write({ jobs: wanted.join(",") });
+  writeUrl({ jobs: wanted.join(",") });
   await show();
 }
 
 async function show() {
-  assign(ids());
+  assignLooks(ids());
   const missing = ids().filter((id) => !jobs.has(id)), errors = [];
   await Promise.all(missing.map(async (id) => {
     try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { errors.push(`${id}: ${errorText(error)}`); }
   }));
-  const hasJobs = list().length > 0;
+  const hasJobs = loadedJobs().length > 0;
   byId("nothing").hidden = hasJobs;
   byId("compared").hidden = !hasJobs;
-  text(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
+  setText(byId("compare-about"), errors.join(" ") || (hasJobs ? `${plural(loadedJobs().length, "job")}${loadedJobs().length === 1 ? ": choose a second job to compare" : ""}` : ""));
   picker.draw();
   if (!hasJobs) return;
   showCharts();
@@ -53,7 +56,7 @@ async function show() {
   await curves.draw();
 }
 
-/** Draws what depends only on the jobs and not on their metrics: tables, parallel coordinates and the scatter plot. */
+/** Draws everything that depends only on the jobs and not on their metrics: tables, parallel coordinates and the scatter plot. */
 function redraw() {
   applyGrouping();
   tables.draw();
@@ -66,31 +69,31 @@ function redraw() {
 
 /** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
 function applyGrouping() {
-  const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...groupKeys(list()), ...(wanted ? [wanted] : [])])];
+  const select = byId("group-by"), wanted = readUrl("group"), keys = [...new Set([...groupKeys(loadedJobs()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
-  const band = read("band") === "range" ? "range" : "std";
+  const band = readUrl("band") === "range" ? "range" : "std";
   byId("grouped").hidden = !wanted;
-  press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
+  markPressed([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
-    const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
+    const lines = groups(loadedJobs(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
     // If there are enough colours, groups get other colours than jobs, which the scatter plot shows. Otherwise groups may reuse the colours of
     // jobs, so that their lines are solid.
-    assign(all.length <= COLOURS ? all : lines);
+    assignLooks(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
 }
 
-byId("group-by").addEventListener("change", ({ target }) => { write({ group: target.value }); applyGrouping(); });
-for (const button of byId("bands").children) button.addEventListener("click", () => { write({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
+byId("group-by").addEventListener("change", ({ target }) => { writeUrl({ group: target.value }); applyGrouping(); });
+for (const button of byId("bands").children) button.addEventListener("click", () => { writeUrl({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
 
 // --- the selection ------------------------------------------------------------------------------------
 
 function drawSelection() {
-  const kept = selected(), all = list().length;
+  const kept = selected(), all = loadedJobs().length;
   byId("selection").hidden = !selection.hasBrushes;
-  text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
-  text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
+  setText(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
+  setText(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
   byId("selection-keep").disabled = !kept.size || kept.size === all;
 }
 
@@ -105,7 +108,7 @@ byId("selection-keep").addEventListener("click", () => { const kept = selected()
  * have, preferably a loss or an accuracy.
  */
 function defaultMetric() {
-  const ofJobs = list().map(knownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
+  const ofJobs = loadedJobs().map(knownMetrics), all = [...new Set(ofJobs.flat())].sort((a, b) => isResult(b) - isResult(a));
   if (!ofJobs.length) return "val_accuracy";
   const isShared = (name) => ofJobs.every((names) => names.includes(name));
   return ["val_accuracy", "loss"].find((name) => all.includes(name)) ?? all.find(isShared) ?? all[0] ?? "loss";
@@ -113,39 +116,40 @@ function defaultMetric() {
 
 /** Returns the metrics in the URL. Each metric has a chart. */
 function metrics() {
-  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
+  const wanted = [...new Set(readUrl("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
   return wanted.length ? wanted : [defaultMetric()];
 }
 
 /** Shows the charts for the metrics in the URL. */
 function showCharts() {
-  const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
-  for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), all = [...list().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
-  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
-  curves.setMetrics(now);
+  const shown = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
+  for (const button of buttons) button.setAttribute("aria-pressed", String(shown.includes(button.dataset.metric)));
+  const more = byId("more-metrics"), all = [...loadedJobs().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
+  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${shown.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
+  curves.setMetrics(shown);
 }
 
 /** Adds or removes a chart. At least one chart stays. */
 function toggle(name) {
-  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-MAX_CHARTS);
-  write({ metric: wanted.join() === defaultMetric() ? "" : wanted.join(",") });
+  const shown = metrics(), wanted = shown.includes(name) ? shown.filter((other) => other !== name) : [...shown, name].slice(-MAX_CHARTS);
+  writeUrl({ metric: wanted.join() === defaultMetric() ? "" : wanted.join(",") });
   showCharts();
-  if (list().length) curves.draw();
+  if (loadedJobs().length) curves.draw();
 }
 
 for (const button of document.querySelectorAll("button[data-metric]")) button.addEventListener("click", () => toggle(button.dataset.metric));
 byId("more-metrics").addEventListener("change", ({ target }) => { if (target.value) toggle(target.value); });
 showCharts();
-choices("axis", "step", (v) => curves.setAxis(v));
-choices("scale", "linear", (v) => curves.setScale(v));
-smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
-choices("settings", "different", (v) => tables.setAll(v === "all"));
+setUpChoices("axis", "step", (v) => curves.setAxis(v));
+setUpChoices("scale", "linear", (v) => curves.setScale(v));
+setUpSmoothing(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
+setUpChoices("settings", "different", (v) => tables.showSettings(v));
+
 // --- live ---------------------------------------------------------------------------------------------
 
-/** Pause between requests for the curves of running jobs. */
+/** Interval of requests for the curves of running jobs. */
 const CURVES_EVERY_MS = 2000;
-let frame = 0, stale = false;
+let timer = 0, areCurvesOutdated = false;
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
@@ -154,23 +158,23 @@ new Stream({
     if (message.type === "live") reloadJobs().catch(() => {});
     if (!known || known.last_seq > message.job.last_seq) return;
     jobs.set(known.id, message.job);
-    curves.changed(known.id);
-    stale = true;
-    frame ||= setTimeout(() => { frame = 0; if (list().length) redraw(); }, 500);
+    curves.markOutdated(known.id);
+    areCurvesOutdated = true;
+    timer ||= setTimeout(() => { timer = 0; if (loadedJobs().length) redraw(); }, 500);
   },
 });
 /** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
 async function reloadJobs() {
-  await Promise.all(list().filter((job) => !isFinal(job.state)).map(async ({ id }) => {
-    const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
-    if (!now || !known || known.last_seq > now.last_seq) return;
-    if (known.last_seq < now.last_seq) curves.changed(id);
-    jobs.set(id, now);
+  await Promise.all(loadedJobs().filter((job) => !isFinal(job.state)).map(async ({ id }) => {
+    const job = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
+    if (!job || !known || known.last_seq > job.last_seq) return;
+    if (known.last_seq < job.last_seq) curves.markOutdated(id);
+    jobs.set(id, job);
   }));
   await show();
 }
-setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(); } }, CURVES_EVERY_MS);
+setInterval(() => { if (areCurvesOutdated && !document.hidden) { areCurvesOutdated = false; curves.draw(); } }, CURVES_EVERY_MS);
 
 /** For tests and consoles. */
-window.lockstep = { jobs: list, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
-show().catch((error) => text(byId("compare-about"), errorText(error)));
+window.lockstep = { jobs: loadedJobs, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
+show().catch((error) => setText(byId("compare-about"), errorText(error)));

@@ -26,8 +26,9 @@ function tailLength(all, { tail: wanted, least, most }) {
 }
 
 /**
- * Returns the beginning of a text in boxes of one word each: the layout leaves out a box that does not fit. If a word is longer than the text before
- * it, the rest of the word is plain text, which the layout may cut anywhere. In a box, the word could leave more than half of the space unused.
+ * Returns the beginning of a text in boxes of one word each, because the layout leaves out a box that does not fit. If a word is longer than
+ * the text before it, the rest of the word is plain text, which the layout may cut anywhere. In a box, the word could leave more than half
+ * of the space unused.
  */
 function headNode(all) {
   const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);

@@ -1,14 +1,14 @@
 // The page Datasets: registers datasets without leaving the page, and shows pictures.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
-import { initialiseForm, postUntilInspected } from "./datasets/form.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
+import { postUntilInspected, setUpForm } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 import { offerUpload } from "./datasets/upload.js";
 
 offerBundled();
 // The forms exist only for readers who may add datasets.
-if (byId("add-dataset")) initialiseForm(byId("add-dataset"));
+if (byId("add-dataset")) setUpForm(byId("add-dataset"));
 if (byId("upload")) offerUpload(byId("upload"));
 
 for (const card of document.querySelectorAll("[data-dataset]")) {
@@ -17,11 +17,11 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
   card.querySelector("[data-inspect]")?.addEventListener("click", async ({ currentTarget: button }) => {
     button.disabled = true;
     try {
-      await postUntilInspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (message, progress) => text(button, progress || message));
+      await postUntilInspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, { onProgress: (activity, progress) => setText(button, progress || activity) });
       location.reload();
     } catch (error) {
       button.disabled = false;
-      text(button, errorText(error));
+      setText(button, errorText(error));
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({

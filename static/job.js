@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, isFailedRequest, make, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
+import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, errorText, serverNow, showLive, setText } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -16,7 +16,7 @@ import { Network } from "./job/network.js";
 import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
 import { register } from "./job/register.js";
-import { isFinal, waits } from "./job/states.js";
+import { isFinal, isWaiting } from "./job/states.js";
 import { Tabs } from "./job/tabs.js";
 
 /** Number of events by which the page may lag behind. If the page lags further, it reads the history over REST again instead of each event. */
@@ -31,7 +31,7 @@ const ranks = new Ranks(metrics, () => charts.redraw());
 const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, initial.panels, initial.may_change);
 const log = new Log(job.id, () => isFinal(job.state));
-const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
+const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reasons); facts.queue = jobHistory.queue; drawFactsSoon(); });
 const checkpoints = new Checkpoints(initial.checkpoints, (action, c) => {
   if (action === "fork") return actions.fork(c.id);
   if (action === "register") return register(c);
@@ -40,21 +40,21 @@ const checkpoints = new Checkpoints(initial.checkpoints, (action, c) => {
 }, initial.has_artifact_store ? job.id : null);
 checkpoints.draw();
 const facts = new Facts(job, metrics, ranks, checkpoints);
-checkpoints.changed.add(() => factsSoon());
+checkpoints.changeListeners.add(() => drawFactsSoon());
 const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
-  job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, showRefusal: (why) => facts.showRefusal(why),
+  job: () => job, checkpoints, setJob: (newJob) => { setJob(newJob); drawFactsSoon(); }, showRefusal: (why) => facts.showRefusal(why),
   beforeDelete: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, deleteFailed: () => follow(stream?.seq ?? 0),
 });
-const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
+const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; drawFactsSoon(); });
 /** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({
   onFirstOpen: { evaluation: () => evaluation.update(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
   onReopen: { evaluation: () => evaluation.update(), histograms: () => histograms.showMissedSteps() },
 });
-checkpoints.changed.add(() => actions.show());
+checkpoints.changeListeners.add(() => actions.show());
 byId("predict").addEventListener("click", () => {
   tabs.show("classify");
   byId("panels").scrollIntoView({ block: "start" });
@@ -70,7 +70,7 @@ window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get 
 // --- the stream ------------------------------------------------------------------------------------
 
 let stream = null;
-/** The number of seconds behind the server that the page shows; null if none is shown. */
+/** The lag behind the server that the page shows, in seconds; null if no lag is shown. */
 let shownLagSecs = null;
 let factsTimer = 0;
 let drawnAt = 0;
@@ -85,21 +85,21 @@ function drawFacts() {
   facts.draw();
   ranks.draw(job);
 }
-function factsSoon() {
+function drawFactsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
 }
 // The displayed times advance without events, and only a timer notices that a job reports no step.
-setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
+setInterval(() => { if (!isFinal(job.state)) drawFactsSoon(); }, 1000);
 // The job's place in the queue changes when other jobs change, which this job's events do not report.
-setInterval(() => { if (waits(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
+setInterval(() => { if (isWaiting(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
 
-function setJob(next) {
-  if (isFinal(next.state) && !isFinal(job.state)) {
-    notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
+function setJob(newJob) {
+  if (isFinal(newJob.state) && !isFinal(job.state)) {
+    notify(`${newJob.name}: ${newJob.state}`, newJob.reason ?? "", `/jobs/${newJob.id}`);
     refresh();
   }
-  job = facts.job = next;
-  metrics.follow(job);
+  job = facts.job = newJob;
+  metrics.rememberRankCount(job);
   charts.view.stepsPerEpoch = job.steps_per_epoch;
   log.offerFilters(job.ranks, job.attempt);
   log.drawNote();
@@ -148,13 +148,13 @@ function apply(event) {
       refresh();
       break;
   }
-  factsSoon();
+  drawFactsSoon();
 }
 
-/** A tenth of a far too high learning rate would diverge, too. */
+/** Maximum learning rate to try after a divergence: a tenth of a far too high learning rate would diverge, too. */
 const MAX_LR_AFTER_DIVERGENCE = 0.1;
 
-/** For each setting that advice may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
+/** For each setting that advice may name, a function that returns the value to try next, or a falsy value if there is none. */
 const NEXT_VALUE = {
   // Twice a few epochs would still be too few.
   "train.epochs": ({ train }) => train.epochs && Math.max(20, 2 * train.epochs),
@@ -180,7 +180,7 @@ function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
   byId("diagnosis").hidden = !diagnosis && !links.length;
 }
 
-/** Reads whether the accuracy of a running job improves, after an evaluation. */
+/** Called after an evaluation: reads and shows whether the accuracy of a running job improves. */
 async function refreshDiagnosis() {
   const next = await ask(`/api/v1/jobs/${job.id}`).catch(() => null);
   if (next?.state === job.state) showDiagnosis(next);
@@ -193,7 +193,7 @@ function refresh() {
     refreshRequest = new AbortController();
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
-      if (next.last_seq >= (stream?.seq ?? 0) || isFinal(next.state)) { setJob(next); showDiagnosis(next); factsSoon(); } else refresh();
+      if (next.last_seq >= (stream?.seq ?? 0) || isFinal(next.state)) { setJob(next); showDiagnosis(next); drawFactsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* If the server is unreachable, the stream ends, too, and its status shows this. */ }
   }, 150);
@@ -205,17 +205,17 @@ function onFrame(frame) {
     actions.reloadAnnotations();
     // An earlier request for the history may have failed while the server was unreachable.
     jobHistory.load().catch(() => {});
-    // If the server has lost events, or the page has missed many, reads the history again.
+    // If the server has lost events, or the page has missed many events, the history is read again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > MAX_MISSED_EVENTS) return void reload();
     shownLagSecs = null;
-    factsSoon();
+    drawFactsSoon();
     return;
   }
-  if (frame.type === "live") { facts.live = true; return; }
+  if (frame.type === "live") { facts.isLive = true; return; }
   if (frame.type === "progress") {
     const { step, images_per_second, eta_secs } = frame;
     job = facts.job = { ...job, step, images_per_second, eta_secs };
-    return factsSoon();
+    return drawFactsSoon();
   }
   if (frame.type === "changed") {
     const { project, tags, priority } = frame;
@@ -224,15 +224,15 @@ function onFrame(frame) {
     jobHistory.load().catch(() => {});
     return void actions.reloadAnnotations();
   }
-  if (!facts.live && frame.at) {
+  if (!facts.isLive && frame.at) {
     const secs = Math.floor((serverNow() - Date.parse(frame.at)) / 1000);
-    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${clockWords(secs)} behind` : "live"); }
+    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${formatLag(secs)} behind` : "live"); }
   }
   apply(frame);
 }
 
 /** Formats a duration: `40 s`, `3 min`. */
-const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
+const formatLag = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
 /** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {
@@ -240,7 +240,7 @@ async function reload() {
   stream.disconnect();
   for (let delay = 250; thisReload === newestReload; delay = Math.min(10_000, delay * 2)) {
     try {
-      const seq = await metrics.load(charts.wanted, charts.meanFirst);
+      const seq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
       await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
       if (thisReload !== newestReload) return;
@@ -256,7 +256,7 @@ async function reload() {
 
 /** Returns this page as the server renders it now (`page`), and its embedded data (`data`). */
 async function readPage() {
-  const page = await pageNow(`/jobs/${job.id}`);
+  const page = await fetchPage(`/jobs/${job.id}`);
   if (!page) throw new Error("The server did not render the page.");
   return { page, data: JSON.parse(page.getElementById("data").textContent) };
 }
@@ -269,7 +269,7 @@ async function reloadAgents() {
   agentsAttempt = job.attempt;
   // Only the machine is taken over, because the stream has newer reports about the rank than the page.
   for (const { rank, agent } of data.ranks) ranks.setAgent({ rank, agent });
-  factsSoon();
+  drawFactsSoon();
 }
 
 /** Reads again what the page contained when it was loaded: the ranks' reports and machines, and the panels that not every job has. */
@@ -281,7 +281,7 @@ async function reloadPage() {
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.handleStep();
   if (tabs.isOpened("network") || isPlanned()) network.load();
-  factsSoon();
+  drawFactsSoon();
 }
 
 async function start() {
@@ -293,16 +293,16 @@ async function start() {
   let seq = null, delay = 250;
   while (seq === null) {
     try {
-      let logged = null;
+      let logLoading = null;
       // The first chart is drawn before other history is requested. The log is read in the meantime.
       const drawFirstChart = async () => {
         charts.all.loss.startDrawing();
-        await drawn();
-        logged = log.load();
-        logged.catch(() => {});
+        await nextFrame();
+        logLoading = log.load();
+        logLoading.catch(() => {});
       };
-      seq = await metrics.load(charts.wanted, charts.meanFirst, drawFirstChart);
-      await logged;
+      seq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss, drawFirstChart);
+      await logLoading;
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return showDeleted();
       if (!isFailedRequest(error)) throw error;
@@ -324,7 +324,7 @@ function follow(seq) {
   stream = new Stream({
     path: (since) => `/api/v1/jobs/${job.id}/stream?since=${since}&keep_open=true`,
     seq, onFrame,
-    onStatus: (status) => { if (status !== "live") facts.live = false; showLive(status); },
+    onStatus: (status) => { if (status !== "live") facts.isLive = false; showLive(status); },
     onGone: async () => {
       try { await ask(`/api/v1/jobs/${job.id}`); return false; } catch (e) { return e instanceof Problem && e.status === 404 && (showDeleted(), true); }
     },
@@ -337,11 +337,11 @@ function showDeleted() {
   const banner = byId("banner");
   banner.hidden = false;
   banner.dataset.tone = "bad";
-  text(byId("banner-what"), "This job was deleted.");
-  text(byId("banner-why"), "This page shows only what it had loaded before.");
-  text(byId("banner-link"), "Jobs");
+  setText(byId("banner-what"), "This job was deleted.");
+  setText(byId("banner-why"), "This page shows only what it had loaded before.");
+  setText(byId("banner-link"), "Jobs");
   byId("banner-link").setAttribute("href", "/jobs");
   actions.hide();
 }
 
-start().catch((error) => { showLive("stopped"); text(byId("loss-note"), errorText(error)); throw error; });
+start().catch((error) => { showLive("stopped"); setText(byId("loss-note"), errorText(error)); throw error; });

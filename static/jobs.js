@@ -1,7 +1,7 @@
 // The list of jobs: rows change in place when the stream reports changes. The URL contains the filter.
 
-import { ask, byId, drawn, notify, Problem, Unreachable, errorText, showLive, text } from "./page.js";
-import { write } from "./address.js";
+import { ask, byId, nextFrame, notify, Problem, Unreachable, errorText, showLive, setText } from "./page.js";
+import { writeUrl } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { isFinal } from "./job/states.js";
@@ -12,7 +12,7 @@ import { Groups } from "./jobs/groups.js";
 import { FilterMenu } from "./jobs/filter-menu.js";
 import { filter, fits, mentions, MIN_PAUSE_MS, parameters, readPage, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
-import { blank, fill as fillRow } from "./jobs/row.js";
+import { createRow, fillRow } from "./jobs/row.js";
 import { arrange, drawHeads, sortValue, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
@@ -31,49 +31,50 @@ const MAX_RELOAD = 200;
 const MAX_CATCH_UP = 1000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** For jobs from the stream that are not in the list: the sort value for which the list was read again. Only the server knows a job's place. */
-const requestedKey = new Map();
+/** For jobs from the stream that are not listed: the sort value with which the list was read again. Only the server knows their places. */
+const requestedSortValue = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends of jobs of which the reader was notified. After an interruption, both a request and the stream may report the same end. */
+/** Ends of jobs of which the reader was notified: after an interruption, both a request and the stream may report the same end. */
 const notified = new Set();
 /** Number of the newest call of `load`, which earlier calls compare with `thisLoad`. */
 let loads = 0;
 /** Cursor of the next jobs, and whether these jobs are being read. */
-let next = null, reading = false;
-/** Timer of `readSoon`, and the pause before `readSoon` reads. */
-let reloadTimer = 0, pause = MIN_PAUSE_MS;
+let nextCursor = null, isReadingMore = false;
+/** Timer of `reloadSoon`, and its pause. */
+let reloadTimer = 0, reloadPauseMs = MIN_PAUSE_MS;
 /** Whether the filter or the order has changed since the list was read. */
 let isFilterChanged = true;
 /** Whether the stream was interrupted. */
 let wasInterrupted = false;
 /** Resolves after the first rows are painted. No row is changed before. */
-const firstPaint = drawn();
+const firstPaint = nextFrame();
 let groups = null;
-const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.isGrouped ? groups.listed : rows.childElementCount) });
+const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), rowCount: () => (groups?.isGrouped ? groups.rowCount : rows.childElementCount) });
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
 const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
 const queue = new Queue(() => loadedJobs(), (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
-const isSorted = () => order() !== DEFAULT_ORDER;
+/** Whether the list has another order than the newest jobs first. */
+const hasOtherOrder = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
 const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
 const fillAll = () => { round++; for (const row of rowWindow.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const loadedJobs = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const knownTags = () => new Set(loadedJobs().flatMap((job) => job.tags));
-const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: knownTags() }) });
-groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: notifyOfEnd });
+const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.isGrouped || needsRead) reload(); }, known: () => ({ jobs: loadedJobs(), tags: knownTags() }) });
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, onChange: () => { showEmpty(); bulk.forgetUnshown(); }, onRead: notifyOfEnd });
 const filterMenu = new FilterMenu((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
-new Views(() => columns.words());
+new Views(() => columns.choice());
 
 /** Reads the list again, after a change of the filter or the order, or after an interruption of the stream. */
 async function load() {
   if (groups.isGrouped) {
     loads++;
-    next = null;
+    nextCursor = null;
     await Promise.all([groups.load(), firstPaint]);
     // Groups replace the list of jobs.
     if (groups.isGrouped) for (const id of [...rowOf.keys()]) remove(id);
@@ -81,30 +82,31 @@ async function load() {
   }
   groups.clear();
   // The stream does not repeat the events during an interruption, so all rows are read again.
-  const thisLoad = ++loads, sorted = isSorted(), isNewList = isFilterChanged, isCatchUp = wasInterrupted && !isNewList, before = new Map(jobs);
-  const most = isNewList ? 0 : isCatchUp ? MAX_CATCH_UP : sorted ? MAX_RELOAD : 0;
-  const response = await readPage(filter(), null, Math.max(PAGE_SIZE, Math.min(most, rowOf.size)));
+  const thisLoad = ++loads, isReordered = hasOtherOrder(), isNewList = isFilterChanged, isCatchUp = wasInterrupted && !isNewList, before = new Map(jobs);
+  const maxReloaded = isNewList ? 0 : isCatchUp ? MAX_CATCH_UP : isReordered ? MAX_RELOAD : 0;
+  const response = await readPage(filter(), null, Math.max(PAGE_SIZE, Math.min(maxReloaded, rowOf.size)));
   await firstPaint;
   if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay, and jobs that the stream has reported in the meantime. Other missing jobs are removed.
-  const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (isReordered || row.dataset.created < last);
   const stays = (id, row) => !isNewList && (jobs.get(id) !== before.get(id) || isFurtherDown(id, row));
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of response.jobs) show(job);
-  if (sorted || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
-  if (isCatchUp || rowOf.size <= response.jobs.length) next = response.next_cursor;
+  if (isReordered || isNewList) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
+  if (isCatchUp || rowOf.size <= response.jobs.length) nextCursor = response.next_cursor;
   drawHeadings();
   showEmpty();
   bulk.forgetUnshown();
 }
 
-const read = () => load().then(() => filterMenu.showProblem(""), (error) => {
+/** Like `load`, and shows errors. */
+const reload = () => load().then(() => filterMenu.showProblem(""), (error) => {
   if (error instanceof Unreachable || error.status >= 500) return showLive("reconnecting");
   if (!(error instanceof Problem)) return filterMenu.showProblem(errorText(error));
   // For an invalid filter or order, no jobs are listed.
-  next = null;
+  nextCursor = null;
   for (const id of [...rowOf.keys()]) remove(id);
   groups.clear();
   groups.isEmpty = true;
@@ -114,69 +116,69 @@ const read = () => load().then(() => filterMenu.showProblem(""), (error) => {
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
-function readSoon() {
+function reloadSoon() {
   reloadTimer ||= setTimeout(async () => {
     reloadTimer = 0;
     // Rows to which the reader scrolls come first.
-    if (reading) return readSoon();
+    if (isReadingMore) return reloadSoon();
     const began = performance.now();
     // A failed request does not change the pause.
-    await load().then(() => { pause = pauseAfter(began); }, () => {});
-  }, pause);
+    await load().then(() => { reloadPauseMs = pauseAfter(began); }, () => {});
+  }, reloadPauseMs);
 }
 
 async function loadMore() {
-  if (!next || reading) return;
-  reading = true;
-  const thisLoad = loads, response = await readPage(filter(), next, Math.max(PAGE_SIZE, Math.min(MAX_PAGE_SIZE, rowOf.size))).catch(() => null);
-  reading = false;
+  if (!nextCursor || isReadingMore) return;
+  isReadingMore = true;
+  const thisLoad = loads, response = await readPage(filter(), nextCursor, Math.max(PAGE_SIZE, Math.min(MAX_PAGE_SIZE, rowOf.size))).catch(() => null);
+  isReadingMore = false;
   if (!response) return;
   // The list was read again in the meantime, so other jobs may follow.
   if (thisLoad !== loads) return isNearEnd() ? loadMore() : undefined;
-  next = response.next_cursor;
+  nextCursor = response.next_cursor;
   for (const job of response.jobs) show(job);
   showEmpty();
-  if (next && isNearEnd()) requestAnimationFrame(loadMore);
+  if (nextCursor && isNearEnd()) requestAnimationFrame(loadMore);
 }
 
 const isNearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
-/** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
+/** Handles a job from the stream. The place of a new job in the order is known only to the server, unless the newest jobs come first. */
 function handleJob(job) {
   if (groups.isGrouped) return groups.handleJob(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
-    if (known.last_seq <= job.last_seq && sortValue(known) !== sortValue(job)) readSoon();
+    if (known.last_seq <= job.last_seq && sortValue(known) !== sortValue(job)) reloadSoon();
     return show(job);
   }
   if (!fits(job, filter())) return;
-  if (!isSorted() && mentions(job, words)) return show(job);
-  if (requestedKey.get(job.id) === sortValue(job)) return;
-  requestedKey.set(job.id, sortValue(job));
-  readSoon();
+  if (!hasOtherOrder() && mentions(job, words)) return show(job);
+  if (requestedSortValue.get(job.id) === sortValue(job)) return;
+  requestedSortValue.set(job.id, sortValue(job));
+  reloadSoon();
 }
 
-/** Timer of `countSoon`, and the pause before `countSoon` counts. */
-let counting = 0, countPause = 0;
+/** Timer of `countSoon`, and its pause. */
+let countTimer = 0, countPauseMs = 0;
 /**
  * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
  * requests grows with its response time.
  */
 function countSoon() {
-  counting ||= setTimeout(async () => {
-    counting = 0;
+  countTimer ||= setTimeout(async () => {
+    countTimer = 0;
     if (document.hidden) return document.addEventListener("visibilitychange", countSoon, { once: true });
     const began = performance.now();
-    countPause = MIN_PAUSE_MS;
+    countPauseMs = MIN_PAUSE_MS;
     const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
-    countPause = pauseAfter(began);
+    countPauseMs = pauseAfter(began);
     if (!found) return;
     const jobsIn = new Map(found.groups.map((group) => [group.values[0], group.jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
       const jobCount = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
-      text(a.querySelector("small"), jobCount ? count(jobCount) : "");
+      setText(a.querySelector("small"), jobCount ? count(jobCount) : "");
     }
-  }, countPause);
+  }, countPauseMs);
 }
 
 function notifyOfEnd(job) {
@@ -205,10 +207,10 @@ function show(job) {
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {
-    row = blank(job);
+    row = createRow(job);
     rowOf.set(job.id, row);
     // Most new rows belong at the start or at the end.
-    if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
+    if (hasOtherOrder() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
   if (!row.hidden) fill(row, job); else written.delete(row);
@@ -222,38 +224,39 @@ function remove(id) {
 }
 
 function showEmpty() {
-  const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
+  const current = filter(), { states, text: words, owner, tags, project, conditions, after, before } = current, state = states.join(" or "), tag = tags.join(", ");
   // If all visible jobs are removed, older jobs take their place.
-  const none = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !next;
-  if (!rows.childElementCount && next) loadMore();
+  const none = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !nextCursor;
+  if (!rows.childElementCount && nextCursor) loadMore();
   byId("jobs").hidden = none;
-  const filtered = parameters(now).length > 0;
-  byId("none-match").hidden = !none || !filtered;
-  byId("no-jobs").hidden = !none || filtered;
-  byId("older").hidden = !next;
+  const isFiltered = parameters(current).length > 0;
+  byId("none-match").hidden = !none || !isFiltered;
+  byId("no-jobs").hidden = !none || isFiltered;
+  byId("older").hidden = !nextCursor;
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
-  text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
+  setText(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   rowWindow.draw();
 }
 
 /** Writes a change of the filter or the order into the URL, and reads the list again. */
 function change(values) {
-  write({ ...values, cursor: "" });
-  filterChanged();
+  writeUrl({ ...values, cursor: "" });
+  drawFilter();
   // Jobs that no longer match are removed at once. The response adds other jobs.
   for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);
-  next = null;
+  nextCursor = null;
   isFilterChanged = true;
-  read();
-  countPause = 0;
+  reload();
+  countPauseMs = 0;
   countSoon();
 }
 
 const searchFor = (words) => change({ q: words, name: "" });
 
-function filterChanged() {
-  requestedKey.clear();
+/** Draws everything that shows the filter and the order. */
+function drawFilter() {
+  requestedSortValue.clear();
   markStates();
   filterMenu.draw();
   grouping.draw();
@@ -264,11 +267,11 @@ function filterChanged() {
 const toggleState = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function markStates() {
-  const now = filter();
+  const current = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
-    const { state } = a.dataset, isChosen = state ? now.states.includes(state) : !now.states.length;
+    const { state } = a.dataset, isChosen = state ? current.states.includes(state) : !current.states.length;
     if (isChosen) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.isGrouped ? [["group_by", groupedBy().join(",")]] : [])]);
+    const to = new URLSearchParams([...parameters({ ...current, states: toggleState(current.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.isGrouped ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -290,7 +293,7 @@ byId("jobs").addEventListener("click", (event) => {
   event.preventDefault();
   filterMenu.addTag(tag.title);
 });
-addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
+addEventListener("popstate", () => { search.value = filter().text; columns.loadChoice(); drawFilter(); isFilterChanged = true; reload(); });
 setInterval(fillAll, 15_000);
 // The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, the observer reports nothing.
 addEventListener("scroll", () => { if (isNearEnd()) loadMore(); }, { passive: true });
@@ -308,9 +311,9 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") receive(message.job);
-    else if (message.type === "job_deleted") { received.delete(message.id); remove(message.id); countSoon(); if (groups.isGrouped) groups.readSoon(); showEmpty(); }
+    else if (message.type === "job_deleted") { received.delete(message.id); remove(message.id); countSoon(); if (groups.isGrouped) groups.reloadSoon(); showEmpty(); }
     // The list is read after the stream has opened, so that no change is lost between the two.
-    else if (message.type === "hello" || message.type === "live") { wasInterrupted = true; read(); countSoon(); }
+    else if (message.type === "hello" || message.type === "live") { wasInterrupted = true; reload(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of received.values()) handleJob(job);
@@ -321,4 +324,4 @@ new Stream({
     });
   },
 });
-read().then(() => performance.mark("jobs listed"));
+reload().then(() => performance.mark("jobs listed"));

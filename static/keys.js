@@ -1,8 +1,8 @@
 // The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
-import { ask, byId, make, openDialog, store, stored } from "./page.js";
+import { ask, byId, make, openDialog, store, readStored } from "./page.js";
 import { writeWrapped } from "./cut.js";
-import { notifications } from "./notify.js";
+import { setUpNotifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
@@ -13,7 +13,7 @@ const HELP = [
 ];
 
 /** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */
-const areShortcutsOff = () => stored("shortcuts") === "off";
+const areShortcutsOff = () => readStored("shortcuts") === "off";
 
 const isTextField = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 /** Time at which g was pressed. For 1.5 s, the key of a page then opens the page. */
@@ -44,7 +44,7 @@ function openPanel(number) {
   if (top < 0 || top > innerHeight / 2) byId("panels").scrollIntoView({ block: "start" });
 }
 
-function help() {
+function openHelp() {
   const box = make("input", { type: "checkbox", id: "shortcuts", checked: !areShortcutsOff() });
   box.addEventListener("change", () => store("shortcuts", box.checked ? null : "off"));
   const list = make("dl", {}, ...HELP.flatMap(([keys, what]) => [make("dt", { textContent: keys }), make("dd", { textContent: what })]));
@@ -57,7 +57,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isTextField(event.target)) return event.target.blur();
   if (isTextField(event.target) || areShortcutsOff()) return;
   const act = {
-    "/": () => focusSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    "/": () => focusSearch(search), "?": openHelp, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { gPressedAt = Date.now(); }, "]": () => openNeighbour(1), "[": () => openNeighbour(-1),
   }[event.key] ?? (/^[1-8]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - gPressedAt < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
@@ -67,11 +67,11 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
-notifications();
+setUpNotifications();
 // Lets paths and long names wrap between two words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) writeWrapped(node, node.textContent);
 // On a phone, the links to pages are one row that scrolls.
 document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 
 const button = byId("keys");
-if (button) { button.hidden = false; button.addEventListener("click", help); }
+if (button) { button.hidden = false; button.addEventListener("click", openHelp); }

@@ -1,14 +1,14 @@
 // The page Machines: updates the cards every few seconds and when jobs start and end; drains and removes machines.
 
-import { choices } from "./address.js";
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { setUpChoices } from "./address.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 import { Lines } from "./machines/lines.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
 const lines = new Lines(byId("machines"));
-let changing = false;
+let isChanging = false;
 
-/** Updates the cards from the page as it is now, because only the server renders cards. */
+/** Updates the cards from the server's current page, because only the server renders cards. */
 const refresh = refresher(async (page) => {
   for (const id of ["machines", "summary"]) {
     const fresh = page.getElementById(id), shown = byId(id);
@@ -22,13 +22,13 @@ const refresh = refresher(async (page) => {
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
   // The button is not disabled during the request, because a disabled button loses the focus.
-  if (!button || changing) return;
-  changing = true;
+  if (!button || isChanging) return;
+  isChanging = true;
   try {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
-    text(button.closest(".machine").querySelector(".error"), "");
+    setText(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { text(button.closest(".machine").querySelector(".error"), errorText(error)); } finally { changing = false; }
+  } catch (error) { setText(button.closest(".machine").querySelector(".error"), errorText(error)); } finally { isChanging = false; }
 });
 
 byId("machines").addEventListener("click", (event) => {
@@ -43,4 +43,4 @@ byId("machines").addEventListener("click", (event) => {
 
 followJobs(refresh, 300);
 // If the request fails, the next refresh repeats it.
-choices("range", "1h", (range) => { lines.show(range).catch(() => {}); });
+setUpChoices("range", "1h", (range) => { lines.setRange(range).catch(() => {}); });

@@ -1,17 +1,17 @@
 // The page of a model: moves aliases, and removes versions without an alias.
 
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 
 const name = byId("model").textContent, path = `/api/v1/models/${encodeURIComponent(name)}`;
 const aliasPath = (alias) => `${path}/aliases/${encodeURIComponent(alias)}`;
 
 /** Sends a change, and reloads the page or shows the error. */
 async function change(url, request) {
-  text(byId("model-error"), "");
+  setText(byId("model-error"), "");
   try {
     await ask(url, request);
     location.reload();
-  } catch (error) { text(byId("model-error"), errorText(error)); }
+  } catch (error) { setText(byId("model-error"), errorText(error)); }
 }
 
 byId("alias")?.addEventListener("submit", (event) => {

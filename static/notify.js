@@ -11,24 +11,24 @@ function findObstacle() {
 }
 
 function draw(button) {
-  const on = isNotifying(), words = on ? "Do not notify me when jobs end" : "Notify me when jobs end";
-  button.dataset.on = on ? "yes" : "no";
+  const isOn = isNotifying(), words = isOn ? "Do not notify me when jobs end" : "Notify me when jobs end";
+  button.dataset.on = isOn ? "yes" : "no";
   button.setAttribute("aria-label", words);
-  button.title = on ? "You are notified when a job ends while this page is hidden" : findObstacle() ? "Notifications are not possible here: press to see why" : words;
+  button.title = isOn ? "You are notified when a job ends while this page is hidden" : findObstacle() ? "Notifications are not possible here: press to see why" : words;
 }
 
 /** Sets up the switch on pages that have it. */
-export function notifications() {
+export function setUpNotifications() {
   const button = byId("notify");
   if (!button) return;
   button.hidden = false;
   draw(button);
   button.addEventListener("click", async () => {
-    const on = isNotifying();
-    let why = on ? "" : findObstacle();
+    const wasOn = isNotifying();
+    let why = wasOn ? "" : findObstacle();
     // If the reader closes the browser's question, the permission stays undecided.
-    if (!on && !why && (await Notification.requestPermission()) === "denied") why = findObstacle();
-    if (!store("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no")) why ||= "This browser stores nothing for this page, so the choice would be lost on the next page.";
+    if (!wasOn && !why && (await Notification.requestPermission()) === "denied") why = findObstacle();
+    if (!store("notify", !wasOn && !why && Notification.permission === "granted" ? "yes" : "no")) why ||= "This browser stores nothing for this page, so the choice would be lost on the next page.";
     draw(button);
     if (why) openDialog("notify-dialog", "No notifications", [make("p", { textContent: why })]);
   });

@@ -1,4 +1,4 @@
-// Functions that the scripts of all pages share: requests to the server, copying, and the live indicator.
+// Functions that the scripts of all pages share.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -25,13 +25,13 @@ const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 export const serverNow = () => Date.now() + skew;
 
 /** Sets a text only if it differs, so that a live value does not disturb a selection or the layout. */
-export function text(node, value) {
+export function setText(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
 /** Sets a short note, with the whole text as its tooltip. */
-export function note(node, value) {
-  text(node, value);
+export function setNote(node, value) {
+  setText(node, value);
   if (node && node.title !== value) node.title = value;
 }
 
@@ -52,17 +52,17 @@ export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
-/** Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. */
+/** Time for which connections are suspect after a silence of the server, because they may be lost without the browser's knowledge. */
 const SUSPECT_MS = 60_000;
 /** Time after which a request is first repeated while connections are suspect. */
 const FIRST_WAIT_MS = 4000;
-let suspectUntil = 0, suspected = new AbortController();
+let suspectUntil = 0, suspicion = new AbortController();
 
-/** Called when the server was silent for too long: pending requests may never get a response. */
+/** Called when the server was silent for too long, so that pending requests may never get a response. */
 export function suspectConnections() {
   suspectUntil = performance.now() + SUSPECT_MS;
-  suspected.abort();
-  suspected = new AbortController();
+  suspicion.abort();
+  suspicion = new AbortController();
 }
 
 /**
@@ -72,7 +72,7 @@ export function suspectConnections() {
  */
 export async function get(path, options = {}, take = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
-    const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
+    const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspicion.signal;
     try {
       return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
     } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw new Unreachable(error.message); }
@@ -81,7 +81,7 @@ export async function get(path, options = {}, take = (response) => response) {
 }
 
 /** Returns a page as the server renders it now; null if the server cannot render it, or asks the reader to sign in first. */
-export async function pageNow(path) {
+export async function fetchPage(path) {
   const [response, html] = await get(path, { headers: { accept: "text/html" } }, async (response) => [response, await response.text()]);
   if (response.redirected) signIn();
   return response.ok && !response.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
@@ -106,10 +106,10 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
 }
 
 /** Resolves after the next frame. On a hidden page, which has no frames, resolves after a short time. */
-export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
+export const nextFrame = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
 /** Announces `words` to a screen reader, unless only numbers such as seconds and counts have changed. */
-export function say(node, words) {
+export function announce(node, words) {
   const steady = words.replace(/\d[\d:,.]*/g, "");
   if (node.dataset.steady === steady) return;
   node.dataset.steady = steady;
@@ -137,29 +137,29 @@ export function errorTexts(error) {
 export function showLive(status) {
   const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
   node.hidden = false;
-  text(node, status);
+  setText(node, status);
   if (node.dataset.status === kind) return;
   node.dataset.status = kind;
-  text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
+  setText(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
 /** Opens the dialog with the button `NAME-yes`. The button calls `act`, then closes the dialog or shows the error as `words(error)`. */
 export function openForm(name, act, words = errorText) {
   const button = byId(`${name}-yes`), error = byId(`${name}-error`), dialog = button.closest("dialog");
-  text(error, "");
+  setText(error, "");
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { text(error, words(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { setText(error, words(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }
 
 /** Asks for confirmation before something is lost. */
 export function confirmThen({ title, detail, yes, act }) {
-  text(byId("confirm-title"), title);
-  text(byId("confirm-text"), detail);
-  text(byId("confirm-yes"), yes);
+  setText(byId("confirm-title"), title);
+  setText(byId("confirm-text"), detail);
+  setText(byId("confirm-yes"), yes);
   openForm("confirm", act);
 }
 
@@ -171,11 +171,11 @@ export async function copy(value, button) {
     // Without a secure context the clipboard is not available. The text is selected instead, to be copied by a keyboard shortcut.
     const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
-    return text(button, "Selected");
+    return setText(button, "Selected");
   }
   const label = button.dataset.label ??= button.textContent;
-  text(button, "Copied");
-  setTimeout(() => text(button, label), 1500);
+  setText(button, "Copied");
+  setTimeout(() => setText(button, label), 1500);
 }
 
 document.addEventListener("click", (event) => {
@@ -183,13 +183,13 @@ document.addEventListener("click", (event) => {
   if (button) copy(button.dataset.copy ?? byId(button.dataset.copyFrom).textContent, button);
 });
 
-/** Marks one button of a group of choices as pressed. */
-export function press(group, chosen) {
+/** Marks one button of a group as pressed, and all others as not pressed. */
+export function markPressed(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
 /** Closes a menu (`details`) after a click beside it, and on Escape. `signal`: removes the listeners when it is aborted. */
-export function closable(menu, signal) {
+export function makeClosable(menu, signal) {
   document.addEventListener("click", (event) => { if (!event.composedPath().includes(menu)) menu.open = false; }, { signal });
   menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; menu.querySelector("summary").focus(); } });
 }
@@ -205,7 +205,7 @@ export function openDialog(id, title, content, ...links) {
 }
 
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
-export const stored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+export const readStored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
 
 /** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {
@@ -213,7 +213,7 @@ export function store(key, value) {
 }
 
 /** Whether the reader wants notifications and the browser allows them. */
-export const isNotifying = () => "Notification" in window && stored("notify") === "yes" && Notification.permission === "granted";
+export const isNotifying = () => "Notification" in window && readStored("notify") === "yes" && Notification.permission === "granted";
 
 /** Shows a notification that a job has ended, if the reader has asked for notifications and the page is hidden. */
 export function notify(title, body, path) {

@@ -1,13 +1,13 @@
 // The page Queue. The server renders the rows; the script requests the page again every few seconds and when jobs start and end, and updates
 // the rows. The reader can change the priority of waiting jobs, move them to the front, or cancel them.
 
-import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 import { frontPriority } from "./jobs/queue.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
 const refresh = refresher((page) => {
   morph(byId("queue"), page.getElementById("queue"));
-  text(byId("summary"), page.getElementById("summary").textContent);
+  setText(byId("summary"), page.getElementById("summary").textContent);
   for (const field of byId("queue").querySelectorAll("[data-priority]")) if (field !== document.activeElement) field.value = field.defaultValue;
 });
 // The scheduler considers the queue shortly after a job has been added or removed.
@@ -16,11 +16,11 @@ const refreshSoon = followJobs(refresh, 600);
 /** Sets a job's priority to the result of `choose`. */
 async function setPriority(id, choose) {
   const error = byId("queue-error");
-  text(error, "");
+  setText(error, "");
   try {
     await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
     refreshSoon();
-  } catch (e) { text(error, errorText(e)); }
+  } catch (e) { setText(error, errorText(e)); }
 }
 
 byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));

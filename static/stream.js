@@ -24,11 +24,11 @@ export class Stream {
   #socket = null;
   #timer = 0;
   #delay = FIRST_DELAY_MS;
-  #closed = false;
-  #pulse = 0;
-  #online = null;
+  #isClosed = false;
+  #silenceTimer = 0;
+  #onOnline = null;
   /** Time of the newest frame, or of the connection's start. */
-  #heard = 0;
+  #heardAt = 0;
 
   /**
    * `path(seq)`: URL for events after `seq`. `onFrame(frame)`: called for each frame, without duplicate events.
@@ -39,26 +39,26 @@ export class Stream {
     Object.assign(this, { path, seq, onFrame, onStatus, onGone });
     this.#open();
     let lastTick = Date.now();
-    this.#pulse = setInterval(() => {
-      const now = Date.now(), silent = now - this.#heard;
-      if (this.#socket && silent > (now - lastTick > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
+    this.#silenceTimer = setInterval(() => {
+      const now = Date.now(), silentMs = now - this.#heardAt;
+      if (this.#socket && silentMs > (now - lastTick > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
       lastTick = now;
     }, CHECK_INTERVAL_MS);
-    addEventListener("online", this.#online = () => this.reconnect());
+    addEventListener("online", this.#onOnline = () => this.reconnect());
   }
 
   #open() {
     clearTimeout(this.#timer);
-    if (this.#closed) return;
+    if (this.#isClosed) return;
     const url = new URL(this.path(this.seq), location.href);
     url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
     const socket = this.#socket = new WebSocket(url);
-    let opened = false;
-    this.#heard = Date.now();
+    let hasFrame = false;
+    this.#heardAt = Date.now();
     socket.onmessage = ({ data }) => {
       if (socket !== this.#socket) return;
-      opened = true;
-      this.#heard = Date.now();
+      hasFrame = true;
+      this.#heardAt = Date.now();
       this.#delay = FIRST_DELAY_MS;
       const frame = JSON.parse(data);
       if (frame.type === "heartbeat") return;
@@ -70,13 +70,13 @@ export class Stream {
       if (frame.type === "live") this.onStatus("live");
     };
     socket.onclose = async (event) => {
-      if (socket !== this.#socket || this.#closed) return;
+      if (socket !== this.#socket || this.#isClosed) return;
       // 4401: the session has ended.
       if (event.code === 4401) { this.close(); return signIn(); }
       this.onStatus("reconnecting");
       // 4008: this client was too slow. The store has the missing events, so the connection is opened again soon.
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
-      else if (!opened && await this.onGone?.()) return this.close();
+      else if (!hasFrame && await this.onGone?.()) return this.close();
       if (socket !== this.#socket) return;
       // A random factor, so that not all pages reconnect at the same time.
       this.#timer = setTimeout(() => this.#open(), this.#delay * (0.75 + Math.random() / 2));
@@ -86,7 +86,7 @@ export class Stream {
 
   /** Opens a new connection now, with events after `seq`. */
   reconnect(seq = this.seq) {
-    if (this.#closed) return;
+    if (this.#isClosed) return;
     this.seq = seq;
     this.disconnect();
     this.#delay = FIRST_DELAY_MS;
@@ -103,10 +103,10 @@ export class Stream {
   }
 
   close() {
-    this.#closed = true;
+    this.#isClosed = true;
     clearTimeout(this.#timer);
-    clearInterval(this.#pulse);
-    removeEventListener("online", this.#online);
+    clearInterval(this.#silenceTimer);
+    removeEventListener("online", this.#onOnline);
     this.#socket?.close();
   }
 }

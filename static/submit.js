@@ -2,9 +2,9 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, make, press, Problem, errorText, errorTexts, text } from "./page.js";
+import { ask, byId, copy, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
 import { count, plural } from "./numbers.js";
-import { lineMistake, section, showSection, sweptKeys } from "./submit/sweep.js";
+import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 
@@ -13,8 +13,8 @@ offerBundled();
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-default]")];
 const touched = new Set();
-/** The values of each recipe. `filled` contains the name of the recipe with which the fields were filled. */
-const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
+/** The values of each recipe, and the hidden field with the name of the recipe whose values the fields have. */
+const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
 /** The value of each field that a recipe has filled, from before the recipe. */
 const replaced = new Map();
 /** The key whose default depends on the dataset. */
@@ -45,13 +45,13 @@ const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field
 
 /** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
 async function readForm(signal) {
-  const texts = Object.fromEntries([filled, ...fields].map((field) => [field.name, valueOf(field)]));
-  const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: section() }, signal });
+  const texts = Object.fromEntries([filledRecipe, ...fields].map((field) => [field.name, valueOf(field)]));
+  const file = await ask("/api/v1/jobs/form", { method: "POST", body: { fields: texts, sweep: sweepSection() }, signal });
   const area = byId("spec-text");
   // The text must not change while the reader edits it.
   if (document.activeElement !== area) {
     area.value = notation === "toml" ? file.toml : `${JSON.stringify(file.document, null, 2)}\n`;
-    text(byId("spec-error"), "");
+    setText(byId("spec-error"), "");
     isUnread = false;
   }
   return file.document;
@@ -67,36 +67,42 @@ async function readText() {
   if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
   const written = isJson ? "json" : "toml";
-  if (written !== notation) { notation = written; press(notations, notations.find((b) => b.dataset.notation === written)); }
+  if (written !== notation) { notation = written; markPressed(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
-  checking?.abort();
+  checkRequest?.abort();
   try {
     content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
   } catch (error) {
     if (words !== area.value) return;
-    // Mistakes of an earlier text do not apply.
+    // The mistakes of an earlier text no longer apply.
     showMistakes([]);
-    text(byId("spec-error"), errorTexts(error));
+    setText(byId("spec-error"), errorTexts(error));
     return showPlan(null);
   }
   if (words !== area.value) return;
   isUnread = false;
-  text(byId("spec-error"), "");
+  setText(byId("spec-error"), "");
   fillForm(content.spec);
-  showSection(content.sweep);
+  showSweep(content.sweep);
   showMistakes([]);
   showPlan(content);
+}
+
+/** Formats a value of a specification as the text of its field. */
+function fieldText(value) {
+  if (Array.isArray(value)) return value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 function fillForm(spec) {
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     const value = (table ? spec[table] : spec)?.[key] ?? "";
-    writeValue(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
+    writeValue(field, fieldText(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
     if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }
-  filled.value = spec.train.recipe ?? "";
+  filledRecipe.value = spec.train.recipe ?? "";
   forgetReplaced();
   unmarkPresets();
 }
@@ -107,9 +113,9 @@ function fillForm(spec) {
  * accuracies on other pictures cannot be compared; `showReplaced` names a replaced default.
  */
 function fillRecipe(name) {
-  const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
+  const own = recipes[name] ?? {}, previous = recipes[filledRecipe.value] ?? {};
   for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
-    const value = effectiveValue(field, filled.value), isUnchanged = value === untouchedValue(field, filled.value);
+    const value = effectiveValue(field, filledRecipe.value), isUnchanged = value === untouchedValue(field, filledRecipe.value);
     // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
     const isChosenByServer = field.name === DATASET_DEFAULT, defaultValue = untouchedValue(field, "");
@@ -118,11 +124,11 @@ function fillRecipe(name) {
     writeValue(field, isWritten ? own[field.name] : earlier, name);
     if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
   }
-  filled.value = name;
+  filledRecipe.value = name;
   showReplaced();
 }
 
-/** The recipe finetune needs weights: an empty field is shown as a mistake at once. */
+/** The recipe finetune needs weights, so an empty field is shown as a mistake at once. */
 const weights = fields.find((f) => f.name === "model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
@@ -141,7 +147,7 @@ function showReplaced() {
   const isDefault = (field, value) => value === untouchedValue(field, "") && field.name !== DATASET_DEFAULT;
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
-  text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
+  setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
 }
 
 /** Forgets the earlier value of a field that has been edited, or of all fields. */
@@ -165,7 +171,7 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys(), wrongLine = lineMistake();
-  // The server does not know the lines.
+  // The server gets the parsed parameters and not the lines, so it cannot report a wrong line.
   if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => !pointer.startsWith("/sweep"))];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
@@ -178,7 +184,7 @@ function showMistakes(errors) {
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
-    text(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
+    setText(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
     if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
@@ -186,7 +192,7 @@ function showMistakes(errors) {
   const box = byId("mistakes"), isListShown = isSubmitted && errors.length > 0;
   box.hidden = !isListShown;
   if (isListShown) {
-    text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
+    setText(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
     box.querySelector("ul").replaceChildren(...listed);
   }
 }
@@ -197,7 +203,7 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 /** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
-/** Says at each field whose key the sweep sets that the trials do not use the field's value. */
+/** Notes at each field whether the sweep replaces the field's value. `swept`: the keys that the sweep sets. */
 function showSwept(swept) {
   for (const field of fields) {
     const hint = byId(`${field.id}-hint`), note = hint.querySelector("b");
@@ -214,7 +220,7 @@ function showPlan(response) {
   const trials = response?.trials && plural(response.trials, "trial"), swept = sweptKeys();
   if (trials) parts.push(trials);
   showSwept(swept);
-  text(byId("send"), trials ? `Submit ${trials}` : "Submit job");
+  setText(byId("send"), trials ? `Submit ${trials}` : "Submit job");
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
@@ -222,34 +228,34 @@ function showPlan(response) {
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
-  // The dataset lacks the default split, so the server chose another split.
   const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
-  if (split && String(split) !== effectiveValue(field, filled.value)) parts.push(`measured by ${split}`);
-  text(byId("plan"), parts.join(" · "));
+  // If the dataset lacks the default split, the server chooses another split.
+  if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
+  setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fields.find((f) => f.name === "train.lr");
-  lr.placeholder = response?.spec?.train.lr ?? (filled.value ? "" : lr.dataset.default);
+  lr.placeholder = response?.spec?.train.lr ?? (filledRecipe.value ? "" : lr.dataset.default);
   const bundled = byId("bundled");
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
-  text(warnings.querySelector("span"), given.join(" "));
+  setText(warnings.querySelector("span"), given.join(" "));
 }
 
-let timer = 0, checking = null;
+let checkTimer = 0, checkRequest = null;
 function checkSoon() {
-  clearTimeout(timer);
-  timer = setTimeout(check, CHECK_AFTER_MS);
+  clearTimeout(checkTimer);
+  checkTimer = setTimeout(check, CHECK_AFTER_MS);
 }
 
 async function check() {
-  checking?.abort();
-  const { signal } = checking = new AbortController();
+  checkRequest?.abort();
+  const { signal } = checkRequest = new AbortController();
   let plan;
   try {
     const body = await readForm(signal);
     // Mistakes are not shown to readers who may not start jobs.
-    if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
+    if (readsOnly) return setText(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
     plan = await ask("/api/v1/jobs/validate", { method: "POST", body, signal });
   } catch (error) {
     if (signal.aborted) return;
@@ -270,15 +276,15 @@ form.addEventListener("focusout", (event) => { if (event.target.value) touched.a
 const findInput = byId("find-setting");
 
 /** Returns the settings whose key, name, hint or choices contain the text in the search field. */
-function foundSettings() {
+function matchingSettings() {
   const wanted = findInput.value.trim().toLowerCase();
   return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
 }
 
-/** Searches the settings: hides settings without the words under "More settings", and shows links to settings above. */
+/** Hides the settings under "More settings" that lack the words, and shows links to the other settings that have them. */
 function findSettings(words) {
   if (findInput.value !== words) findInput.value = words;
-  const found = foundSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
+  const found = matchingSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
   for (const section of document.querySelectorAll(".more fieldset")) {
     const inside = fields.filter((field) => section.contains(field));
     for (const field of inside) field.closest(".field").hidden = !found.includes(field);
@@ -292,7 +298,7 @@ findInput.addEventListener("input", (event) => { event.stopPropagation(); findSe
 findInput.addEventListener("keydown", (event) => {
   if (event.key !== "Enter") return;
   event.preventDefault();
-  if (findInput.value.trim()) foundSettings()[0]?.focus();
+  if (findInput.value.trim()) matchingSettings()[0]?.focus();
 });
 
 const presets = [...document.querySelectorAll("[data-preset]")];
@@ -303,19 +309,19 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, replacedBefore = [...replaced], touchedBefore = [...touched];
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value, replacedBefore = [...replaced], touchedBefore = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
       writeValue(field, value, "", `${value}, not registered`);
     }
-    filled.value = "";
+    filledRecipe.value = "";
     forgetReplaced();
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
     byId("preset-done").hidden = false;
     byId("preset-undo").onclick = () => {
       fields.forEach((field, i) => writeValue(field, before[i], recipe));
-      filled.value = recipe;
+      filledRecipe.value = recipe;
       for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
       for (const field of touchedBefore) touched.add(field);
@@ -333,15 +339,15 @@ for (const preset of presets) {
 
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
-  clearTimeout(timer);
+  clearTimeout(checkTimer);
   clearTimeout(readTimer);
-  checking?.abort();
+  checkRequest?.abort();
   isSubmitted = true;
   if (isUnread) await readText();
-  if (isUnread) return text(byId("plan"), "The job file was not read: the message beside it says why.");
+  if (isUnread) return setText(byId("plan"), "The job file was not read: the message beside it says why.");
   const button = byId("send");
   button.disabled = true;
-  text(byId("plan"), "");
+  setText(byId("plan"), "");
   try {
     // A repeated press sends the same key, so that a lost response does not lead to two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
@@ -355,12 +361,12 @@ form.addEventListener("submit", async (event) => {
       showMistakes(error.errors);
       (form.querySelector(".field.wrong :is(input, select, textarea)") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
-    } else text(byId("plan"), errorText(error));
+    } else setText(byId("plan"), errorText(error));
   }
 });
 
 const notations = [...document.querySelectorAll("[data-notation]")];
-for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); check(); });
+for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; markPressed(notations, button); check(); });
 byId("copy-spec").addEventListener("click", async ({ currentTarget }) => {
   // The file may lack the newest change of the form. `check` shows errors.
   if (!isUnread) await readForm().catch(() => {});

@@ -9,24 +9,24 @@
 
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
-    const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-    const name = () => { button.textContent = dark() ? "Light" : "Dark"; button.setAttribute("aria-label", `Use the ${dark() ? "light" : "dark"} theme`); };
+    const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+    const nameButton = () => { button.textContent = isDark() ? "Light" : "Dark"; button.setAttribute("aria-label", `Use the ${isDark() ? "light" : "dark"} theme`); };
     button.hidden = false;
-    name();
-    system.addEventListener("change", name);
+    nameButton();
+    system.addEventListener("change", nameButton);
     button.addEventListener("click", () => {
-      const next = dark() ? "light" : "dark";
+      const next = isDark() ? "light" : "dark";
       // If the chosen theme is the system's theme, the page follows the system again.
-      const follow = (next === "dark") === system.matches;
-      if (follow) delete root.dataset.theme; else root.dataset.theme = next;
-      try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* Without storage, the theme lasts as long as the page. */ }
-      name();
+      const followsSystem = (next === "dark") === system.matches;
+      if (followsSystem) delete root.dataset.theme; else root.dataset.theme = next;
+      try { if (followsSystem) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* Without storage, the theme lasts as long as the page. */ }
+      nameButton();
     });
     // The reader chose a theme in another tab.
     addEventListener("storage", (e) => {
       if (e.key !== "theme") return;
       if (e.newValue) root.dataset.theme = e.newValue; else delete root.dataset.theme;
-      name();
+      nameButton();
     });
   });
 })();

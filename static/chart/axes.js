@@ -24,17 +24,17 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
 export function drawLabels(ctx, labels, left, right, y) {
   ctx.textBaseline = "top";
   ctx.textAlign = "center";
-  let taken = -Infinity;
+  let lastRight = -Infinity;
   for (const [at, text] of labels) {
     const half = ctx.measureText(text).width / 2, p = Math.min(Math.max(at, left + half), right - half);
-    if (p - half < taken + 10) continue;
-    taken = p + half;
+    if (p - half < lastRight + 10) continue;
+    lastRight = p + half;
     ctx.fillText(text, p, y);
   }
 }
 
 /** Draws the labels of the right axis; the grid belongs to the left axis. */
-export function drawRight(ctx, plot, { y, ticks, label, colours }) {
+export function drawRightLabels(ctx, plot, { y, ticks, label, colours }) {
   ctx.font = colours.font;
   ctx.fillStyle = colours.muted;
   ctx.textBaseline = "middle";
@@ -73,7 +73,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** Returns as much of `label (after why)` as fits into `room` pixels: at least the label's number, or an empty text if the number does not fit. */
+/** Returns as much of `label (after why)` as fits into `room` pixels, at least the label's number. Empty if the number does not fit. */
 function fitLabel(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let words = why ? `${label} (after ${why})` : label;
@@ -100,7 +100,7 @@ export function drawWithin(ctx, left, right, draw) {
   ctx.restore();
 }
 
-/** Returns the ticks and labels of the horizontal axis. */
+/** Returns the ticks of the horizontal axis, about `wanted`, and the function that formats their labels. */
 export function xAxis(view, low, high, wanted) {
   const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
   if (view.axis === "time") {

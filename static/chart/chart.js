@@ -1,56 +1,58 @@
 // A chart: layers of series on a canvas, with a crosshair and a zoom, which pointers and the keyboard control.
 //
-// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` and draws every attempt of one series as a line.
-// `labelAt(k)`: the label at bucket `k`, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest value even
-// if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's smoothing.
-// `side`: 1 for the right axis.
+// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha, side, marks }` and draws every attempt of one series as
+// a line. `labelAt(k)`: the label at bucket `k`, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from the lowest to the highest
+// value even if every bucket is one step. `rings`: a ring at every value, for metrics with few values. `smoothing` overrides the chart's
+// smoothing. `side`: 1 for the right axis. `marks`: the job's name at the starts of its attempts, if layers are jobs.
 //
 // The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the chart that has waited
 // longest), because drawing all charts in one frame would delay visible movements.
 
 import { make } from "../page.js";
-import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
+import { drawAttempts, drawAxes, drawRightLabels, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
-import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
+import { drawDot, drawSegment, MAX_BUCKETS_PER_PIXEL, visibleRange } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
-import { countVisible, span, vertical } from "./vertical.js";
+import { countVisible, dataRange, verticalAxis } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
 let frame = 0;
 
-function schedule() {
+function scheduleDrawing() {
   frame ||= requestAnimationFrame((now) => {
     frame = 0;
-    const dirty = [...charts].filter((chart) => chart.dirty && !chart.held);
-    const due = dirty.filter((chart) => !chart.urgent && now - chart.drawnAt >= DATA_FRAME_MS);
-    const next = due.reduce((first, chart) => (first && first.drawnAt <= chart.drawnAt ? first : chart), null);
-    for (const chart of dirty) if (chart.urgent || chart === next) { chart.drawnAt = now; chart.draw(); }
-    if (dirty.some((chart) => chart.dirty)) schedule();
+    const outdated = [...charts].filter((chart) => chart.isOutdated && !chart.isHeld);
+    const due = outdated.filter((chart) => !chart.isUrgent && now - chart.drawnAt >= DATA_FRAME_MS);
+    const oldest = due.reduce((first, chart) => (first && first.drawnAt <= chart.drawnAt ? first : chart), null);
+    for (const chart of outdated) if (chart.isUrgent || chart === oldest) { chart.drawnAt = now; chart.draw(); }
+    if (outdated.some((chart) => chart.isOutdated)) scheduleDrawing();
   });
 }
 
 onThemeChange(() => { for (const chart of charts) chart.invalidate(); });
 
-/** Returns the range that is shown without a zoom: the positions that have data, or from 0 if data covers more than half of the way from 0. */
+/** Returns the range that is shown without a zoom: the positions with data, extended to 0 if data then covers more than half of it. */
 function fullRange(parts) {
-  const [low, high] = span(parts);
+  const [low, high] = dataRange(parts);
   return [low > 0 && low < high / 2 ? 0 : low, high];
 }
 
 export class Chart {
-  dirty = true;
-  urgent = true;
+  isOutdated = true;
+  /** Whether the chart is drawn in the next frame, because the reader's action has changed it. */
+  isUrgent = true;
   drawnAt = 0;
   scale = "linear";
   smoothing = 0;
   /** Fixed lower and upper end of the vertical axis; null for an end that follows from the data. */
   ends = [null, null];
+  /** Whether the vertical axis ignores outliers. */
   robust = false;
-  /** By attempt, the text at the mark of the attempt's start, after the attempt's number. */
+  /** For each attempt, the reason that follows the attempt's number at the mark of its start. */
   marks = new Map();
-  /** Finer series of the zoomed part, by the series that they replace. Used while `detail.zoom` is the current zoom. */
+  /** Finer series of the zoomed part, by the series that they replace: `{ zoom, series }`. Used while `zoom` is the current zoom. */
   detail = null;
   #gestures;
   #gone = new AbortController();
@@ -58,13 +60,13 @@ export class Chart {
   /**
    * `label`: name for screen readers. `layers()`: the layers to draw. `format(v)`: a value with its unit. `tick(v)`: an axis label.
    * `describe(x)`: the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text of a chart without
-   * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the column of steps in CSV. `zero`:
-   * the axis starts at 0. `limits`: range that the axis never exceeds. `second`: options of the right axis. `held`: the chart draws nothing
-   * until `startDrawing`.
+   * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the column of steps in CSV.
+   * `startsAtZero`: whether the axis starts at 0. `limits`: range that the axis never exceeds. `rightAxis`: options of the right axis.
+   * `isHeld`: whether the chart draws nothing until `startDrawing`.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
-    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
-    this.second = second && { ends: [null, null], robust: false, ...second };
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", startsAtZero = false, limits, rightAxis = null, isHeld = false }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, startsAtZero, limits, isHeld });
+    this.rightAxis = rightAxis && { ends: [null, null], robust: false, ...rightAxis };
     this.canvas = make("canvas", { role: "img", "aria-label": label });
     this.overlay = make("canvas", { "aria-hidden": "true" });
     this.tip = make("div", { className: "tip", hidden: true });
@@ -80,12 +82,12 @@ export class Chart {
     view.addEventListener("zoom", () => this.invalidate(), { signal });
     view.addEventListener("cursor", () => this.#drawOverlay(), { signal });
     this.#listen();
-    schedule();
+    scheduleDrawing();
   }
 
   /** Starts drawing. */
   startDrawing() {
-    this.held = false;
+    this.isHeld = false;
     this.invalidate();
   }
 
@@ -97,18 +99,18 @@ export class Chart {
 
   /** Draws the chart in the next frame, after an action of the reader. */
   invalidate() {
-    this.urgent = true;
+    this.isUrgent = true;
     this.dataChanged();
   }
 
   /** Draws the chart soon, because its data has changed. */
   dataChanged() {
-    this.dirty = true;
-    schedule();
+    this.isOutdated = true;
+    scheduleDrawing();
   }
 
   /** Returns the series to draw for `series`: the finer series of the zoomed part, if it is loaded. */
-  source(series) {
+  drawnSeries(series) {
     const finer = this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series.base ?? series);
     return finer ? series.withBase?.(finer) ?? finer : series;
   }
@@ -121,7 +123,7 @@ export class Chart {
     return this.layers().flatMap(({ label, series }) => series.segments.map((g) => ({
       label, rank: series.rank, attempt: g.attempt, buckets: g.length, exact: g.exact,
       points: g.counts.subarray(0, g.length).reduce((a, b) => a + b, 0),
-      step: g.lastPushed, value: g.lastValue,
+      step: g.newestStep, value: g.newestValue,
     })));
   }
 
@@ -129,13 +131,13 @@ export class Chart {
   #gather() {
     return this.layers().map((layer) => ({
       layer,
-      parts: this.source(layer.series).segments
+      parts: this.drawnSeries(layer.series).segments
         .filter((g) => g.length).map((segment) => ({ segment, xs: this.view.positions(segment) })),
     }));
   }
 
   draw() {
-    this.dirty = this.urgent = false;
+    this.isOutdated = this.isUrgent = false;
     const { width, height } = this.root.getBoundingClientRect();
     if (!width || !height) return;
     const ratio = devicePixelRatio || 1;
@@ -150,7 +152,7 @@ export class Chart {
     this.#drawOverlay();
   }
 
-  /** The width of the data in pixels: the number of buckets to request from the server. */
+  /** The width of the plot in pixels of the screen, which is the number of buckets to request from the server. */
   get pixels() {
     const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
     return Math.min(10000, Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1)));
@@ -161,16 +163,16 @@ export class Chart {
     const colours = palette(), view = this.view;
     const gathered = this.#gather(), parts = gathered.flatMap((g) => g.parts);
 
-    if (!parts.length) return this.#nothing(ctx, width, height, colours);
+    if (!parts.length) return this.#drawEmptyText(ctx, width, height, colours);
 
     const [first, last] = fullRange(parts), [low, high] = view.zoom ?? [first, last > first ? last : first + 1];
 
     const { shown, buckets, exact } = countVisible(gathered, low, high);
     // A tick about every 52 pixels of the vertical axes, and below about every 90 pixels of the horizontal axis.
-    const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
-    const [left, right] = sides.map((side, n) => vertical(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
-    const beside = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;
-    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, left.labels, colours, 24) + 10, right: width - 10 - beside, margin: 10 };
+    const rows = Math.max(2, Math.floor(height / 52)), sides = this.rightAxis ? [this, this.rightAxis] : [this];
+    const [left, right] = sides.map((side, n) => verticalAxis(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
+    const rightWidth = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;
+    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, left.labels, colours, 24) + 10, right: width - 10 - rightWidth, margin: 10 };
     if (plot.right - plot.left < 20) return;
     const x = linear([low, high], [plot.left, plot.right]);
     const y = left.scale(plot);
@@ -183,7 +185,7 @@ export class Chart {
 
     const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
     drawAxes(ctx, plot, { x, y, yTicks: left.ticks, yLabel: this.tick, colours, ...axis });
-    if (right) drawRight(ctx, plot, { y: this.y2, ticks: right.ticks, label: right.label, colours });
+    if (right) drawRightLabels(ctx, plot, { y: this.y2, ticks: right.ticks, label: right.label, colours });
     ctx.save();
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
@@ -193,7 +195,7 @@ export class Chart {
     ctx.restore();
 
     const pixels = plot.right - plot.left, perPixel = shown / Math.min(pixels, buckets || 1);
-    const isEveryPoint = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
+    const isEveryPoint = exact && buckets / pixels <= MAX_BUCKETS_PER_PIXEL;
     this.onNote?.(!shown ? "" : isEveryPoint ? "every point" : `min to max of ${Math.max(2, Math.round(perPixel))} points a pixel`, { every: isEveryPoint, exact });
     this.root.dataset.drawn = String(shown);
     delete this.root.dataset.empty;
@@ -204,7 +206,7 @@ export class Chart {
   }
 
   /** Draws a text in place of empty axes. */
-  #nothing(ctx, width, height, colours) {
+  #drawEmptyText(ctx, width, height, colours) {
     Object.assign(this, { plot: null, gathered: [] });
     ctx.font = colours.font;
     ctx.fillStyle = colours.muted;
@@ -236,13 +238,13 @@ export class Chart {
         drawWithin(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
       }
       if (!layer.rings) continue;
-      const [from, to] = visible(segment, xs, x.low, x.high);
+      const [from, to] = visibleRange(segment, xs, x.low, x.high);
       for (let i = from; i < to; i++) {
         if (!Number.isFinite(segment.mean[i])) continue;
         ctx.fillStyle = colour;
-        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 3.5);
+        drawDot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 3.5);
         ctx.fillStyle = colours.card;
-        dot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 2);
+        drawDot(ctx, x.to(xs[i]), y.to(segment.mean[i]), 2);
       }
     }
   }
@@ -278,9 +280,9 @@ export class Chart {
       const py = row.y.to(row.value);
       if (!Number.isFinite(py)) continue;
       ctx.fillStyle = colours[row.colour] ?? row.colour;
-      dot(ctx, x.to(row.x), py, 3.5);
+      drawDot(ctx, x.to(row.x), py, 3.5);
     }
-    if (this.#gestures.over || this.root === document.activeElement) this.#showTip(rows, p, colours);
+    if (this.#gestures.isPointerOver || this.root === document.activeElement) this.#showTip(rows, p, colours);
     else this.tip.hidden = true;
   }
 
@@ -294,13 +296,13 @@ export class Chart {
         const i = segment.find(at, xs);
         const k = i >= segment.length || (i > 0 && at - xs[i - 1] < xs[i] - at) ? i - 1 : i;
         const distance = Math.abs(xs[k] - at);
-        const inside = at >= xs[0] && at <= xs[segment.length - 1];
-        if (k >= 0 && (inside || distance <= reach)) near.push({ segment, k, x: xs[k], value: segment.mean[k] });
+        const isInside = at >= xs[0] && at <= xs[segment.length - 1];
+        if (k >= 0 && (isInside || distance <= reach)) near.push({ segment, k, x: xs[k], value: segment.mean[k] });
       }
       if (!near.length) continue;
       const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));
       const { segment, k } = newest;
-      const format = layer.side && this.second ? this.second.format : this.format;
+      const format = layer.side && this.rightAxis ? this.rightAxis.format : this.format;
       rows.push({ label: layer.labelAt?.(k) ?? layer.label, colour: layer.colour, dash: layer.dash, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
     }
     return rows;
@@ -324,10 +326,10 @@ export class Chart {
   #listen() {
     const { root, view } = this;
     this.#gestures = new Gestures(this, {
-      brushed: (low, high) => this.#zoomTo(low, high), changed: () => this.#drawOverlay(),
-      ends: () => fullRange(this.gathered.flatMap((g) => g.parts)),
+      onBrush: (low, high) => this.#zoomTo(low, high), onChange: () => this.#drawOverlay(),
+      fullRange: () => fullRange(this.gathered.flatMap((g) => g.parts)),
     });
-    root.addEventListener("blur", () => { if (!this.#gestures.over) view.setCursor(null); });
+    root.addEventListener("blur", () => { if (!this.#gestures.isPointerOver) view.setCursor(null); });
     root.addEventListener("keydown", (event) => this.#key(event));
   }
 
@@ -339,15 +341,15 @@ export class Chart {
 
   #key(event) {
     if (!this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
-    const { view, x } = this, span = x.high - x.low;
+    const { view, x } = this, reach = x.high - x.low;
     const at = view.cursor ?? (x.low + x.high) / 2;
     const hop = this.#hop(at) * (event.shiftKey ? 10 : 1);
     const move = (to) => view.setCursor(Math.min(x.high, Math.max(x.low, to)));
     const keys = {
       ArrowLeft: () => move(at - hop), ArrowRight: () => move(at + hop),
       Home: () => move(x.low), End: () => move(x.high),
-      "+": () => this.#zoomTo(at - span / 4, at + span / 4), "=": () => this.#zoomTo(at - span / 4, at + span / 4),
-      "-": () => view.zoom && this.#zoomOut(at, span),
+      "+": () => this.#zoomTo(at - reach / 4, at + reach / 4), "=": () => this.#zoomTo(at - reach / 4, at + reach / 4),
+      "-": () => view.zoom && this.#zoomOut(at, reach),
       0: () => view.setZoom(null), Escape: () => { view.setZoom(null); view.setCursor(null); },
     };
     if (!keys[event.key]) return;
@@ -360,13 +362,13 @@ export class Chart {
   }
 
   #zoomOut(at, reach) {
-    const [low, high] = span(this.gathered.flatMap((g) => g.parts));
+    const [low, high] = dataRange(this.gathered.flatMap((g) => g.parts));
     const [a, b] = [at - reach, at + reach];
     if (a <= low && b >= high) this.view.setZoom(null);
     else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);
   }
 
-  /** Returns the distance to the next bucket, at least a pixel. */
+  /** Returns the distance by which an arrow key moves the crosshair: to the next bucket, at least a pixel. */
   #hop(at) {
     const pixel = (this.x.high - this.x.low) / (this.plot.right - this.plot.left);
     const part = this.gathered.flatMap((g) => g.parts)[0];

@@ -1,6 +1,6 @@
 // Saves a chart as a file: PNG and SVG as on the page, or CSV of the drawn data.
 
-import { closable, make } from "../page.js";
+import { makeClosable, make } from "../page.js";
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
@@ -28,9 +28,9 @@ function layout(chart, ctx, width) {
   const legend = lines.map((line) => {
     const itemWidth = 16 + ctx.measureText(line.label).width + 14;
     if (x > EDGE && x + itemWidth > width - EDGE) { x = EDGE; row++; }
-    const place = { line, x, row };
+    const item = { line, x, row };
     x += itemWidth;
-    return place;
+    return item;
   });
   const legendBottom = TITLE + (legend.length ? (row + 1) * ROW : 0);
   return { legend, legendBottom, chartTop: legendBottom + ROW, height: legendBottom + ROW + FOOT };
@@ -91,7 +91,7 @@ function csv(chart) {
   const lines = [`line,attempt,${chart.column()},points,min,max,mean`];
   const [low, high] = chart.view.zoom ?? [-Infinity, Infinity];
   for (const { label, series } of chart.layers()) {
-    for (const g of chart.source(series).segments) {
+    for (const g of chart.drawnSeries(series).segments) {
       const xs = chart.view.positions(g);
       for (let i = 0; i < g.length; i++) {
         if (xs[i] >= low && xs[i] <= high) lines.push([csvCell(label), g.attempt, g.steps[i], g.counts[i], g.min[i], g.max[i], g.mean[i]].join(","));
@@ -103,7 +103,7 @@ function csv(chart) {
 
 const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv?.() ?? csv(chart), "csv"] };
 
-/** Saves a chart as `kind` (PNG, SVG, CSV), in a file called `name`. `title`: the heading in the picture. */
+/** Saves a chart as `kind` (PNG, SVG or CSV) in a file called `name`, without extension. `title`: the heading in the picture. */
 export async function save(chart, kind, name, title) {
   const [draw, extension] = KINDS[kind];
   const blob = await draw(chart, title);
@@ -118,7 +118,7 @@ export function headOf(root) {
   return head.querySelector(".controls") ?? head;
 }
 
-/** Groups a chart's menus. */
+/** Returns an element with a chart's menus. */
 export const tools = (...menus) => make("div", { className: "tools" }, ...menus);
 
 /** Returns a small menu with all formats. `name()` and `title()`: see `save`. `csvUrl`: URL of the CSV file with all points. */
@@ -130,6 +130,6 @@ export function saveMenu(chart, name, title, csvUrl) {
   });
   if (csvUrl) buttons.push(make("a", { className: "button quiet", href: csvUrl, textContent: "CSV, every point", download: "" }));
   const menu = make("details", { className: "menu" }, make("summary", { textContent: "Save", "aria-label": `Save ${chart.label}` }), make("div", {}, ...buttons));
-  closable(menu, chart.gone);
+  makeClosable(menu, chart.gone);
   return menu;
 }

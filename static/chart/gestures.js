@@ -1,5 +1,5 @@
-// Pointer gestures on a chart. Dragging with a mouse, or with a finger after a long press, selects a range (a brush). A finger that moves at
-// once moves the crosshair. Two fingers zoom and pan.
+// Pointer gestures on a chart. Dragging with a mouse, or with a finger after a long press, selects a range (a brush). A finger that moves
+// without a long press moves the crosshair. Two fingers zoom and pan.
 
 import { onLongPress } from "./hold.js";
 
@@ -10,19 +10,21 @@ export class Gestures {
   /** The brush, `{ from, to, held }` in pixels, or null. `to` is set by the first move; `held`: a long press began the brush. */
   brush = null;
   /** Whether a pointer is on the chart. */
-  over = false;
+  isPointerOver = false;
+  /** Position of each finger in pixels, by pointer id. */
   #fingers = new Map();
+  /** The two fingers of a pinch, each with the data under it when the pinch began: `{ id, at }`. */
   #pinch = null;
 
   /**
-   * `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called with the range of a finished brush, and during a pinch with the
-   * range to show. `ends()`: the range of the data. `changed()`: called when the brush is to be drawn again.
+   * `chart`: has `root`, `view`, `plot` and `x`. `onBrush(from, to)`: called with the range of a finished brush, and during a pinch with
+   * the range to show. `fullRange()`: the range that is shown without a zoom. `onChange()`: called when the brush is to be drawn again.
    */
-  constructor(chart, { brushed, ends, changed }) {
-    Object.assign(this, { chart, brushed, ends, changed });
+  constructor(chart, { onBrush, fullRange, onChange }) {
+    Object.assign(this, { chart, onBrush, fullRange, onChange });
     const { root, view } = chart;
-    root.addEventListener("pointerenter", () => { this.over = true; });
-    root.addEventListener("pointerleave", () => { this.over = false; if (!this.brush) view.setCursor(null); });
+    root.addEventListener("pointerenter", () => { this.isPointerOver = true; });
+    root.addEventListener("pointerleave", () => { this.isPointerOver = false; if (!this.brush) view.setCursor(null); });
     root.addEventListener("pointerdown", (event) => this.#down(event));
     root.addEventListener("pointermove", (event) => this.#move(event));
     for (const type of ["pointerup", "pointercancel"]) root.addEventListener(type, (event) => this.#up(event));
@@ -32,7 +34,7 @@ export class Gestures {
       const from = this.#place(event);
       // Drawn as a thin bar before the first move, as feedback that the long press was recognised.
       this.brush = { from, held: true };
-      this.changed();
+      this.onChange();
     });
   }
 
@@ -49,7 +51,7 @@ export class Gestures {
     if (event.pointerType === "mouse") { root.setPointerCapture(event.pointerId); this.brush = { from: place }; return; }
     this.#fingers.set(event.pointerId, place);
     if (this.#fingers.size === 2) this.#pinch = [...this.#fingers].map(([id, p]) => ({ id, at: x.from(p) }));
-    if (this.#fingers.size > 1) { this.brush = null; view.setCursor(null); this.changed(); } else view.setCursor(x.from(place));
+    if (this.#fingers.size > 1) { this.brush = null; view.setCursor(null); this.onChange(); } else view.setCursor(x.from(place));
   }
 
   #move(event) {
@@ -61,16 +63,16 @@ export class Gestures {
     if (brush && Math.abs(place - brush.from) > MIN_BRUSH) brush.to = place;
     const before = view.cursor;
     view.setCursor(x.from(place));
-    if (before === view.cursor && brush) this.changed();
+    if (before === view.cursor && brush) this.onChange();
   }
 
   /** Zooms so that the data under the two fingers stays under them. */
   #zoom() {
     const { view, plot } = this.chart, [a, b] = this.#pinch.map(({ id, at }) => ({ p: this.#fingers.get(id), at })).sort((m, n) => m.p - n.p);
     if (b.p - a.p < MIN_PINCH || b.at <= a.at) return;
-    const pixel = (b.at - a.at) / (b.p - a.p), [first, last] = this.ends();
+    const pixel = (b.at - a.at) / (b.p - a.p), [first, last] = this.fullRange();
     const low = Math.max(first, a.at - (a.p - plot.left) * pixel), high = Math.min(last, b.at + (plot.right - b.p) * pixel);
-    if (low <= first && high >= last) { if (view.zoom) view.setZoom(null); } else this.brushed(low, high);
+    if (low <= first && high >= last) { if (view.zoom) view.setZoom(null); } else this.onBrush(low, high);
   }
 
   #up(event) {
@@ -79,8 +81,8 @@ export class Gestures {
     if (this.#fingers.size < 2) this.#pinch = null;
     if (pinched) return;
     this.brush = null;
-    if (brush?.to === undefined || event.type === "pointercancel") return this.changed();
+    if (brush?.to === undefined || event.type === "pointercancel") return this.onChange();
     const ends = [brush.from, brush.to].sort((m, n) => m - n).map((p) => x.from(p));
-    this.brushed(...ends);
+    this.onBrush(...ends);
   }
 }

@@ -7,6 +7,7 @@ import { linear, linearTicks } from "./scale.js";
 
 export class Heat {
   #all = [];
+  /** Index of the selected histogram, or null. */
   #selected = null;
   #name = "";
 
@@ -84,9 +85,10 @@ export class Heat {
     ctx.strokeRect(Math.round(from) - 0.5, plot.top - 2, Math.max(2, Math.round(to - from) + 1), plot.bottom - plot.top + 4);
   }
 
-  #go(to) {
+  /** Selects a histogram by its index, which is limited to the existing histograms. */
+  #select(index) {
     if (!this.#all.length) return;
-    const at = Math.min(this.#all.length - 1, Math.max(0, to));
+    const at = Math.min(this.#all.length - 1, Math.max(0, index));
     if (at === this.#selected) return;
     this.#selected = at;
     this.onSelect(this.#all[at]);
@@ -94,16 +96,17 @@ export class Heat {
   }
 
   #move(p) {
-    const at = this.edges?.findIndex(([, to]) => p < to) ?? -1;
-    if (this.edges) this.#go(at < 0 ? this.edges.length - 1 : at);
+    if (!this.edges) return;
+    const at = this.edges.findIndex(([, to]) => p < to);
+    this.#select(at < 0 ? this.edges.length - 1 : at);
   }
 
   #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const last = this.#all.length - 1, now = this.#selected ?? last + 1, hop = event.shiftKey ? 10 : 1;
-    const to = { ArrowLeft: now - hop, ArrowRight: now + hop, Home: 0, End: last }[event.key];
+    const last = this.#all.length - 1, current = this.#selected ?? last + 1, hop = event.shiftKey ? 10 : 1;
+    const to = { ArrowLeft: current - hop, ArrowRight: current + hop, Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    this.#go(to);
+    this.#select(to);
   }
 }

@@ -2,14 +2,14 @@
 // not finite is a gap.
 
 /** Number of buckets per pixel above which columns are drawn. */
-export const MAX_POINTS_PER_PIXEL = 2;
+export const MAX_BUCKETS_PER_PIXEL = 2;
 
-/** Returns the buckets of a segment in the range from `low` to `high`, with one neighbour on each side. */
-export function visible(segment, xs, low, high) {
+/** Returns the indices [from, to) of a segment's buckets between `low` and `high`, with one neighbour on each side. */
+export function visibleRange(segment, xs, low, high) {
   return [Math.max(0, segment.find(low, xs) - 1), Math.min(segment.length, segment.find(high, xs) + 1)];
 }
 
-/** A segment as columns of pixels, with minimum, maximum and mean of the values in each column. */
+/** Columns of pixels, each with minimum, maximum and mean of the values that are in the column. */
 export class Columns {
   constructor(width) {
     const size = Math.max(1, Math.ceil(width) + 2);
@@ -85,7 +85,7 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
   ctx.setLineDash(DASHES[dash] ?? []);
   ctx.stroke();
   ctx.setLineDash([]);
-  for (let i = 0; i < dots.length; i += 2) dot(ctx, dots[i], dots[i + 1], Math.max(1.5, width));
+  for (let i = 0; i < dots.length; i += 2) drawDot(ctx, dots[i], dots[i + 1], Math.max(1.5, width));
   ctx.globalAlpha = 1;
 }
 
@@ -120,33 +120,33 @@ function drawBars(ctx, points, { colour, alpha, width, dash }) {
   ctx.globalAlpha = 1;
 }
 
-export function dot(ctx, x, y, radius) {
+export function drawDot(ctx, x, y, radius) {
   ctx.beginPath();
   ctx.arc(x, y, radius, 0, 2 * Math.PI);
   ctx.fill();
 }
 
 /** Draws a point as a square, a ring or (any other `shape`) a disc; `inside`: the colour within a ring. */
-export function mark(ctx, x, y, radius, shape, inside) {
+export function drawPoint(ctx, x, y, radius, shape, inside) {
   if (shape === "square") return ctx.fillRect(x - radius, y - radius, 2 * radius, 2 * radius);
-  dot(ctx, x, y, radius);
+  drawDot(ctx, x, y, radius);
   if (shape !== "ring") return;
   ctx.fillStyle = inside;
-  dot(ctx, x, y, radius - 2);
+  drawDot(ctx, x, y, radius - 2);
 }
 
 /** Draws the symbol of a line, or of points, in a legend. */
 export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
   ctx.fillStyle = colour;
-  if (shape) return mark(ctx, x + 4.5, y, 4.5, shape, inside);
+  if (shape) return drawPoint(ctx, x + 4.5, y, 4.5, shape, inside);
   const parts = { dashed: [0, 5], dotted: [0, 3.5, 7] }[dash] ?? [0], width = { dashed: 4, dotted: 2 }[dash] ?? 9;
   for (const at of parts) ctx.fillRect(x + at, y - 4.5, width, 9);
 }
 
-/** Draws one segment of one rank. */
+/** Draws one segment of a series. */
 export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
-  const range = visible(segment, xs, x.low, x.high);
-  const isCrowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_POINTS_PER_PIXEL;
+  const range = visibleRange(segment, xs, x.low, x.high);
+  const isCrowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_BUCKETS_PER_PIXEL;
   const drawLine = (values, style) => {
     if (isCrowded) {
       const columns = new Columns(plot.right - plot.left);

@@ -1,44 +1,45 @@
 // Menus for a chart: the vertical range (fixed ends, and whether outliers count), and smoothing. The choices are in the page's URL.
 
-import { read, write } from "../address.js";
-import { closable, make } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
+import { makeClosable, make } from "../page.js";
 
-let menus = 0; // for unique ids
+/** Number of menus, for unique ids. */
+let menuCount = 0;
 
-/** Returns a small menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of 1 in the menu (0.01 for percent). */
+/** Returns a menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of a typed 1, such as 0.01 for percent. */
 export function rangeMenu(chart, key, unit = 1) {
-  const id = `range-${++menus}`, line = (...children) => make("label", { className: "inline" }, ...children);
+  const id = `range-${++menuCount}`, line = (...children) => make("label", { className: "inline" }, ...children);
   const [from, to] = ["from", "to"].map((name) => make("input", { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` }));
   const outliers = make("input", { type: "checkbox", id: `${id}-outliers` });
   const summary = make("summary", { textContent: "Range", "aria-label": `Vertical range of ${chart.label}` });
   const menu = make("details", { className: "menu range" }, summary, make("div", {}, line("from", from), line("to", to), line(outliers, "ignore outliers")));
-  const end = (input) => { const v = Number(input.value.trim().replace(",", ".")); return input.value.trim() === "" || !Number.isFinite(v) ? null : v; };
+  const parseEnd = (input) => { const v = Number(input.value.trim().replace(",", ".")); return input.value.trim() === "" || !Number.isFinite(v) ? null : v; };
   const apply = () => {
-    const ends = [end(from), end(to)], wrong = ends[0] !== null && ends[1] !== null && ends[0] >= ends[1];
-    for (const input of [from, to]) input.setAttribute("aria-invalid", String(wrong || (input.value.trim() !== "" && end(input) === null)));
-    chart.ends = wrong ? [null, null] : ends.map((v) => (v === null ? null : v * unit));
+    const ends = [parseEnd(from), parseEnd(to)], isWrong = ends[0] !== null && ends[1] !== null && ends[0] >= ends[1];
+    for (const input of [from, to]) input.setAttribute("aria-invalid", String(isWrong || (input.value.trim() !== "" && parseEnd(input) === null)));
+    chart.ends = isWrong ? [null, null] : ends.map((v) => (v === null ? null : v * unit));
     chart.robust = outliers.checked;
     const hasEnds = chart.ends.some((v) => v !== null);
     menu.classList.toggle("on", hasEnds || chart.robust);
     chart.invalidate();
     return hasEnds ? ends.map((v) => v ?? "").join("~") : "";
   };
-  const changed = () => write({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
-  for (const input of [from, to, outliers]) input.addEventListener("change", changed);
-  [from.value, to.value] = `${read(`${key}-range`)}~`.split("~");
-  outliers.checked = read(`${key}-outliers`) === "no";
+  const applyAndWrite = () => writeUrl({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
+  for (const input of [from, to, outliers]) input.addEventListener("change", applyAndWrite);
+  [from.value, to.value] = `${readUrl(`${key}-range`)}~`.split("~");
+  outliers.checked = readUrl(`${key}-outliers`) === "no";
   apply();
-  closable(menu, chart.gone);
+  makeClosable(menu, chart.gone);
   return menu;
 }
 
 /** Sets up the slider for smoothing, whose value is `smooth` in the URL. Calls `apply(factor)` at once and on changes. */
-export function smoothingSlider(input, output, apply) {
+export function setUpSmoothing(input, output, apply) {
   const show = () => { output.textContent = Number(input.value) ? input.value : "off"; apply(Number(input.value)); };
-  const wanted = Number(read("smooth", "0"));
+  const wanted = Number(readUrl("smooth", "0"));
   if (wanted >= 0 && wanted <= Number(input.max)) input.value = String(wanted);
   input.addEventListener("input", show);
-  input.addEventListener("change", () => write({ smooth: Number(input.value) ? input.value : "" }));
+  input.addEventListener("change", () => writeUrl({ smooth: Number(input.value) ? input.value : "" }));
   show();
 }
 

@@ -1,13 +1,13 @@
 // The points of one metric of one rank. Each attempt has a segment with typed arrays.
 //
-// A point is a bucket of `count` steps, named by its first step, with minimum, maximum and mean; a raw point is a bucket of one step. When
+// A point is a bucket of `count` steps, named by its first step, with minimum, maximum and mean. A raw point is a bucket of one step. When
 // a segment exceeds its capacity, neighbouring buckets are merged in pairs, and new points are gathered in buckets of the same width. So
 // memory and drawing time are bounded, the whole run has the same resolution, and no peak is lost.
 
 export class Segment {
   constructor(attempt, capacity) {
     this.attempt = attempt;
-    /** The segment of the attempt before; null for the first. */
+    /** The segment of the attempt before; null for the first attempt. */
     this.previous = null;
     this.capacity = capacity;
     this.length = 0;
@@ -15,10 +15,10 @@ export class Segment {
     this.exact = true;
     /** Number of steps in a full bucket. */
     this.width = 1;
-    /** The first step of the newest bucket that was pushed. */
-    this.lastPushed = -1;
-    /** The newest raw value; NaN while only buckets are known. */
-    this.lastValue = NaN;
+    /** The first step of the newest bucket that was pushed; -1 before the first. */
+    this.newestStep = -1;
+    /** The newest value; NaN if the newest bucket has several steps. */
+    this.newestValue = NaN;
     this.#allocate(Math.min(capacity, 256));
   }
 
@@ -33,17 +33,17 @@ export class Segment {
 
   /** Appends a bucket. A bucket that does not begin after the newest bucket is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
-    if (step <= this.lastPushed) return false;
-    this.lastPushed = step;
-    this.lastValue = count === 1 ? mean : NaN;
+    if (step <= this.newestStep) return false;
+    this.newestStep = step;
+    this.newestValue = count === 1 ? mean : NaN;
     if (count > 1) this.exact = false;
     const last = this.length - 1;
     if (last >= 0 && this.counts[last] + count <= this.width && this.#mayMerge(this.mean[last], mean)) {
-      this.#join(last, min, max, mean, count);
+      this.#mergeInto(last, min, max, mean, count);
       return true;
     }
     if (this.length === this.steps.length) {
-      if (this.length >= this.capacity) this.#merge();
+      if (this.length >= this.capacity) this.#halve();
       else this.#allocate(Math.min(this.capacity, this.length * 2));
     }
     this.#set(this.length++, step, min, max, mean, count);
@@ -61,7 +61,7 @@ export class Segment {
     this.counts[i] = count;
   }
 
-  #join(i, min, max, mean, count) {
+  #mergeInto(i, min, max, mean, count) {
     const n = this.counts[i];
     this.min[i] = Math.min(this.min[i], min);
     this.max[i] = Math.max(this.max[i], max);
@@ -71,13 +71,13 @@ export class Segment {
   }
 
   /** Halves the number of buckets. */
-  #merge() {
+  #halve() {
     let to = 0;
     for (let i = 0; i < this.length; i++, to++) {
       this.#set(to, this.steps[i], this.min[i], this.max[i], this.mean[i], this.counts[i]);
       const j = i + 1;
       if (j < this.length && this.#mayMerge(this.mean[i], this.mean[j])) {
-        this.#join(to, this.min[j], this.max[j], this.mean[j], this.counts[j]);
+        this.#mergeInto(to, this.min[j], this.max[j], this.mean[j], this.counts[j]);
         i++;
       }
     }
@@ -101,7 +101,7 @@ export class Segment {
     return low;
   }
 
-  /** Returns the smoothed mean. */
+  /** Returns the smoothed means of all buckets. */
   smooth(factor) { return smoothed(this, factor, (segment, i) => segment.mean[i]); }
 }
 
@@ -177,11 +177,12 @@ export class Series {
   }
 
   get exact() { return this.segments.every((s) => s.exact); }
-  get last() { return this.segments.at(-1); }
+  /** The segment of the newest attempt; undefined without a point. */
+  get newestSegment() { return this.segments.at(-1); }
 
   /** Returns the mean over at least the newest `n` steps of the newest attempt, in whole buckets without gaps; NaN without a value. */
-  recent(n) {
-    const segment = this.segments.at(-1);
+  recentMean(n) {
+    const segment = this.newestSegment;
     if (!segment) return NaN;
     let sum = 0, count = 0;
     for (let i = segment.length - 1; i >= 0 && count < n; i--) {
@@ -195,15 +196,15 @@ export class Series {
 export class MeanSeries extends Series {
   #waiting = new Map();
 
-  /** `ranksIn(attempt)`: the number of ranks of an attempt, which may be fewer than the job's. */
-  constructor(name, ranksIn, capacity) {
+  /** `rankCountOf(attempt)`: the number of ranks of an attempt, which may be fewer than the job's. */
+  constructor(name, rankCountOf, capacity) {
     super(name, null, capacity);
-    this.ranksIn = ranksIn;
+    this.rankCountOf = rankCountOf;
   }
 
   /** Like `append`, for one rank's points. */
   appendRank(attempt, steps, values) {
-    const rankCount = this.ranksIn(attempt);
+    const rankCount = this.rankCountOf(attempt);
     for (let i = 0; i < steps.length; i++) {
       const key = `${attempt}:${steps[i]}`, v = values[i] ?? NaN;
       const sum = this.#waiting.get(key) ?? { n: 0, total: 0, min: Infinity, max: -Infinity };
@@ -221,7 +222,7 @@ export class MeanSeries extends Series {
 
   /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
   loadRanks(attempt, ranks, exact, width) {
-    const rankCount = this.ranksIn(attempt), joined = new Map();
+    const rankCount = this.rankCountOf(attempt), joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {
         // A mean, a minimum or a maximum that is not finite is null, and becomes a gap.

@@ -12,7 +12,7 @@ function toSpeeds(segment, picturesUntil) {
   return Object.assign(Object.create(segment), {
     source: segment, // the segment of step times
     // The longest step time is the lowest speed.
-    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (picturesUntil(segment.lastPushed) - picturesUntil(segment.lastPushed - 1)) * 1000 / segment.lastValue,
+    mean: column("mean"), min: column("max"), max: column("min"), newestValue: (picturesUntil(segment.newestStep) - picturesUntil(segment.newestStep - 1)) * 1000 / segment.newestValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
     smooth: (factor) => { const smoothPictures = smoothed(segment, factor, pictures); return segment.smooth(factor).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });

@@ -1,24 +1,24 @@
 // The ranges of a chart's axes, and the ticks of its vertical axes. A chart has a left axis, and a right axis for
 // layers of another quantity.
 
-import { visible } from "./lines.js";
+import { visibleRange } from "./lines.js";
 import { withoutOutliers } from "./range.js";
 import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
 /** Returns the range of positions that have data. */
-export function span(parts) {
+export function dataRange(parts) {
   let low = Infinity, high = -Infinity;
   for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether all points are exact. */
+/** Returns the largest numbers of points and of buckets that a layer has between `low` and `high`, and whether every bucket is a point. */
 export function countVisible(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
     let points = 0, bucketCount = 0;
     for (const { segment, xs } of parts) {
-      const [from, to] = visible(segment, xs, low, high);
+      const [from, to] = visibleRange(segment, xs, low, high);
       bucketCount += to - from;
       for (let i = from; i < to; i++) points += segment.counts[i];
       exact &&= segment.exact;
@@ -30,20 +30,20 @@ export function countVisible(gathered, low, high) {
 }
 
 /**
- * Returns an axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `zero` to start at 0;
+ * Returns an axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `startsAtZero`;
  * `limits` that the axis never exceeds; `tick(v)` for labels.
  */
-export function vertical(side, kind, gathered, low, high, rows) {
+export function verticalAxis(side, kind, gathered, low, high, rows) {
   let bottom = Infinity, top = -Infinity;
   for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
-    const [from, to] = visible(segment, xs, low, high);
+    const [from, to] = visibleRange(segment, xs, low, high);
     for (let i = from; i < to; i++) {
       const a = segment.min[i], b = segment.max[i];
       if (Number.isFinite(b) && b > top) top = b;
       if (Number.isFinite(a) && a < bottom && (kind === "linear" || a > 0)) bottom = a;
     }
   }
-  if (side.zero && kind === "linear" && bottom > 0) bottom = 0;
+  if (side.startsAtZero && kind === "linear" && bottom > 0) bottom = 0;
   if (side.robust) [bottom, top] = rangeWithoutOutliers(gathered, kind, low, high) ?? [bottom, top];
   const fixed = (v) => (v === null || (kind === "log" && v <= 0) ? null : v);
   let [y0, y1] = niceDomain(bottom, top, kind);
@@ -58,7 +58,7 @@ export function vertical(side, kind, gathered, low, high, rows) {
 function rangeWithoutOutliers(gathered, kind, low, high) {
   const values = [];
   for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
-    const [from, to] = visible(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));
+    const [from, to] = visibleRange(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));
     for (let i = from; i < to; i += stride) { const v = segment.mean[i]; if (Number.isFinite(v) && (kind === "linear" || v > 0)) values.push(v); }
   }
   return values.length < 20 ? null : withoutOutliers(Float64Array.from(values));

@@ -49,11 +49,11 @@ export class View extends EventTarget {
     let at = 0, step = 0;
     for (const c of this.clock().segments) {
       for (let i = 0; i < c.length; i++) {
-        const secs = width(c, i) * (c.mean[i] || 0) / 1000;
+        const secs = stepCount(c, i) * (c.mean[i] || 0) / 1000;
         step = c.steps[i] - 1;
-        if (at + secs >= x) return step + (secs ? (x - at) / secs * width(c, i) : 0);
+        if (at + secs >= x) return step + (secs ? (x - at) / secs * stepCount(c, i) : 0);
         at += secs;
-        step += width(c, i);
+        step += stepCount(c, i);
       }
     }
     return step;
@@ -61,7 +61,7 @@ export class View extends EventTarget {
 }
 
 /** Returns the number of steps from a bucket's first step to the first step of the next bucket. */
-const width = ({ length, steps, counts }, i) => i + 1 < length ? steps[i + 1] - steps[i] : counts[i];
+const stepCount = ({ length, steps, counts }, i) => i + 1 < length ? steps[i + 1] - steps[i] : counts[i];
 
 /**
  * Returns the seconds of training up to the end of each bucket's first step: the sum of `step_ms`, including earlier attempts. `clock`:
@@ -71,7 +71,7 @@ export function times(segment, clock) {
   const out = new Float64Array(segment.length);
   let start = 0;
   for (const c of clock.segments) {
-    if (c.attempt < segment.attempt) { start += total(c); continue; }
+    if (c.attempt < segment.attempt) { start += trainingSecs(c); continue; }
     if (c.attempt > segment.attempt) break;
     // `at`: seconds up to the end of `step`, the last step before the clock's bucket. `pace`: the bucket's milliseconds per step.
     let i = 0, at = start, step = c.length ? c.steps[0] - 1 : 0, pace = 0;
@@ -88,8 +88,9 @@ export function times(segment, clock) {
   return out.fill(start);
 }
 
-function total(segment) {
+/** Returns the seconds of training in a segment of `step_ms`. */
+function trainingSecs(segment) {
   let secs = 0;
-  for (let i = 0; i < segment.length; i++) secs += width(segment, i) * (segment.mean[i] || 0) / 1000;
+  for (let i = 0; i < segment.length; i++) secs += stepCount(segment, i) * (segment.mean[i] || 0) / 1000;
   return secs;
 }

@@ -1,4 +1,4 @@
-// What to know before validation accuracies are compared.
+// Warns about validation accuracies that cannot be compared.
 
 import { percent } from "../numbers.js";
 
@@ -12,9 +12,9 @@ function division({ validation, validation_seed: seed, folds, fold }) {
  * as `caution` in src/cli/compare.rs.
  */
 export function caution(jobs) {
-  const [certain, uncertain] = [true, false].map((isKnown) => jobs.filter((j) => j.best && j.last.val_pictures > 0 === isKnown)), sentences = [];
+  const isCertain = (j) => j.last.val_pictures > 0, validated = jobs.filter((j) => j.best), uncertain = validated.filter((j) => !isCertain(j)), sentences = [];
   if (uncertain.length) sentences.push(`The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: ${uncertain.map((j) => j.name).join(", ")}.`);
-  const measured = certain.map((j) => ({ name: j.name, share: j.best.value, pictures: j.last.val_pictures, dataset: j.spec.data.dataset, division: division(j.spec.data) })).sort((a, b) => b.share - a.share);
+  const measured = validated.filter(isCertain).map((j) => ({ name: j.name, share: j.best.value, pictures: j.last.val_pictures, dataset: j.spec.data.dataset, division: division(j.spec.data) })).sort((a, b) => b.share - a.share);
   if (measured.length < 2) return sentences.join(" ");
   const [first, second] = measured;
   if (measured.some((job) => ["pictures", "dataset", "division"].some((key) => job[key] !== first[key]))) sentences.push("These accuracies may not have been measured on the same validation pictures.");

@@ -1,7 +1,7 @@
 // The look of a job: a colour and a style of line. The look stays the same while other jobs are added and removed, and on the next visit. There
 // are eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
-import { make, store, stored } from "../page.js";
+import { make, store, readStored } from "../page.js";
 
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAGE_KEY = "colours";
@@ -9,31 +9,32 @@ const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAG
 const MAX_STORED = 200;
 
 function loadStored() {
-  try { const all = JSON.parse(stored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
+  try { const all = JSON.parse(readStored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
 }
 
-const known = new Map(loadStored());
+/** The number of each job's look, by id. */
+const looks = new Map(loadStored());
 
 /** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
-export function assign(ids) {
+export function assignLooks(ids) {
   const taken = new Map();
   for (const id of ids) {
-    const own = known.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));
+    const own = looks.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));
     const look = own !== undefined && own < LOOKS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % LOOKS;
     taken.set(look, id);
     // Moves the job to the end of the map, where the newest jobs are.
-    known.delete(id);
-    known.set(id, look);
+    looks.delete(id);
+    looks.set(id, look);
   }
   // Without storage, looks last as long as the page.
-  store(STORAGE_KEY, JSON.stringify([...known].slice(-MAX_STORED)));
+  store(STORAGE_KEY, JSON.stringify([...looks].slice(-MAX_STORED)));
 }
 
 /** Returns the name of a job's colour in styles/charts.css. */
-export const colour = (id) => `rank-${(known.get(id) ?? 0) % COLOURS}`;
+export const colour = (id) => `rank-${(looks.get(id) ?? 0) % COLOURS}`;
 
 /** Returns the style of a job's line: `dashed`, `dotted`, or empty for solid. */
-export const dash = (id) => DASHES[Math.floor((known.get(id) ?? 0) / COLOURS)];
+export const dash = (id) => DASHES[Math.floor((looks.get(id) ?? 0) / COLOURS)];
 
 /** Returns the mark before a job's name. */
 export const swatch = (id) => make("i", { className: `swatch bg-${colour(id)} ${dash(id)}`.trim() });

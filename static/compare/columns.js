@@ -7,28 +7,28 @@ import { formatSetting } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
-/** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
-const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
+/** Returns the training time in seconds, without pauses and waiting. NaN if unknown, as in a running attempt after the first. */
+const trainingSecs = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
 /** `key`: the result's key in the URL. `get(job)`: the result's value. `about`: the tooltip of the name. */
 const result = (key, name, get, format, about) => ({ key, name, get, format, about });
 /** Results of a job. */
 export const RESULTS = [
   result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "accuracy of the last step", (j) => j.last.accuracy, percent, "Of the training pictures of this one step, while the network trained"),
   result("val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent), result("best", "best accuracy", (j) => j.best?.value, percent),
-  result("images_per_second", "images/s", (j) => j.images_per_second, rate), result("step", "steps", (j) => j.step, count), result("time", "ran for", ran, clock),
+  result("images_per_second", "images/s", (j) => j.images_per_second, rate), result("step", "steps", (j) => j.step, count), result("time", "ran for", trainingSecs, clock),
 ];
 
 /** Results for which low values are good. Low values are at the top of an axis. */
 const LOW_IS_GOOD = ["loss", "val_loss", "time"];
 
-/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from(share)`: the inverse of `at`. */
+/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from`: the inverse of `at`. */
 function numberColumn(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.
   const log = low > 0 && high / low > 20, scaled = (v) => (log ? Math.log(v) : v), span = scaled(high) - scaled(low);
-  const turned = (share) => (isLowGood ? 1 - share : share);
-  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? turned((scaled(v) - scaled(low)) / span) : 0.5);
-  const from = (share) => { const v = scaled(low) + turned(share) * span; return log ? Math.exp(v) : v; };
+  const flip = (share) => (isLowGood ? 1 - share : share);
+  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? flip((scaled(v) - scaled(low)) / span) : 0.5);
+  const from = (share) => { const v = scaled(low) + flip(share) * span; return log ? Math.exp(v) : v; };
   const [bottom, top] = isLowGood ? [high, low] : [low, high];
   return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }

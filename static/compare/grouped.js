@@ -7,26 +7,29 @@ import { settings, specOf } from "./names.js";
 /** Maximum number of positions along the axis at which a mean is computed. */
 const MAX_POINTS = 1000;
 /** Keys that are fields of a job, not settings. */
-const FIELDS = { tag: "tag", name: "name", owner: "owner", project: "project" };
+const FIELDS = ["tag", "name", "owner", "project"];
 
 /** Returns the keys by which these jobs can be grouped: keys with several values, `name`, and `tag` if a job has tags. */
 export function groupKeys(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
-  return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
+  const hasSeveral = (field) => new Set(jobs.map((job) => labelsOf(job, field)[0])).size > 1;
+  const isOffered = (field) => field === "name" || (field === "tag" ? jobs.some((job) => job.tags.length) : hasSeveral(field));
+  return [...FIELDS.filter(isOffered), ...differing.filter((key) => !FIELDS.includes(key))];
 }
 
-function valuesOf(job, key) {
+/** Returns the labels of a job's groups. Grouped by tag, a job may have several. */
+function labelsOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
-  if (key in FIELDS) return [job[key] ?? "no owner"];
+  if (FIELDS.includes(key)) return [job[key] ?? "no owner"];
   const spec = specOf(job), values = new Map(flatten(spec));
   // A run from elsewhere may have the value of `train.lr` as `config.lr`; see `settings`.
   return [`${key} ${formatSetting(values.get(fullKey(spec, key)) ?? (job.external ? values.get(`config.${key.split(".").at(-1)}`) : undefined))}`];
 }
 
-/** Returns the groups of these jobs, each with an id that fixes its colour. */
+/** Returns the groups of these jobs, each with an id by which its colour is stored. */
 export function groups(jobs, key) {
   const found = new Map();
-  for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
+  for (const job of jobs) for (const label of labelsOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
@@ -42,8 +45,8 @@ function curve(series, xs) {
 }
 
 /**
- * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the index, so
- * `x` must ascend.
+ * Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts. Each call increases the
+ * index, so `x` must ascend.
  */
 function interpolate({ at, values }, x, from) {
   let i = from.i;
@@ -59,7 +62,7 @@ function interpolate({ at, values }, x, from) {
  * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count, and `counts`
  * has the number of these curves. `band`: `std` or `range`.
  */
-export function mean(all, xs, band) {
+export function meanSeries(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), positions = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
   const stride = Math.max(1, positions.length / MAX_POINTS), series = new Series("mean", null, MAX_POINTS + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
   series.counts = [];

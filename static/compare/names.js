@@ -17,15 +17,15 @@ export const withSummary = (job) => ({ ...specOf(job), ...(job.external && { sum
 /**
  * Returns settings by key, each with its value for every job. `name` is left out. A run from elsewhere, which has none of the settings of a
  * job file, does not make these settings different. A run's `config.lr` counts as `train.lr` if no other setting of these jobs is called
- * `lr`. `read`: `specOf` or `withSummary`.
+ * `lr`. `tableOf(job)`: `specOf` or `withSummary`.
  */
-export function settings(jobs, read = specOf) {
-  const trained = new Set(jobs.filter((j) => !j.external).flatMap((j) => flatten(read(j)).map(([key]) => key)));
+export function settings(jobs, tableOf = specOf) {
+  const trained = new Set(jobs.filter((j) => !j.external).flatMap((j) => flatten(tableOf(j)).map(([key]) => key)));
   const settingOfRun = (key) => {
     const called = [...trained].filter((k) => k.includes(".") && `config.${k.split(".").at(-1)}` === key);
     return called.length === 1 ? called[0] : key;
   };
-  const specs = jobs.map((j) => new Map(flatten(read(j)).map(([key, v]) => [j.external ? settingOfRun(key) : key, v]))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
+  const specs = jobs.map((j) => new Map(flatten(tableOf(j)).map(([key, v]) => [j.external ? settingOfRun(key) : key, v]))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => {
     const values = specs.map((s) => s.get(key)), isOfRuns = specs.some((s, i) => jobs[i].external && s.has(key)), compared = isOfRuns ? values : values.filter((_, i) => !jobs[i].external);
     return { key, values, different: new Set(compared.map(formatSetting)).size > 1 };
@@ -40,8 +40,10 @@ function titles(jobs) {
   for (const [name, namesakes] of byName) {
     const differing = namesakes.length > 1 ? settings(namesakes).filter((row) => row.different && !/^(tags|notes|project|priority|private)\b/.test(row.key)).slice(0, MAX_SETTINGS) : [];
     const labels = namesakes.map((_, i) => differing.map(({ key, values }) => `${key.split(".").at(-1)} ${formatSetting(values[i]).slice(0, MAX_CHARS)}`).join(", "));
+    const isUnique = (label) => label && labels.filter((other) => other === label).length === 1;
     // If the settings are equal, the random end of the id distinguishes the jobs.
-    namesakes.forEach((job, i) => titles.set(job.id, namesakes.length < 2 ? name : `${name} · ${labels.filter((w) => w === labels[i]).length > 1 || !labels[i] ? [labels[i], job.id.slice(-5)].filter(Boolean).join(", ") : labels[i]}`));
+    const distinction = (job, label) => (isUnique(label) ? label : [label, job.id.slice(-5)].filter(Boolean).join(", "));
+    namesakes.forEach((job, i) => titles.set(job.id, namesakes.length < 2 ? name : `${name} · ${distinction(job, labels[i])}`));
   }
   cache = { key, titles };
   return titles;

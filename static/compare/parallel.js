@@ -1,7 +1,7 @@
 // Parallel coordinates: axes for the first `SETTINGS` settings that differ and for the `RESULTS`, and a line for each job. Dragging along an
 // axis selects the jobs whose lines cross the dragged part.
 
-import { makeSvg, text } from "../page.js";
+import { makeSvg, setText } from "../page.js";
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
@@ -21,7 +21,7 @@ const DOT = 4;
 /** Part of an axis by which an arrow key moves the end of a brush. */
 const KEY_STEP = 0.05;
 
-const short = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.slice(-7)}` : words);
+const shorten = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.slice(-7)}` : words);
 
 export class Parallel {
   #drag = null;
@@ -91,10 +91,10 @@ export class Parallel {
       svg.append(line);
     });
     axes.forEach((axis, i) => {
-      const range = this.selection.range(axis), name = makeSvg("text", { x: x(i), y: 12, class: "name" }, short(axis.name));
+      const range = this.selection.range(axis), name = makeSvg("text", { x: x(i), y: 12, class: "name" }, shorten(axis.name));
       name.append(makeSvg("title", {}, axis.name));
       svg.append(makeSvg("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), name,
-        makeSvg("text", { x: x(i), y: TOP - 8, class: "end" }, short(axis.ends[1])), makeSvg("text", { x: x(i), y: HEIGHT - 8, class: "end" }, short(axis.ends[0])));
+        makeSvg("text", { x: x(i), y: TOP - 8, class: "end" }, shorten(axis.ends[1])), makeSvg("text", { x: x(i), y: HEIGHT - 8, class: "end" }, shorten(axis.ends[0])));
       if (range) svg.append(makeSvg("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
       const words = range ? (axis.kinds ? this.selection.brushes.get(axis.key).words.join(", ") : range.map((v) => axis.words(axis.from(v))).join(" to ")) : "all";
       svg.append(makeSvg("rect", {
@@ -106,7 +106,7 @@ export class Parallel {
     // On a phone, a scroll bar is visible only while it is used.
     const more = width > this.root.clientWidth + 1;
     this.root.parentElement.classList.toggle("more-beside", more);
-    text(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
+    setText(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

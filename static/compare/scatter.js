@@ -2,12 +2,12 @@
 
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
-import { byId, make, text } from "../page.js";
-import { read, write } from "../address.js";
+import { byId, make, setText } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
 import { drawAxes, labelWidth } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
 import { onLongPress } from "../chart/hold.js";
-import { mark } from "../chart/lines.js";
+import { drawPoint } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
@@ -15,10 +15,11 @@ import { columns, varies } from "./columns.js";
 
 /** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
 const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
-const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
+/** Number of points by which an arrow key moves. */
+const KEY_STEPS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
-const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
+const shorten = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
 export class Scatter {
   label = "Scatter of the jobs";
@@ -36,7 +37,7 @@ export class Scatter {
     root.tabIndex = 0;
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects the jobs at the same position, Escape clears the selection.");
-    for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { write({ [`scatter-${which}`]: target.value }); this.draw(); });
+    for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { writeUrl({ [`scatter-${which}`]: target.value }); this.draw(); });
     selection.addEventListener("change", () => this.invalidate());
     new ResizeObserver(() => this.invalidate()).observe(root);
     onThemeChange(() => this.invalidate());
@@ -57,17 +58,20 @@ export class Scatter {
 
   /** Reads the jobs again, and draws the plot. */
   draw() {
-    // The default is the setting that differs and that most jobs have.
+    const { all } = columns(this.jobs()), find = (key) => all.find((c) => c.key === key);
+    // The default of the horizontal axis is, among the settings that differ, the setting that most jobs have.
     const valueCount = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
-    const { all } = columns(this.jobs()), defaults = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
+    const [mostGiven] = all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => valueCount(b) - valueCount(a));
+    const hasBest = find("result:best").values.some(Number.isFinite);
+    const defaults = { x: mostGiven ?? find("result:step"), y: find(hasBest ? "result:best" : "result:loss") };
     for (const which of ["x", "y"]) {
-      const select = byId(`scatter-${which}`), wanted = read(`scatter-${which}`);
-      this[which] = all.find((c) => c.key === wanted) ?? defaults[which];
+      const select = byId(`scatter-${which}`), wanted = readUrl(`scatter-${which}`);
+      this[which] = find(wanted) ?? defaults[which];
       const offered = [...select.options].map((option) => option.value).join("\n");
       if (offered !== all.map((c) => c.key).join("\n")) {
-        const part = (label, some) => make("optgroup", { label }, ...some.map((c) => new Option(c.name, c.key)));
+        const part = (label, members) => make("optgroup", { label }, ...members.map((c) => new Option(c.name, c.key)));
         const parts = [["Settings that differ", all.filter((c) => !c.result && c.different)], ["Results", all.filter((c) => c.result)], ["Other settings", all.filter((c) => !c.result && !c.different)]];
-        select.replaceChildren(...parts.filter(([, some]) => some.length).map(([label, some]) => part(label, some)));
+        select.replaceChildren(...parts.filter(([, members]) => members.length).map(([label, members]) => part(label, members)));
       }
       select.value = this[which].key;
     }
@@ -83,7 +87,7 @@ export class Scatter {
     [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, width, height);
-    this.paint(ctx, width, height, true);
+    this.paint(ctx, width, height, { isOnPage: true });
     this.#showTip();
   }
 
@@ -93,14 +97,14 @@ export class Scatter {
     const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
     if (column.kinds) {
       const place = linear([0, 1], ends);
-      return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: short };
+      return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: shorten };
     }
     const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], column.isLowGood ? ends.toReversed() : ends);
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
-  /** Draws into any context with a canvas's methods. `live`: also draws the brush, and emphasises the focused job. */
-  paint(ctx, width, height, live = false) {
+  /** Draws into any context with a canvas's methods. `isOnPage`: also draws the brush, and emphasises the focused job. */
+  paint(ctx, width, height, { isOnPage = false } = {}) {
     const colours = palette(), jobs = this.jobs(), selected = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52));
     const left = labelWidth(ctx, this.#scale(up, 0, 1, rows).ticks.map(this.#scale(up, 0, 1, rows).label), colours, 24) + 12;
@@ -109,7 +113,7 @@ export class Scatter {
     const x = this.#scale(across, plot.left, plot.right, Math.max(2, Math.floor((plot.right - plot.left) / 90))), y = this.#scale(up, plot.bottom, plot.top, rows);
     drawAxes(ctx, plot, { x, y, xTicks: x.ticks, yTicks: y.ticks, xLabel: x.label, yLabel: y.label, colours });
     const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !selected.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
-    if (live) {
+    if (isOnPage) {
       Object.assign(this, { plot, sx: x, sy: y });
       this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
       this.#brush(ctx, colours);
@@ -118,7 +122,7 @@ export class Scatter {
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
       ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
-      mark(ctx, point.x, point.y, live && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
+      drawPoint(ctx, point.x, point.y, isOnPage && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
     }
     ctx.globalAlpha = 1;
     if (!points.length) {
@@ -127,7 +131,7 @@ export class Scatter {
       ctx.fillText("No job has values for both axes.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : `drag a rectangle to select jobs${up.isLowGood ? "; low values are up" : ""}`);
+    setText(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : `drag a rectangle to select jobs${up.isLowGood ? "; low values are up" : ""}`);
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }
@@ -158,7 +162,7 @@ export class Scatter {
     this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
     const tipWidth = this.tip.offsetWidth, left = point.x + 12 + tipWidth > this.plot.right ? point.x - 12 - tipWidth : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
-    text(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
+    setText(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
   }
 
   #listen() {
@@ -200,9 +204,9 @@ export class Scatter {
       const points = this.#points, i = points.findIndex(({ job }) => job.id === this.#focusedJob);
       if (event.key === "Escape") { focusJob(null); return this.selection.clear(); }
       if (event.key === "Enter" && i >= 0) { event.preventDefault(); return this.#select({ x: points[i].x - 1, y: points[i].y - 1 }, { x: points[i].x + 1, y: points[i].y + 1 }); }
-      if (!KEYS[event.key] || !points.length) return;
+      if (!KEY_STEPS[event.key] || !points.length) return;
       event.preventDefault();
-      focusJob(points[i < 0 ? (KEYS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEYS[event.key]))].job.id);
+      focusJob(points[i < 0 ? (KEY_STEPS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEY_STEPS[event.key]))].job.id);
     });
   }
 

@@ -42,8 +42,8 @@ export class Selection extends EventTarget {
       // A brush ends where the pointer was released. A value that rounds to this end belongs to the brush.
       const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
       jobs.forEach((job, i) => {
-        const v = values[i], inside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
-        if (!inside) selected.delete(job.id);
+        const v = values[i], isInside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
+        if (!isInside) selected.delete(job.id);
       });
     }
     return selected;

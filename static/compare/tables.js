@@ -4,9 +4,9 @@ import { caution } from "./caution.js";
 import { swatch } from "./colours.js";
 import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
-import { byId, make, text } from "../page.js";
+import { byId, make, setText } from "../page.js";
 import { writeShortened } from "../cut.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { formatSetting } from "../settings.js";
 import { stateWords } from "../job/states.js";
 import { uncertainty } from "../numbers.js";
@@ -22,29 +22,30 @@ const NEWEST = ["loss", "val. loss", "accuracy of the last step", "val. accuracy
 const VALIDATED = ["val. accuracy", "best accuracy"];
 
 export class Tables {
-  #all = false;
+  #showsAllSettings = false;
   #isScrolled = false;
 
   /** `selected()`: ids of the selected jobs. */
   constructor(jobs, remove, selected) { Object.assign(this, { jobs, remove, selected }); }
 
-  setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
+  /** `which`: `all` or `different`. */
+  showSettings(which) { this.#showsAllSettings = which === "all"; if (this.jobs().length) this.draw(); }
 
   draw() {
     const focused = byId("results-head").contains(document.activeElement) ? document.activeElement.textContent : null;
-    this.#results();
-    this.#settings();
+    this.#drawResults();
+    this.#drawSettings();
     if (focused) [...byId("results-head").querySelectorAll("button")].find((b) => b.textContent === focused)?.focus();
   }
 
-  #swatch(job) {
+  #jobName(job) {
     const link = make("a", { href: `/jobs/${job.id}` });
     writeShortened(link, titleOf(job, this.jobs()));
     return make("span", { className: "job-name" }, swatch(job.id), link);
   }
 
-  #results() {
-    const [key, direction] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
+  #drawResults() {
+    const [key, direction] = readUrl("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
     const order = this.jobs().toSorted((a, b) => {
       const [x, y] = [column.get(a), column.get(b)];
       if (typeof x === "string") return x.localeCompare(y) * (direction === "up" ? 1 : -1);
@@ -54,18 +55,18 @@ export class Tables {
     for (const { name, about } of COLUMNS) {
       const button = make("button", { type: "button", className: "sort", textContent: name, title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
       if (name === column.name) th.setAttribute("aria-sort", direction === "up" ? "ascending" : "descending");
-      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#results(); });
+      button.addEventListener("click", () => { writeUrl({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#drawResults(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));
-    text(byId("results-note"), caution(this.jobs()));
+    setText(byId("results-note"), caution(this.jobs()));
     byId("results-head").replaceChildren(head);
     const selected = this.selected();
     byId("results").replaceChildren(...order.map((job) => {
       const row = make("tr", { className: selected.has(job.id) ? "" : "out" });
       COLUMNS.forEach(({ name, get, format }, i) => {
-        const v = get(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
-        if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
+        const v = get(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#jobName(job));
+        if (i) setText(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
         if (typeof v === "number") cell.title = String(v);
         if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(make("small", { className: "muted", textContent: " so far" }));
         if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
@@ -86,13 +87,13 @@ export class Tables {
     this.#isScrolled = true;
   }
 
-  #settings() {
-    const jobs = this.jobs(), all = settings(jobs, withSummary), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
-    byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#swatch(job)))));
+  #drawSettings() {
+    const jobs = this.jobs(), all = settings(jobs, withSummary), shown = all.filter((r) => this.#showsAllSettings || r.different).sort((a, b) => b.different - a.different);
+    byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#jobName(job)))));
     byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
       make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatSetting(v) })))));
-    text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
+    setText(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
-    text(byId("settings-none"), jobs.length < 2 ? "Choose a second job." : "All settings are the same.");
+    setText(byId("settings-none"), jobs.length < 2 ? "Choose a second job." : "All settings are the same.");
   }
 }

@@ -1,6 +1,6 @@
 // The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
-import { ask, byId, Problem, errorText, text } from "../page.js";
+import { ask, byId, Problem, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
@@ -8,15 +8,15 @@ const FIELDS = ["name", "path"];
 
 /** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
 function showActivity(activity, progress = "") {
-  text(byId("add-status"), activity);
-  text(byId("add-count"), progress);
+  setText(byId("add-status"), activity);
+  setText(byId("add-count"), progress);
 }
 
 function showErrors(errors) {
   for (const name of FIELDS) {
     const node = byId(`d-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
-    text(node, message);
+    setText(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
   showActivity(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
@@ -27,7 +27,7 @@ function showError(error) {
   if (error instanceof Problem && error.errors.length) showErrors(error.errors); else showActivity(errorText(error));
 }
 
-/** Returns a dataset's name, made from the name of its folder or file. */
+/** Makes a dataset's name from the path of its folder or file. */
 export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
 
 /** Describes the content of a folder in a sentence. */
@@ -40,10 +40,10 @@ function describeFolder({ info }) {
 }
 
 /**
- * Sends the request again until the server has inspected the files, shows the progress, and returns the response. A request to
- * `/api/v1/datasets` registers the dataset. The first inspection of a million pictures takes minutes.
+ * Sends a request again until the server has inspected the files, which takes minutes for a million pictures. Returns the response.
+ * `onProgress(activity, progress)`: called with both texts while the inspection runs.
  */
-export async function postUntilInspected(path, body, signal, onProgress) {
+export async function postUntilInspected(path, { body, signal, onProgress }) {
   for (;;) {
     const response = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (response.info) return response;
@@ -51,39 +51,39 @@ export async function postUntilInspected(path, body, signal, onProgress) {
   }
 }
 
-/** Adds the handlers of the form: inspects the path after typing, and registers the dataset without leaving the page. */
-export function initialiseForm(form) {
-  let timer = 0, inspecting = null;
+/** Sets up the form, which inspects the path after typing, and registers the dataset without leaving the page. */
+export function setUpForm(form) {
+  let timer = 0, inspection = null;
   form.path.addEventListener("input", () => {
     clearTimeout(timer);
-    inspecting?.abort();
+    inspection?.abort();
     showErrors([]);
     const path = form.path.value.trim();
     if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => inspect(path), INSPECT_AFTER_MS);
   });
 
   async function inspect(path) {
-    const mine = inspecting = new AbortController();
+    const thisInspection = inspection = new AbortController();
     showActivity("Inspecting the files …");
     try {
-      const response = await postUntilInspected("/api/v1/datasets/inspect", { path }, mine.signal, showActivity);
+      const response = await postUntilInspected("/api/v1/datasets/inspect", { body: { path }, signal: thisInspection.signal, onProgress: showActivity });
       showActivity(describeFolder(response));
       if (!form.name.value.trim()) form.name.value = nameOf(path);
     } catch (error) {
-      if (!mine.signal.aborted) showError(error);
+      if (!thisInspection.signal.aborted) showError(error);
     }
   }
 
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     clearTimeout(timer);
-    inspecting?.abort();
+    inspection?.abort();
     const button = form.querySelector("button");
     button.disabled = true;
     showErrors([]);
     showActivity("Inspecting the files …");
     try {
-      await postUntilInspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, showActivity);
+      await postUntilInspected("/api/v1/datasets", { body: { name: form.name.value.trim(), path: form.path.value.trim() }, onProgress: showActivity });
       location.reload();
     } catch (error) {
       button.disabled = false;

@@ -1,8 +1,8 @@
 // The pictures of a dataset, by split and class, with or without a job's augmentation.
 
-import { ask, errorText, text } from "../page.js";
+import { ask, errorText, setText } from "../page.js";
 import { count } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 /** Number of pictures per request without augmentation. */
@@ -24,7 +24,7 @@ function augmentation(data) {
 export class Gallery {
   #requests = 0;
   /** Number of visible pictures, and the cursor of the next pictures. */
-  #offset = 0;
+  #shownCount = 0;
   #cursor = null;
   /** Seed of the random order, which is the default because stored pictures are often sorted by class. */
   #seed = 1;
@@ -33,20 +33,20 @@ export class Gallery {
     Object.assign(this, { card, name });
     const element = (key) => card.querySelector(`[data-g="${key}"]`);
     this.element = element;
-    // A page may have many datasets: pictures are requested only for datasets in view.
-    const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#showPreview(); } });
-    seen.observe(card);
+    // A page may have many datasets, so pictures are requested only for datasets in view.
+    const observer = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { observer.disconnect(); this.#showPreview(); } });
+    observer.observe(card);
     element("open").addEventListener("toggle", () => {
       element("first").hidden = element("open").open;
-      if (!element("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
-      write({ pictures: name });
+      if (!element("open").open) return writeUrl({ pictures: readUrl("pictures") === name ? "" : readUrl("pictures") });
+      writeUrl({ pictures: name });
       if (!element("grid").childElementCount) { this.#offerJobs(); this.load(); }
     });
     for (const key of ["split", "class", "order", "augmented"]) element(key).addEventListener("change", () => this.load());
     element("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); element("order").value = "mixed"; this.load(); });
-    element("more").addEventListener("click", () => this.#read(this.#cursor));
+    element("more").addEventListener("click", () => this.#loadPictures(this.#cursor));
     for (const button of card.querySelectorAll("[data-class]")) button.addEventListener("click", () => { element("class").value = button.dataset.class; element("open").open = true; this.load(); });
-    if (read("pictures") === name) element("open").open = true;
+    if (readUrl("pictures") === name) element("open").open = true;
   }
 
   /** Shows a few pictures of the training split, if possible of all classes: the first picture of each class, then the second, and so on. */
@@ -70,16 +70,16 @@ export class Gallery {
 
   /** Shows the first pictures that match the choices. */
   load() {
-    this.#offset = 0;
+    this.#shownCount = 0;
     this.element("grid").replaceChildren();
-    return this.#read(null);
+    return this.#loadPictures(null);
   }
 
   /** Adds pictures: the first pictures, or the pictures after `cursor`. */
-  async #read(cursor) {
+  async #loadPictures(cursor) {
     const thisRequest = ++this.#requests, { element } = this, job = element("augmented").value, grid = element("grid");
     for (const key of ["split", "class", "order", "shuffle"]) element(key).disabled = job !== "";
-    text(element("note"), "Reading …");
+    setText(element("note"), "Reading …");
     element("more").hidden = true;
     const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PICTURES_PER_REQUEST, split: element("split").value });
     if (cursor) query.set("cursor", cursor);
@@ -91,13 +91,13 @@ export class Gallery {
     try {
       const { samples, total, classes, next_cursor } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
       if (thisRequest !== this.#requests) return;
-      const words = (s) => (s.epoch === null || s.epoch === undefined ? [[classes[s.label]], [s.file ? s.file.split("/").pop() : `number ${count(s.index)}`, "muted"]] : [[classes[s.label]], [`number ${count(s.index)}, epoch ${s.epoch + 1}`, "muted"]]);
-      grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, words(s))));
+      const source = (s) => (s.epoch != null ? `number ${count(s.index)}, epoch ${s.epoch + 1}` : s.file ? s.file.split("/").pop() : `number ${count(s.index)}`);
+      grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]], [source(s), "muted"]])));
       grid.classList.toggle("by-five", job !== "");
-      this.#offset += job ? AUGMENTED_PICTURES : PICTURES_PER_REQUEST;
+      this.#shownCount += job ? AUGMENTED_PICTURES : PICTURES_PER_REQUEST;
       this.#cursor = next_cursor;
-      text(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      setText(element("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs; it is the same in every run, because the augmentation is seeded` : `${count(Math.min(this.#shownCount, total))} of ${count(total)}`);
       element("more").hidden = next_cursor === null;
-    } catch (error) { if (thisRequest === this.#requests) text(element("note"), errorText(error)); }
+    } catch (error) { if (thisRequest === this.#requests) setText(element("note"), errorText(error)); }
   }
 }

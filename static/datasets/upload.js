@@ -1,16 +1,16 @@
 // The form that uploads a zip file of pictures, in pieces, and registers it as a dataset.
 
-import { ask, byId, Problem, errorText, text } from "../page.js";
+import { ask, byId, Problem, errorText, setText } from "../page.js";
 import { bytes } from "../numbers.js";
-import { read } from "../address.js";
+import { readUrl } from "../address.js";
 import { nameOf, postUntilInspected } from "./form.js";
 
-/** Maximum size of a piece that the server accepts. */
+/** Size of a piece: the maximum that the server accepts. */
 const PIECE_BYTES = 8 * 2 ** 20;
 /** Maximum number of attempts to send a piece. */
 const MAX_TRIES = 6;
 
-async function send(path, piece) {
+async function sendPiece(path, piece) {
   for (let tries = 1; ; tries++) {
     try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
       const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
@@ -22,7 +22,7 @@ async function send(path, piece) {
 
 export function offerUpload(form) {
   const bar = byId("u-progress"), button = form.querySelector("button");
-  const showActivity = (activity, progress = "") => { text(byId("u-status"), activity); text(byId("u-count"), progress); };
+  const showActivity = (activity, progress = "") => { setText(byId("u-status"), activity); setText(byId("u-count"), progress); };
   form.hidden = false;
   if (location.hash === "#upload") form.scrollIntoView();
   byId("u-file").addEventListener("change", () => {
@@ -32,7 +32,7 @@ export function offerUpload(form) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const [file] = byId("u-file").files, name = byId("u-name").value.trim();
-    text(byId("u-error"), file ? name ? "" : "Give the dataset a name." : "Choose a zip file first.");
+    setText(byId("u-error"), file ? name ? "" : "Give the dataset a name." : "Choose a zip file first.");
     if (!file || !name) return;
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
@@ -41,18 +41,18 @@ export function offerUpload(form) {
       for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE_BYTES) {
         bar.value = offset / Math.max(1, file.size);
         showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
-        await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
+        await sendPiece(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
       }
       bar.value = 1;
       showActivity("Unpacking the files …");
-      await postUntilInspected(path, {}, undefined, showActivity);
+      await postUntilInspected(path, { body: {}, onProgress: showActivity });
       // With `for=job` in the URL, the reader came from the form for a new job.
-      if (read("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
+      if (readUrl("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {
       button.disabled = false;
       bar.hidden = true;
       showActivity("");
-      text(byId("u-error"), errorText(error));
+      setText(byId("u-error"), errorText(error));
     }
   });
 }

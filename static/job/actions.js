@@ -1,22 +1,22 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
-import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, text } from "../page.js";
+import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { frontPriority } from "../jobs/queue.js";
-import { APPLIES, isActive, waits } from "./states.js";
+import { APPLIES, isActive, isWaiting } from "./states.js";
 
 /**
  * Whether a job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `has_priority` in
  * web/src/job.rs.
  */
-const hasPriority = (job) => waits(job) || (job.spec.preemptible === true && isActive(job.state));
+const hasPriority = (job) => isWaiting(job) || (job.spec.preemptible === true && isActive(job.state));
 
 export class Actions {
   /** Fields of the panel Notes in which the reader has unsaved text. */
   #touched = new Set();
   /** The button that was pressed last. */
   #pressed = null;
-  #opened = false;
+  #areAnnotationsOpened = false;
 
   /**
    * `page`: `job()`, `setJob(job)`, `checkpoints`. `showRefusal(why)` shows why an action was refused; null removes the text. `beforeDelete()`
@@ -39,10 +39,10 @@ export class Actions {
     for (const [action, applies] of Object.entries(APPLIES)) byId(action).hidden = !applies(job);
     byId("fork").hidden = !this.page.checkpoints.size;
     byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
-    const priority = byId("priority"), now = String(job.spec.priority);
+    const priority = byId("priority"), value = String(job.spec.priority);
     if (priority) byId("waits").hidden = !hasPriority(job);
-    if (priority) byId("to-front").hidden = !waits(job);
-    if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
+    if (priority) byId("to-front").hidden = !isWaiting(job);
+    if (priority && document.activeElement !== priority && priority.value !== value) priority.value = value;
     this.#keepFocus();
   }
 
@@ -69,8 +69,8 @@ export class Actions {
     const status = byId("priority-status");
     try {
       await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: await choose() } });
-      text(status, "Saved");
-    } catch (error) { text(status, errorText(error)); }
+      setText(status, "Saved");
+    } catch (error) { setText(status, errorText(error)); }
   }
 
   #cancel() {
@@ -101,7 +101,7 @@ export class Actions {
     const choice = byId("fork-checkpoint");
     const { id, name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
     this.page.checkpoints.offer(choice, checkpoint);
-    text(byId("fork-title"), `Fork ${name}`);
+    setText(byId("fork-title"), `Fork ${name}`);
     // From the last checkpoint, no steps are left unless the fork trains longer.
     const suggest = () => {
       const field = byId("fork-set"), longer = `train.${key} = ${2 * train[key]}`;
@@ -124,10 +124,10 @@ export class Actions {
     };
     // Shows warnings before the fork is created. Mistakes are shown only when the reader creates the fork.
     const check = async () => {
-      const mine = this.checking = Symbol("check");
+      const thisCheck = this.newestCheck = Symbol("check");
       let warnings = [];
       if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While the reader types, a line is often incomplete. */ }
-      if (mine === this.checking) text(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
+      if (thisCheck === this.newestCheck) setText(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
     };
     choice.onchange = () => { choose(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
@@ -142,10 +142,10 @@ export class Actions {
     const save = async (field, body) => {
       try {
         await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
-        text(status, "Saved");
+        setText(status, "Saved");
         // Text that was typed while the request was sent is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
-      } catch (error) { text(status, errorTexts(error)); }
+      } catch (error) { setText(status, errorTexts(error)); }
     };
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
@@ -154,19 +154,19 @@ export class Actions {
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
     if (document.querySelector(".title .actions").dataset.others !== undefined) {
       for (const field of fields) field.readOnly = true;
-      text(status, "Only the job's owner and admins can change these.");
+      setText(status, "Only the job's owner and admins can change these.");
     }
-    this.#opened = true;
+    this.#areAnnotationsOpened = true;
     await this.reloadAnnotations();
   }
 
   /** Reads the job's annotations again if the panel has been opened. */
   async reloadAnnotations() {
-    if (!this.#opened) return;
+    if (!this.#areAnnotationsOpened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
     if (!job) return;
-    const now = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };
-    for (const [name, value] of Object.entries(now)) {
+    const values = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };
+    for (const [name, value] of Object.entries(values)) {
       const field = byId(name);
       if (!this.#touched.has(field) && field.value !== value) field.value = value;
     }

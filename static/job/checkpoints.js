@@ -1,9 +1,9 @@
 // The checkpoints, newest first, with their actions.
 
-import { ask, byId, make, text } from "../page.js";
+import { ask, byId, make, setText } from "../page.js";
 import { bytes, count, percent, uncertainty } from "../numbers.js";
 
-/** `epoch 3`; `step 120` if the epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
+/** Returns `epoch 3` for an evaluation, or `step 120` if its epoch is unknown. The same as `Measured::at` in protocol/src/job.rs. */
 const measuredAt = ({ epoch, step }) => (epoch ? `epoch ${epoch}` : `step ${step}`);
 
 /**
@@ -26,16 +26,16 @@ const ASK_EVERY_MS = 3000;
 
 export class Checkpoints {
   #all = new Map();
-  /** Callbacks that are called when a checkpoint is added or removed. */
-  changed = new Set();
+  /** Functions that are called when a checkpoint is added or removed. */
+  changeListeners = new Set();
 
-  /** The job's id if the server copies checkpoints to an object store, else null. Events do not report these copies. */
-  #uploadsOf;
+  /** The job's id if the server copies checkpoints to an object store, otherwise null. Events do not report these copies. */
+  #uploadingJob;
   #refreshTimer = 0;
 
-  /** `act(action, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. */
-  constructor(initial, act, uploadsOf) {
-    this.#uploadsOf = uploadsOf;
+  /** `act(action, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. `uploadingJob`: see `#uploadingJob`. */
+  constructor(initial, act, uploadingJob) {
+    this.#uploadingJob = uploadingJob;
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
       const action = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
@@ -56,7 +56,7 @@ export class Checkpoints {
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
   /** Returns `id`, or the id of the best checkpoint if there is no checkpoint `id`. */
-  orBest(id) { return this.#all.has(id) ? id : this.best?.id; }
+  idOrBest(id) { return this.#all.has(id) ? id : this.best?.id; }
 
   /** Offers the checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
   offer(choice, chosen) {
@@ -66,7 +66,7 @@ export class Checkpoints {
   apply(event) {
     // `best` means best so far: the mark moves to a better checkpoint.
     if (event.best) for (const c of this.#all.values()) c.best = false;
-    this.#all.set(event.id, { ...event, stored: this.#uploadsOf && "uploading" });
+    this.#all.set(event.id, { ...event, stored: this.#uploadingJob && "uploading" });
     this.draw();
   }
 
@@ -90,11 +90,11 @@ export class Checkpoints {
       const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
       const element = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      text(element("label"), label);
+      setText(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
-      text(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
-      text(element("size"), bytes(c.size_bytes));
+      setText(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
+      setText(element("size"), bytes(c.size_bytes));
       element("size").title = `${count(c.size_bytes)} bytes`;
       for (const link of row.querySelectorAll("a[download]")) link.href = `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${link.getAttribute("href").split("/").at(-1)}`;
       const average = element("average");
@@ -103,12 +103,12 @@ export class Checkpoints {
       for (const button of row.querySelectorAll("[data-do]")) button.setAttribute("aria-label", `${button.textContent}: checkpoint ${label}`);
       return row;
     }));
-    for (const callback of this.changed) callback();
-    if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#refreshTimer ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
+    for (const listener of this.changeListeners) listener();
+    if (this.#uploadingJob && sorted.some((c) => c.stored === "uploading")) this.#refreshTimer ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
   }
 
   async #ask() {
-    const { checkpoints } = await ask(`/api/v1/jobs/${this.#uploadsOf}/checkpoints?fields=id,stored`).catch(() => ({ checkpoints: [] }));
+    const { checkpoints } = await ask(`/api/v1/jobs/${this.#uploadingJob}/checkpoints?fields=id,stored`).catch(() => ({ checkpoints: [] }));
     for (const { id, stored } of checkpoints) if (this.#all.has(id)) this.#all.get(id).stored = stored;
     this.#refreshTimer = 0;
     this.draw();

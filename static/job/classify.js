@@ -1,15 +1,15 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
-import { Problem, ask, byId, make, errorText, text } from "../page.js";
+import { Problem, ask, byId, make, errorText, setText } from "../page.js";
 import { accuracyOf, percent, plural } from "../numbers.js";
-import { read } from "../address.js";
+import { readUrl } from "../address.js";
 
 /** Number of most probable classes that are listed for a picture. */
 const MAX_CLASSES = 5;
 
 export class Classify {
   /** Id of the checkpoint that the reader has chosen, here or with a link. Until then, the best checkpoint is selected. */
-  #chosen = read("checkpoint");
+  #chosen = readUrl("checkpoint");
   /** Id of the checkpoint whose predictions are shown or being requested. */
   #shown = null;
   /** The pictures of each request whose predictions are shown or expected. A change of the checkpoint replaces the list. */
@@ -25,12 +25,12 @@ export class Classify {
     for (const kind of ["dragleave", "drop"]) zone.addEventListener(kind, () => zone.classList.remove("over"));
     zone.addEventListener("drop", (event) => { event.preventDefault(); this.#add([...event.dataTransfer.files]); });
     this.choice.addEventListener("change", () => this.choose(this.choice.value));
-    checkpoints.changed.add(() => this.#offerCheckpoints());
+    checkpoints.changeListeners.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
 
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.checkpoints.orBest(this.#chosen));
+    this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(this.#chosen));
     this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
     this.#update();
   }
@@ -44,8 +44,8 @@ export class Classify {
     if (chosen === this.#shown) return;
     this.#shown = chosen;
     this.results.replaceChildren();
-    text(byId("classify-reliability"), "");
-    text(byId("classify-status"), chosen ? "" : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
+    setText(byId("classify-reliability"), "");
+    setText(byId("classify-status"), chosen ? "" : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
     const requested = this.#requested = [...this.#requested];
     if (chosen) for (const files of [...requested]) if (requested === this.#requested) await this.#send(files);
   }
@@ -59,8 +59,8 @@ export class Classify {
   /** Shows the predictions of the selected checkpoint for `files`, unless another checkpoint is selected meanwhile. */
   async #send(files) {
     const status = byId("classify-status"), requested = this.#requested, checkpoint = this.checkpoints.sorted.find(({ id }) => id === this.choice.value);
-    text(status, `Predicting ${plural(files.length, "picture")} …`);
-    text(byId("classify-reliability"), "");
+    setText(status, `Predicting ${plural(files.length, "picture")} …`);
+    setText(byId("classify-reliability"), "");
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {
@@ -69,13 +69,13 @@ export class Classify {
       const cards = await Promise.all(content.predictions.map((p, i) => card(p, files[i], label)));
       if (requested !== this.#requested) return;
       this.results.prepend(...cards);
-      text(status, `${plural(content.predictions.filter((p) => !p.error).length, "picture")} classified with ${label}`);
-      text(byId("classify-reliability"), validationAccuracy(checkpoint));
+      setText(status, `${plural(content.predictions.filter((p) => !p.error).length, "picture")} classified with ${label}`);
+      setText(byId("classify-reliability"), validationAccuracy(checkpoint));
     } catch (error) {
       if (requested !== this.#requested) return;
       // Refused pictures are not sent again to other checkpoints.
       if (error instanceof Problem && error.status < 500 && error.status !== 429) requested.splice(requested.indexOf(files), 1);
-      text(status, errorText(error));
+      setText(status, errorText(error));
     }
   }
 }

@@ -1,8 +1,8 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, make, Problem, errorText, text } from "../page.js";
+import { ask, byId, make, Problem, errorText, setText } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { predictionFigures } from "./pictures.js";
 
 /** Number of pictures shown at first. A button shows more. */
@@ -12,9 +12,9 @@ const ASK_AGAIN_MS = 1500;
 const MAX_MATRIX_CLASSES = 25;
 
 /** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
-function tell(doing, secs = "") {
-  text(byId("evaluation-status"), doing);
-  text(byId("evaluation-secs"), secs);
+function showActivity(activity, duration = "") {
+  setText(byId("evaluation-status"), activity);
+  setText(byId("evaluation-secs"), duration);
 }
 
 export class Evaluation {
@@ -26,21 +26,21 @@ export class Evaluation {
     Object.assign(this, { job, checkpoints });
     this.choice = byId("evaluation-checkpoint");
     this.choice.addEventListener("change", () => this.choose(this.choice.value));
-    byId("neighbours").addEventListener("click", () => this.neighbours());
+    byId("neighbours").addEventListener("click", () => this.showNeighbours());
     byId("behind-back").addEventListener("click", () => this.#showMistakes());
-    checkpoints.changed.add(() => this.#offerCheckpoints());
+    checkpoints.changeListeners.add(() => this.#offerCheckpoints());
     this.#offerCheckpoints();
   }
 
   /** The list selects the best checkpoint until the reader has chosen another one, which the URL then names. */
   #offerCheckpoints() {
-    this.checkpoints.offer(this.choice, this.checkpoints.orBest(read("checkpoint")));
+    this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(readUrl("checkpoint")));
     this.choice.disabled = !this.checkpoints.size;
     if (!byId("evaluation-panel").hidden) this.update();
   }
 
   /** Selects and shows a checkpoint. */
-  choose(id) { this.choice.value = id; write({ checkpoint: id }); this.update(); }
+  choose(id) { this.choice.value = id; writeUrl({ checkpoint: id }); this.update(); }
 
   /** Requests the evaluation of the selected checkpoint, unless it is shown. */
   update() { if (this.choice.value !== this.#shown) this.#load(); }
@@ -49,41 +49,41 @@ export class Evaluation {
     const thisRequest = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     this.#shown = this.choice.value;
     out.hidden = true;
-    text(byId("neighbours-sum"), "");
-    if (!this.choice.value) return tell("No checkpoint yet. The first checkpoint can be evaluated here.");
-    const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
+    setText(byId("neighbours-sum"), "");
+    if (!this.choice.value) return showActivity("No checkpoint yet. The first checkpoint can be evaluated here.");
+    const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (activity) => showActivity(activity, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
     else if (thisRequest === this.#requests) {
       this.#shown = null;
-      tell(byId("evaluation-status").textContent);
+      showActivity(byId("evaluation-status").textContent);
     }
   }
 
   /** Shows how often the nearest training pictures have the right class. */
-  async neighbours() {
+  async showNeighbours() {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
-    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
-    if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
+    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (activity) => setText(sum, activity));
+    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
   }
 
   /**
-   * Requests `path` for the chosen checkpoint until the result is available. Returns null if another checkpoint is chosen meanwhile, or
-   * after a problem, which is shown.
+   * Requests `path` for the chosen checkpoint until the result is available. Calls `show(activity)` before each request, and after a
+   * problem. Returns null after a problem, or if another checkpoint is chosen meanwhile.
    */
-  async #request(path, doing, say) {
+  async #request(path, activity, show) {
     const thisRequest = this.#requests;
     for (;;) {
-      say(doing);
+      show(activity);
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/${path}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
         if (thisRequest !== this.#requests) return null;
-        doing = errorText(error);
-        if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
+        activity = errorText(error);
+        if (error instanceof Problem && error.status !== 503) { show(activity); return null; }
       }
       if (thisRequest !== this.#requests) return null;
       if (found && !found.detail) return found;
-      if (found?.detail) doing = found.detail.replace("; ask again", " …");
+      if (found?.detail) activity = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
       if (thisRequest !== this.#requests) return null;
     }
@@ -92,9 +92,9 @@ export class Evaluation {
   #show(found) {
     const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
     this.found = found;
-    tell("");
-    text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
-    text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
+    showActivity("");
+    setText(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    setText(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
     // A class without pictures has no scores.
     const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
     byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
@@ -111,10 +111,10 @@ export class Evaluation {
   #drawMatrix({ confusion, classes }, names) {
     let chosen = names.map((_, i) => i);
     if (chosen.length > MAX_MATRIX_CLASSES) {
-      const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
-      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
+      const mistakeCount = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
+      chosen = chosen.toSorted((a, b) => mistakeCount(b) - mistakeCount(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
+    setText(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const name = (i, scope) => make("th", { textContent: names[i], scope, title: names[i] });
     const cell = (i, j) => {
       const n = confusion[i][j], share = n / Math.max(1, classes[i].samples);
@@ -139,26 +139,26 @@ export class Evaluation {
   }
 
   async #showPictures(title, entries, names, total = entries.length) {
-    const thisRequest = this.behind = Symbol(title), box = byId("behind"), more = byId("behind-more");
-    text(byId("behind-title"), title);
-    text(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
+    const thisRequest = this.shownPictures = Symbol(title), box = byId("behind"), more = byId("behind-more");
+    setText(byId("behind-title"), title);
+    setText(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
     box.replaceChildren();
     let shown = 0;
-    const next = async () => {
+    const showMore = async () => {
       more.hidden = true;
       const part = entries.slice(shown, shown + FIRST_PICTURES);
       if (!part.length) return box.append(make("p", { textContent: "None.", className: "muted" }));
       box.setAttribute("aria-busy", "true");
       try {
         const figures = await predictionFigures(this.job, part, names);
-        if (thisRequest !== this.behind) return;
+        if (thisRequest !== this.shownPictures) return;
         box.append(...figures);
         shown += part.length;
         more.hidden = shown >= entries.length;
-        more.onclick = next;
-      } catch (error) { if (thisRequest === this.behind) text(byId("behind-note"), errorText(error)); }
+        more.onclick = showMore;
+      } catch (error) { if (thisRequest === this.shownPictures) setText(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };
-    await next();
+    await showMore();
   }
 }

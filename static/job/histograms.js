@@ -1,8 +1,8 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
+import { ask, byId, make, makeSvg, announce, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
-import { choices, read, write } from "../address.js";
+import { setUpChoices, readUrl, writeUrl } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { formatTick } from "./names.js";
 
@@ -11,7 +11,7 @@ const RELOAD_INTERVAL_MS = 3000;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 
-const number = (v) => formatTick(Number(v.toPrecision(3)));
+const formatNumber = (v) => formatTick(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
 function quantile({ min, max, counts }, share) {
@@ -25,7 +25,7 @@ function quantile({ min, max, counts }, share) {
 }
 
 export class Histograms {
-  #opened = false;
+  #isOpened = false;
   #timer = 0;
   #requests = 0;
   #step = null;
@@ -33,26 +33,26 @@ export class Histograms {
   #hasMissedSteps = false;
   /** Whether the panel shows the newest step. */
   showsNewest = true;
-  layer = read("layer");
+  layer = readUrl("layer");
 
   constructor(job) {
     this.job = job;
-    this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
-    choices("values", "weight", (kind) => {
+    this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), formatNumber);
+    setUpChoices("values", "weight", (kind) => {
       this.kind = kind;
-      if (this.#opened) this.#load();
+      if (this.#isOpened) this.#load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
 
   open() {
-    this.#opened = true;
+    this.#isOpened = true;
     this.#load();
   }
 
   /** Called when the server has a new step. */
   handleStep() {
-    if (!this.#opened) return;
+    if (!this.#isOpened) return;
     if (byId("histograms-panel").hidden) { this.#hasMissedSteps = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
@@ -66,7 +66,7 @@ export class Histograms {
 
   #choose(layer) {
     this.layer = layer;
-    write({ layer });
+    writeUrl({ layer });
     this.#load();
   }
 
@@ -85,35 +85,35 @@ export class Histograms {
       if (thisRequest !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.showsNewest) this.#step = steps.at(-1) ?? null;
-      await this.#table(thisRequest);
+      await this.#drawTable(thisRequest);
     } catch (error) { this.#setStatus(errorText(error)); }
   }
 
   /** Sets the status without announcing every new step to a screen reader. */
   #setStatus(words) {
-    text(byId("histogram-status"), words);
-    say(byId("histogram-said"), words);
+    setText(byId("histogram-status"), words);
+    announce(byId("histogram-said"), words);
   }
 
   /** Shows the step to which the reader has moved in the heat map. */
   #showStep(histogram) {
-    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
+    if (!histogram) return setText(byId("histogram-at"), "Move over the picture, or use the arrow keys in the picture, to select a step. The table below shows the layers at this step.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
-    text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
+    setText(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${formatNumber(min)} to ${formatNumber(max)}, median ${formatNumber(quantile(histogram, 0.5))}, nine of ten from ${formatNumber(quantile(histogram, 0.05))} to ${formatNumber(quantile(histogram, 0.95))}`);
     // The newest step is not announced to readers whose focus is elsewhere.
-    if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
+    if (this.heat.root === document.activeElement) setText(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.showsNewest = histogram === this.heat.newest;
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.#table(this.#requests), 150);
+    this.soon = setTimeout(() => this.#drawTable(this.#requests), 150);
   }
 
-  async #table(thisRequest) {
+  async #drawTable(thisRequest) {
     const step = this.#step;
     if (step === null) return;
     const { histograms } = await this.#get(`&step=${step}`);
     if (thisRequest !== this.#requests || step !== this.#step) return;
-    text(byId("histogram-title"), `Every layer at step ${count(step)}`);
+    setText(byId("histogram-title"), `Every layer at step ${count(step)}`);
     const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(ROWS);
     byId("histogram-rows").replaceChildren(...rows);
     if (remaining.length) requestAnimationFrame(() => { if (thisRequest === this.#requests) byId("histogram-rows").append(...remaining); });
@@ -123,7 +123,7 @@ export class Histograms {
     const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
     if (layer === this.layer) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => this.#choose(layer));
-    const numbers = [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))];
+    const numbers = [formatNumber(min), formatNumber(quantile(histogram, 0.5)), formatNumber(max), count(counts.reduce((a, b) => a + b, 0))];
     return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }
 }

@@ -1,9 +1,9 @@
 // The history of a job: attempts, people's requests, alerts, and the jobs from which and into which it was forked.
 
-import { ask, byId, make, text } from "../page.js";
+import { ask, byId, make, setText } from "../page.js";
 import { clock, count, plural, timeAndDay } from "../numbers.js";
 
-/** Returns `1-38` from a checkpoint's id. */
+/** Returns epoch and step from a checkpoint's id: `1-38`. */
 const shortName = (id) => id.slice(id.indexOf("-") + 1);
 const fromCheckpoint = (id) => (id ? `from checkpoint ${shortName(id)}` : "from the start");
 
@@ -36,13 +36,13 @@ export class History {
   #requests = 0;
   /** For each attempt, the reason why the previous attempt ended. Charts show the reason at the start of the attempt. */
   reasons = new Map();
-  /** `{ place, reason }` while the job waits. */
+  /** The job's place in the queue and its reason for waiting, `{ place, reason }`; null if the job does not wait. */
   queue = null;
 
-  /** `changed()`: called after each response. */
-  constructor(job, changed) { Object.assign(this, { job, changed }); }
+  /** `onLoad()`: called after the history has been read. */
+  constructor(job, onLoad) { Object.assign(this, { job, onLoad }); }
 
-  /** Reads the history again after a change of the job's state. */
+  /** Reads and shows the whole history. */
   async load() {
     const thisRequest = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
     for (let next = history.next_cursor; next && thisRequest === this.#requests;) {
@@ -55,11 +55,11 @@ export class History {
     const why = ({ state, reason }) => (state === "paused" ? "a pause on request" : reason?.code === "cancelled_by_user" ? "a cancellation" : reason?.words ?? state);
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, why(e)]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
-    this.#relatives(history);
-    this.changed();
+    this.#drawRelatives(history);
+    this.onLoad();
   }
 
-  #relatives({ parent, forks }) {
+  #drawRelatives({ parent, forks }) {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
@@ -69,7 +69,7 @@ export class History {
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
     box.replaceChildren(...list("Forked from", parent ? [parent] : []), ...list(plural(forks.length, "fork"), forks));
     const link = byId("parent");
-    if (link && parent?.name) text(link, parent.name);
+    if (link && parent?.name) setText(link, parent.name);
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
-import { ranksNow, isRankCountKnown } from "./facts.js";
+import { rankCountNow, isRankCountKnown } from "./facts.js";
 import { isActive } from "./states.js";
 
 /** Metrics that the page always reads, besides `GPU`, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
@@ -13,25 +13,26 @@ const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"
 const CAPACITY = 65_536;
 
 export class Metrics {
+  /** Series by metric and rank, and series of means over ranks by metric. */
   #series = new Map();
   #means = new Map();
   /** For each metric that has been read: the sequence number of the newest event that the response includes. */
   #asOf = new Map();
   /** For each metric that is being read: the events that arrived meanwhile (`events`), and a promise of the end (`done`). */
   #reading = new Map();
-  /** The number of ranks of each attempt that was active while this page was open. After a loss of machines, less than the job's `ranks`. */
-  #ranksIn = new Map();
+  /** The number of ranks of each attempt that was active while this page was open. After a loss of machines, it is below the job's `ranks`. */
+  #rankCounts = new Map();
   /** The newest attempt with a point. */
   attempt = 0;
   /** Events since the newest request for a zoomed part, which the response may lack; null if no request is open. */
   #newEvents = null;
 
   /** `bucketCount(name)`: the number of buckets to request. */
-  constructor(job, ranks, bucketCount) {
-    Object.assign(this, { job, ranks, bucketCount, detail: null });
+  constructor(job, rankCount, bucketCount) {
+    Object.assign(this, { job, rankCount, bucketCount, detail: null });
   }
 
-  #capacity() { return Math.max(1024, Math.min(16_384, Math.floor(CAPACITY / this.ranks))); }
+  #capacity() { return Math.max(1024, Math.min(16_384, Math.floor(CAPACITY / this.rankCount))); }
 
   series(name, rank = 0) {
     const key = `${name}:${rank}`;
@@ -47,22 +48,23 @@ export class Metrics {
   }
 
   /** Returns the names of all metrics that have been read and have a point. */
-  get reported() { return new Set([...this.#series.values()].filter((s) => s.segments.length).map((s) => s.name)); }
+  get reportedNames() { return new Set([...this.#series.values()].filter((s) => s.segments.length).map((s) => s.name)); }
 
   /** Stores the number of ranks of the active attempt. Later, the job's reason may no longer contain the number. */
-  follow(job) {
-    if (isActive(job.state) && isRankCountKnown(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
+  rememberRankCount(job) {
+    if (isActive(job.state) && isRankCountKnown(job)) this.#rankCounts.set(job.attempt, Math.min(this.#rankCounts.get(job.attempt) ?? Infinity, rankCountNow(job)));
   }
 
   /** Returns the number of ranks of an attempt that was active while this page was open, otherwise undefined. */
-  ranksIn(attempt) { return this.#ranksIn.get(attempt); }
+  rankCountOf(attempt) { return this.#rankCounts.get(attempt); }
 
-  /** Returns a series of means. For an attempt that had ended earlier, the number of ranks with points is used. */
-  #meanOf(name, capacity) { return new MeanSeries(name, (attempt) => this.ranksIn(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
+  /** Creates a series of means over ranks. For an attempt that had ended earlier, the number of ranks with points is used. */
+  #createMean(name, capacity) { return new MeanSeries(name, (attempt) => this.rankCountOf(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
 
+  /** Returns the series of a metric's means over ranks. */
   mean(name) {
     let series = this.#means.get(name);
-    if (!series) this.#means.set(name, series = this.#meanOf(name, 8192));
+    if (!series) this.#means.set(name, series = this.#createMean(name, 8192));
     return series;
   }
 
@@ -70,20 +72,20 @@ export class Metrics {
     return ask(`/api/v1/jobs/${this.job}/metrics?name=${encodeURIComponent(name)}&points=${this.bucketCount(name)}${range}`);
   }
 
-  /** Reads a metric's history unless it has been read. Waits for `first()` before the mean over ranks is computed. */
-  async need(name, first) {
+  /** Reads a metric's history unless it has been read. Waits for `beforeMean()` before the mean over ranks is computed. */
+  async ensureRead(name, beforeMean) {
     if (this.#asOf.has(name)) return;
     let reading = this.#reading.get(name);
     if (!reading) {
       this.#reading.set(name, reading = { events: [] });
       const isCurrent = () => this.#reading.get(name) === reading;
-      reading.done = this.#read(name, first, isCurrent, reading.events).finally(() => { if (isCurrent()) this.#reading.delete(name); });
+      reading.done = this.#read(name, beforeMean, isCurrent, reading.events).finally(() => { if (isCurrent()) this.#reading.delete(name); });
     }
     await reading.done;
   }
 
   /** `isCurrent()`: whether no newer request for the whole history was made in the meantime. */
-  async #read(name, first, isCurrent, events) {
+  async #read(name, beforeMean, isCurrent, events) {
     const early = name === NAMES[0] ? window.earlyLoss : null;
     window.earlyLoss = null;
     const response = (early && await early) || await this.#get(name);
@@ -93,16 +95,17 @@ export class Metrics {
     this.#asOf.set(name, response.as_of_seq);
     fill(response, (rank) => this.series(name, rank));
     this.attempt = response.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
-    await first?.();
+    await beforeMean?.();
     if (MEANS.has(name)) fillMean(response, this.mean(name));
     for (const event of events) this.apply(event);
   }
 
   /**
-   * Reads the whole history again. The first chart's history comes first, with the mean over ranks if `meanFirst`. All other history is
-   * requested after `first()` has resolved. Returns the sequence number from which the stream continues.
+   * Reads the whole history again: the history of the first chart, then calls `drawFirstChart()`, then all other history. `others`: metrics
+   * to read besides those of every page. `showsMean`: whether the first chart shows the mean over ranks, which is otherwise computed after
+   * the drawing. Returns the sequence number from which the stream continues.
    */
-  async load(others, meanFirst, first) {
+  async load(others, showsMean, drawFirstChart) {
     const names = new Set([...NAMES, ...others, ...GPU]);
     this.#series.clear();
     this.#means.clear();
@@ -110,9 +113,9 @@ export class Metrics {
     this.#reading.clear();
     this.attempt = 0;
     this.detail = null;
-    await this.need(NAMES[0], meanFirst ? null : first);
-    if (meanFirst) await first?.();
-    await Promise.all([...names].map((name) => this.need(name)));
+    await this.ensureRead(NAMES[0], showsMean ? null : drawFirstChart);
+    if (showsMean) await drawFirstChart?.();
+    await Promise.all([...names].map((name) => this.ensureRead(name)));
     return Math.min(...this.#asOf.values());
   }
 
@@ -140,11 +143,11 @@ export class Metrics {
     if (MEANS.has(name)) detail.series.get(this.mean(name))?.appendRank(attempt, s, v);
   }
 
-  /** Whether the server has points that the charts lack. */
-  get coarse() { return [...this.#series.values()].some((s) => !s.exact); }
+  /** Whether the server has points that the charts lack, because a series has buckets of several steps. */
+  get isCoarse() { return [...this.#series.values()].some((s) => !s.exact); }
 
-  /** Reads steps `from` to `to` of `names` in the resolution of the screen. Calls `arrived(detail)` for each metric. */
-  async zoom(names, from, to, zoom, arrived) {
+  /** Reads the steps `from` to `to`, which `zoom` shows, in the resolution of the screen. Calls `onDetail(detail)` for each of `names`. */
+  async readZoomedPart(names, from, to, zoom, onDetail) {
     const since = this.#newEvents = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };
     const detailSeries = (base, make) => { const s = detail.series.get(base) ?? make(); detail.series.set(base, s); return s; };
@@ -152,11 +155,11 @@ export class Metrics {
       const response = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#newEvents) return;
       fill(response, (rank) => detailSeries(this.series(name, rank), () => new Series(name, rank, 16_384)));
-      if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#meanOf(name, 16_384)));
+      if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#createMean(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;
-      arrived(detail);
+      onDetail(detail);
     }));
     if (since === this.#newEvents) this.#newEvents = null;
   }

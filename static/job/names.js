@@ -12,35 +12,37 @@ export const formatTick = (v) => {
 };
 export const formatPercentTick = (v) => `${formatTick(Number((v * 100).toFixed(3)))} %`;
 
-/** `isPerRank`: whether every rank has its own values. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
-const metric = (label, format, isPerRank, quantity) => ({ label, format, isPerRank, quantity });
+/** A metric with a value of each rank. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
+const perRank = (label, format, quantity) => ({ label, format, quantity, isPerRank: true });
+/** A metric with one value for all ranks. */
+const perJob = (label, format, quantity) => ({ label, format, quantity, isPerRank: false });
 
 /** Metrics of a machine, which one of its ranks reports. */
 export const MACHINE = {
-  cpu_utilization: metric("CPU utilisation", (v) => percent(v, 0), true, "utilisation"), memory_used_bytes: metric("Memory in use", bytes, true, "bytes"),
-  disk_used_bytes: metric("Disk in use", bytes, true, "bytes"),
-  disk_read_bytes_per_second: metric("Read from disk", perSecond, true, "bytes/s"), disk_written_bytes_per_second: metric("Written to disk", perSecond, true, "bytes/s"),
-  network_received_bytes_per_second: metric("Network received", perSecond, true, "bytes/s"), network_sent_bytes_per_second: metric("Network sent", perSecond, true, "bytes/s"),
+  cpu_utilization: perRank("CPU utilisation", (v) => percent(v, 0), "utilisation"), memory_used_bytes: perRank("Memory in use", bytes, "bytes"),
+  disk_used_bytes: perRank("Disk in use", bytes, "bytes"),
+  disk_read_bytes_per_second: perRank("Read from disk", perSecond, "bytes/s"), disk_written_bytes_per_second: perRank("Written to disk", perSecond, "bytes/s"),
+  network_received_bytes_per_second: perRank("Network received", perSecond, "bytes/s"), network_sent_bytes_per_second: perRank("Network sent", perSecond, "bytes/s"),
 };
 /** Metrics that the chart "Another metric" can show. */
 export const SELECTABLE = {
-  lr: metric("Learning rate", value, false, "learning rate"), grad_norm: metric("Gradient norm", value, false, "gradient norm"), val_loss: metric("Validation loss", value, false, "loss"),
-  val_ema_accuracy: metric("Validation accuracy of averaged weights", percent, false, "accuracy"), val_ema_loss: metric("Validation loss of averaged weights", value, false, "loss"),
-  step_ms: metric("Step time", millis, true, "time"), data_ms: metric("Data wait", millis, true, "time"), all_reduce_ms: metric("All-reduce wait", millis, true, "time"),
-  loss_scale: metric("Loss scale (float16)", value, false, "loss scale"), skipped_steps: metric("Skipped steps (float16)", value, false, "steps"),
-  gpu_utilization: metric("GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true, "utilisation"), gpu_memory_bytes: metric("GPU memory", bytes, true, "bytes"),
-  gpu_power_watts: metric("GPU power", (v) => `${v.toFixed(0)} W`, true, "power"), gpu_temperature_celsius: metric("GPU temperature", (v) => `${v.toFixed(0)} °C`, true, "temperature"),
+  lr: perJob("Learning rate", value, "learning rate"), grad_norm: perJob("Gradient norm", value, "gradient norm"), val_loss: perJob("Validation loss", value, "loss"),
+  val_ema_accuracy: perJob("Validation accuracy of averaged weights", percent, "accuracy"), val_ema_loss: perJob("Validation loss of averaged weights", value, "loss"),
+  step_ms: perRank("Step time", millis, "time"), data_ms: perRank("Data wait", millis, "time"), all_reduce_ms: perRank("All-reduce wait", millis, "time"),
+  loss_scale: perJob("Loss scale (float16)", value, "loss scale"), skipped_steps: perJob("Skipped steps (float16)", value, "steps"),
+  gpu_utilization: perRank("GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), "utilisation"), gpu_memory_bytes: perRank("GPU memory", bytes, "bytes"),
+  gpu_power_watts: perRank("GPU power", (v) => `${v.toFixed(0)} W`, "power"), gpu_temperature_celsius: perRank("GPU temperature", (v) => `${v.toFixed(0)} °C`, "temperature"),
   ...MACHINE,
 };
 /** All metrics that panels can show. */
 export const ALL = {
-  loss: metric("Loss", value, true, "loss"), accuracy: metric("Training accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
-  images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
+  loss: perRank("Loss", value, "loss"), accuracy: perRank("Training accuracy", percent, "accuracy"), val_accuracy: perJob("Validation accuracy", percent, "accuracy"),
+  images_per_second: perJob("Images/s", rate, "images/s"), ...SELECTABLE,
 };
-/** Returns label, format and quantity of a metric. Metrics that only a run from elsewhere has get defaults. */
-export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
-export const quantity = (name) => about(name).quantity;
-/** Returns the names of the metrics of which a job has a newest value. `val_pictures` is left out, because it is no metric. */
+/** Returns label, format and quantity of a metric, or defaults for a metric that only a run from elsewhere has. */
+export const metricInfo = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : perJob(name, value, "value"));
+export const quantity = (name) => metricInfo(name).quantity;
+/** Returns the names of a job's metrics with a newest value. `val_pictures` is left out, because it is not a metric. */
 export const knownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Whether a name is the name of a loss or an accuracy. The same as `is_result` in web/src/job.rs. */
 export const isResult = (name) => /loss|acc/i.test(name);
@@ -54,7 +56,7 @@ const withUnit = (words, quantity) => (UNITS[quantity] && UNITS[quantity] !== wo
 
 /** Returns the title of a metric's axis: its name with its unit, such as `step time (ms)`. */
 export function axisTitle(name) {
-  const { label } = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+  const { label } = metricInfo(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
@@ -75,7 +77,7 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
-  const { format, quantity } = about(name);
+  const { format, quantity } = metricInfo(name);
   const tick = quantity === "accuracy" ? formatPercentTick : [value, rate].includes(format) ? formatTick : format;
-  return { format, tick, zero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
+  return { format, tick, startsAtZero: !["loss", "accuracy", "value"].includes(quantity), limits: quantity === "accuracy" ? [0, 1] : undefined };
 }

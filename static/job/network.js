@@ -1,6 +1,6 @@
 // A job's network, with its stages as blocks and its layers as a table.
 
-import { ask, byId, errorText, make, text } from "../page.js";
+import { ask, byId, errorText, make, setText } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
@@ -41,7 +41,7 @@ function figures({ predicted = {}, measured_step_ms: step, measured_memory_bytes
 const difference = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
-  /** `onPlan` receives the plan, if the job has a plan. */
+  /** `onPlan(plan)`: called if the job has a plan. */
   constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {
@@ -49,40 +49,40 @@ export class Network {
       const { layers, timed_steps: steps, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
       this.#draw(layers, steps, plan);
       if (plan) this.onPlan(plan);
-    } catch (error) { text(byId("network-sum"), errorText(error)); }
+    } catch (error) { setText(byId("network-sum"), errorText(error)); }
   }
 
   #drawPlan(plan) {
     const { predicted } = plan, unknown = "predictions need `lockstep plan` on this machine";
-    text(byId("plan-words"), [plan.words, ...(predicted ? [`limited by ${predicted.limited_by}`, predicted.why] : [unknown])].join(" · "));
+    setText(byId("plan-words"), [plan.words, ...(predicted ? [`limited by ${predicted.limited_by}`, predicted.why] : [unknown])].join(" · "));
     byId("plan-rows").replaceChildren(...figures(plan).map(([name, expected, measured, format]) => make("tr", {},
       heading(name), number(expected ? format(expected) : "–"), number(measured ? format(measured) : "–"), number(difference(expected, measured)))));
-    text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
+    setText(byId("mesh-note"), drawMesh(byId("mesh"), plan));
   }
 
-  /** `steps` is the number of steps whose median times the layers have, or undefined. */
+  /** Draws the network. `steps`: the number of steps over which a layer's time is the median; undefined if the layers are not timed. */
   #draw(layers, steps, plan) {
     byId("network-plan").hidden = !plan;
     if (plan) this.#drawPlan(plan);
     const predicts = plan?.predicted !== undefined;
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !predicts;
-    const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
-    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in a step, ${medianOf(steps)}` : ""}` : "The network is not known yet.");
-    byId("network-time").hidden = !timed;
-    text(byId("network-time"), `time, ${medianOf(steps)}`);
+    const allParameters = sum(layers, "parameters"), isTimed = layers.some((layer) => layer.time_us !== undefined), totalUs = sum(layers, "time_us"), found = stages(layers);
+    setText(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(allParameters, "parameter")}${isTimed ? ` · ${time(totalUs)} in a step, ${medianOf(steps)}` : ""}` : "The network is not known yet.");
+    byId("network-time").hidden = !isTimed;
+    setText(byId("network-time"), `time, ${medianOf(steps)}`);
     const meter = (title, value, total) => make("meter", { min: 0, max: total || 1, value, title, "aria-label": `${title}: ${percent(total ? value / total : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");
       const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")),
-        named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, all));
-      if (timed) item.append(named("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, whole));
+        named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, allParameters));
+      if (isTimed) item.append(named("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, totalUs));
       return item;
     }));
     byId("network-rows").replaceChildren(...found.flatMap((stage) => {
-      const head = make("tr", { className: "stage" }, make("th", { textContent: stage.name, scope: "rowgroup", colSpan: 4 + (timed ? 1 : 0) + (predicts ? 4 : 0) }));
+      const head = make("tr", { className: "stage" }, make("th", { textContent: stage.name, scope: "rowgroup", colSpan: 4 + (isTimed ? 1 : 0) + (predicts ? 4 : 0) }));
       const rows = stage.layers.map((layer) => {
         const row = make("tr", {}, heading(layer.name), named("td", layer.kind), named("td", shape(layer.output_shape)), number(layer.parameters ? count(layer.parameters) : "–"));
-        if (timed) row.append(number(layer.time_us === undefined ? "–" : time(layer.time_us)));
+        if (isTimed) row.append(number(layer.time_us === undefined ? "–" : time(layer.time_us)));
         if (predicts) {
           const planned = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
           row.append(number(time(planned.time_us)), named("td", planned.placement), number(bytes(planned.memory_bytes)), number(bytes(planned.sent_bytes)));

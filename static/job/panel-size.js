@@ -19,29 +19,29 @@ const clamp = (cells) => Math.min(MAX_CELLS, Math.max(1, cells));
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
 /** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
-export const sizeOf = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
+export const describeSize = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
 
 /** Writes a panel's size for styles and screen readers. */
 export function showSize(card, panel) {
   card.dataset.columns = panel.columns;
   card.dataset.rows = panel.rows;
-  card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
+  card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${describeSize(panel)}. Arrow keys change it.`);
 }
 
-/** Adds the corner to a panel's card. `keep(before)`: called to store the panel's new size, with the old size. */
-export function sizable(card, panel, keep) {
+/** Adds the corner to a panel's card. `onResize(before)`: called with the old size, to store the new size. */
+export function addGrip(card, panel, onResize) {
   const grip = make("button", { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
   card.append(grip);
   showSize(card, panel);
 
-  const size = (columns, rows) => {
+  const resize = (columns, rows) => {
     if (columns === panel.columns && rows === panel.rows) return;
     Object.assign(panel, { columns, rows });
     showSize(card, panel);
   };
-  /** Returns the number of cells nearest to the old size plus the pointer's movement. */
-  const reached = ({ clientX, pageY }) => {
+  /** Returns the columns and rows nearest to the old size plus the pointer's movement. */
+  const sizeAt = ({ clientX, pageY }) => {
     const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MAX_CELLS, { before } = drag;
     const columns = clamp(Math.round(before.columns + (clientX - drag.x) / third));
     // A panel at the right edge grows only by a movement beyond the edge.
@@ -55,14 +55,14 @@ export function sizable(card, panel, keep) {
     drag = { before: { columns, rows }, x: event.clientX, y: event.pageY };
     card.classList.add("sized");
   });
-  grip.addEventListener("pointermove", (event) => { if (drag) size(...reached(event)); });
+  grip.addEventListener("pointermove", (event) => { if (drag) resize(...sizeAt(event)); });
   const end = (event) => {
     if (!drag) return;
     const { before } = drag;
     drag = null;
     card.classList.remove("sized");
-    if (event.type === "pointercancel") size(before.columns, before.rows);
-    else if (before.columns !== panel.columns || before.rows !== panel.rows) keep(before);
+    if (event.type === "pointercancel") resize(before.columns, before.rows);
+    else if (before.columns !== panel.columns || before.rows !== panel.rows) onResize(before);
   };
   grip.addEventListener("pointerup", end);
   grip.addEventListener("pointercancel", end);
@@ -72,8 +72,8 @@ export function sizable(card, panel, keep) {
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     const { columns, rows } = panel;
-    size(stacked.matches ? columns : clamp(columns + by[0]), clamp(rows + by[1]));
-    if (columns !== panel.columns || rows !== panel.rows) keep({ columns, rows });
+    resize(stacked.matches ? columns : clamp(columns + by[0]), clamp(rows + by[1]));
+    if (columns !== panel.columns || rows !== panel.rows) onResize({ columns, rows });
   });
   return grip;
 }

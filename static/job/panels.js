@@ -1,17 +1,17 @@
 // Panels: configurable charts on a job's page. The server stores them with the job. A job without panels of its own shows the panels of its
 // project.
 
-import { ask, byId, confirmThen, make, note, text } from "../page.js";
+import { ask, byId, confirmThen, make, setNote, setText } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
-import { showSize, sizable, sizeOf } from "./panel-size.js";
-import { about, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
+import { showSize, addGrip, describeSize } from "./panel-size.js";
+import { metricInfo, axesTitle, axisOf, knownMetrics, quantity } from "./names.js";
 
 /** Maximum number of panels. */
 const MAX_PANELS = Number(byId("custom").dataset.max);
 
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
-const source = (name) => (name === "images_per_second" ? "step_ms" : name);
+const sourceMetric = (name) => (name === "images_per_second" ? "step_ms" : name);
 
 /** Returns a metric's sort key among default panels: accuracies, losses, other metrics. In each group, validation metrics come first. */
 const sortKey = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
@@ -24,15 +24,15 @@ export class Panels {
   #shown = [];
   #created = 0;
   #saving = Promise.resolve();
-  /** Number of save requests. Only the response to the newest request is shown. */
+  /** Number of save requests. Only the panels of the newest request are shown. */
   #saves = 0;
   #drag = null;
 
   /** `initial`: the panels in the rendered page (`Panels` in web/src/job.rs). `mayChange`: whether the reader may change panels. */
   constructor(job, charts, metrics, initial, mayChange) {
     Object.assign(this, { job, charts, metrics, from: initial.from, mayChange });
-    charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
-    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => source(metric) === name)).map(({ chart }) => chart.pixels));
+    charts.panelMetrics = () => [...new Set(this.panels.flatMap((panel) => panel.metrics.map(sourceMetric)))];
+    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => sourceMetric(metric) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
     this.#show(this.#showsDefaults ? knownMetrics(job()).sort((a, b) => sortKey(a) - sortKey(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
@@ -46,13 +46,13 @@ export class Panels {
 
   /** Called when a metric has new points. The first points of a run's metric add its panel. */
   async handlePoints(name) {
-    if (!this.#showsDefaults || this.list.length >= MAX_PANELS || this.list.some((panel) => panel.metrics.includes(name))) return;
-    this.#show([...this.list, defaultPanel(name)]);
-    await this.metrics.need(name);
+    if (!this.#showsDefaults || this.panels.length >= MAX_PANELS || this.panels.some((panel) => panel.metrics.includes(name))) return;
+    this.#show([...this.panels, defaultPanel(name)]);
+    await this.metrics.ensureRead(name);
     this.charts.redraw();
   }
 
-  get list() { return this.#shown.map((entry) => entry.panel); }
+  get panels() { return this.#shown.map((entry) => entry.panel); }
 
   /** Shows panels. Unchanged panels keep their chart. */
   #show(panels) {
@@ -73,8 +73,7 @@ export class Panels {
     byId("panel-add").disabled = this.#shown.length >= MAX_PANELS;
     byId("panels-to-project").hidden = !isOwn || !hasPanels;
     byId("panels-from-project").hidden = !isOwn;
-    const { said: message } = byId("custom-note").dataset;
-    if (!message) this.#showMessage("");
+    if (!byId("custom-note").dataset.said) this.#showMessage("");
   }
 
   /** Shows a message next to the title. Without a message, says which panels the page shows. */
@@ -83,37 +82,37 @@ export class Panels {
       : this.#showsDefaults ? "No metric yet: the run's program logs metrics by run.log in Python, or by POST /api/v1/runs/ID/records."
       : this.mayChange ? "None yet. A panel shows a chart of metrics that you choose." : "none";
     byId("custom-note").dataset.said = words;
-    text(byId("custom-note"), words || standardNote);
+    setText(byId("custom-note"), words || standardNote);
   }
 
   #createPanel(panel) {
     const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#created}`;
     const root = card.querySelector(".chart"), noteNode = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
     card.setAttribute("aria-label", panel.title);
-    note(card.querySelector("h3"), panel.title);
+    setNote(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.createChart(root, {
-      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
-      onNote: (words) => note(noteNode, words),
+      label: panel.title, ...axes[0], rightAxis: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
+      onNote: (words) => setNote(noteNode, words),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
     chart.robust = panel.robust;
-    if (chart.second) chart.second.robust = panel.robust;
+    if (chart.rightAxis) chart.rightAxis.robust = panel.robust;
     chart.ends = [panel.y_min ?? null, panel.y_max ?? null];
     chart.marks = this.charts.all.loss.marks;
     this.charts.all[key] = chart;
-    this.#legend(card.querySelector(".chart-legend"), panel, sides);
+    this.#drawLegend(card.querySelector(".chart-legend"), panel, sides);
     const tools = card.querySelector(".tools"), handle = card.querySelector(".handle"), edit = card.querySelector(".edit");
     tools.append(saveMenu(chart, () => `${this.job().name}-${panel.title}`, () => `${this.job().name} · ${panel.title}`));
     edit.setAttribute("aria-label", `Edit ${panel.title}`);
-    const entry = { panel, card, chart, key }, grip = sizable(card, panel, (before) => this.#resized(entry, before));
+    const entry = { panel, card, chart, key }, grip = addGrip(card, panel, (before) => this.#storeSize(entry, before));
     handle.hidden = edit.hidden = grip.hidden = !this.mayChange;
     handle.title = "Drag it, or press an arrow key";
     edit.addEventListener("click", () => this.#edit(entry));
-    handle.addEventListener("keydown", (event) => this.#key(event, entry));
-    this.#draggable(handle, entry);
+    handle.addEventListener("keydown", (event) => this.#moveByKey(event, entry));
+    this.#makeDraggable(handle, entry);
     return entry;
   }
 
@@ -123,9 +122,9 @@ export class Panels {
     card.remove();
   }
 
-  #legend(list, panel, sides) {
+  #drawLegend(list, panel, sides) {
     list.hidden = panel.metrics.length < 2;
-    list.replaceChildren(...panel.metrics.map((name, i) => make("li", {}, make("i", { className: `swatch bg-rank-${i}` }), about(name).label + (quantity(name) === sides[1] ? " (right)" : ""))));
+    list.replaceChildren(...panel.metrics.map((name, i) => make("li", {}, make("i", { className: `swatch bg-rank-${i}` }), metricInfo(name).label + (quantity(name) === sides[1] ? " (right)" : ""))));
   }
 
   // --- changes -----------------------------------------------------------------------------------
@@ -134,12 +133,12 @@ export class Panels {
   #edit(entry) {
     /** Stores `panel` in place of the edited panel, or removes the edited panel for null. Returns the element to focus. */
     const store = async (panel) => {
-      const list = this.list;
+      const list = this.panels;
       if (!entry) list.push(panel);
       else if (panel) list.splice(list.indexOf(entry.panel), 1, panel);
       else list.splice(list.indexOf(entry.panel), 1);
       await this.#save(list);
-      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
+      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.ensureRead(sourceMetric(name)))).catch(() => {});
       this.charts.readZoomedPart();
       this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
@@ -160,9 +159,9 @@ export class Panels {
     }));
   }
 
-  /** Shows panels in another order at once. Restores the order if the server refuses it. */
-  async #order(list, entry) {
-    const before = this.list;
+  /** Shows panels in another order at once, and stores the order. Restores the earlier order if the server refuses the new one. */
+  async #reorder(list, entry) {
+    const before = this.panels;
     this.#show(list);
     entry.card.querySelector(".handle").focus();
     const position = list.indexOf(entry.panel) + 1;
@@ -176,10 +175,10 @@ export class Panels {
   }
 
   /** Stores a panel's new size. Restores the old size if the server refuses it. */
-  async #resized({ panel, card }, before) {
+  async #storeSize({ panel, card }, before) {
     try {
-      await this.#save(this.list);
-      this.#showMessage(`${panel.title} is ${sizeOf(panel)}.`);
+      await this.#save(this.panels);
+      this.#showMessage(`${panel.title} is ${describeSize(panel)}.`);
       // Wider charts show more points.
       await this.charts.readZoomedPart();
     } catch (error) {
@@ -189,27 +188,27 @@ export class Panels {
     }
   }
 
-  #key(event, entry) {
+  #moveByKey(event, entry) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const list = this.list, at = list.indexOf(entry.panel), last = list.length - 1;
+    const list = this.panels, at = list.indexOf(entry.panel), last = list.length - 1;
     const to = { ArrowLeft: at - 1, ArrowUp: at - 1, ArrowRight: at + 1, ArrowDown: at + 1, Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     if (to === at || to < 0 || to > last) return;
     list.splice(at, 1);
     list.splice(to, 0, entry.panel);
-    this.#order(list, entry);
+    this.#reorder(list, entry);
   }
 
   /** Makes a panel draggable. It is dropped before the panel under the pointer, or after that panel if the pointer is in the right half. */
-  #draggable(handle, entry) {
-    const target = (event) => {
+  #makeDraggable(handle, entry) {
+    const findTarget = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);
       if (!over || over === entry) return null;
       const box = card.getBoundingClientRect();
       return { over, after: event.clientX > box.left + box.width / 2 };
     };
-    const mark = (to) => {
+    const markTarget = (to) => {
       for (const { card } of this.#shown) delete card.dataset.drop;
       if (to) to.over.card.dataset.drop = to.after ? "after" : "before";
     };
@@ -219,16 +218,16 @@ export class Panels {
       this.#drag = { entry, to: null };
       entry.card.classList.add("dragged");
     });
-    handle.addEventListener("pointermove", (event) => { if (this.#drag?.entry === entry) mark(this.#drag.to = target(event)); });
+    handle.addEventListener("pointermove", (event) => { if (this.#drag?.entry === entry) markTarget(this.#drag.to = findTarget(event)); });
     const end = (event) => {
       const drag = this.#drag;
       this.#drag = null;
       entry.card.classList.remove("dragged");
-      mark(null);
+      markTarget(null);
       if (!drag?.to || event.type === "pointercancel") return;
-      const list = this.list.filter((panel) => panel !== entry.panel);
+      const list = this.panels.filter((panel) => panel !== entry.panel);
       list.splice(list.indexOf(drag.to.over.panel) + (drag.to.after ? 1 : 0), 0, entry.panel);
-      if (list.some((panel, i) => panel !== this.list[i])) this.#order(list, entry);
+      if (list.some((panel, i) => panel !== this.panels[i])) this.#reorder(list, entry);
     };
     handle.addEventListener("pointerup", end);
     handle.addEventListener("pointercancel", end);
@@ -237,7 +236,7 @@ export class Panels {
   async #saveForProject() {
     const { project } = this.job();
     try {
-      await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
+      await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.panels } });
       this.#showMessage(`Jobs of ${project} without panels of their own now show these panels.`);
     } catch (error) { this.#showMessage(fieldError(error)); }
   }
@@ -250,7 +249,7 @@ export class Panels {
       this.from = from;
       this.#showMessage("");
       this.#show(panels);
-      await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
+      await Promise.all(this.charts.panelMetrics().map((name) => this.metrics.ensureRead(name))).catch(() => {});
       this.charts.redraw();
     };
     confirmThen({ title: "Remove this job's own panels?", detail: `The job then shows the panels of the project ${project}.`, yes: "Remove them", act });

@@ -1,33 +1,34 @@
 // The list of ranks. Each rank has a lane, which shows how its steps divide into computing, waiting and data, and the rank's last report.
 // A click on a rank's name emphasises the rank's line in the loss chart.
 
-import { read, write } from "../address.js";
-import { byId, make, text } from "../page.js";
+import { readUrl, writeUrl } from "../address.js";
+import { byId, make, setText } from "../page.js";
 import { count, millis, percent } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
-import { about as aboutMetric } from "./names.js";
+import { metricInfo } from "./names.js";
 import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
 /** Factor by which a rank must be slower than the median of the other ranks to be reported in the banner. */
 const SLOW_FACTOR = 1.2;
-/** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
+/** Fraction of a step's time. If ranks wait for pictures for a larger fraction, the list says that data loading limits the speed. */
 const MAX_DATA_SHARE = 0.05;
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
 export class Ranks {
+  /** By rank: the row, the newest report, the agent's name, and for a slow rank, the step since which it has been slow. */
   #rows = new Map();
   #reports = new Map();
   #agents = new Map();
   #slowSince = new Map();
-  /** The plan that the ranks have chosen. null: the plan of the job's settings. */
+  /** The plan that the ranks have chosen; null if the job's settings are the plan. */
   plan = null;
-  /** Ranks whose lines are emphasised; empty: none. */
-  chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** For each rank, when it began the checkpoint that it is writing (`since`; 0: none), and the intervals of recent writes (`spans`). */
+  /** Ranks whose lines are emphasised in the chart of the loss. */
+  chosen = new Set(readUrl("ranks").split(",").filter(Boolean).map(Number));
+  /** For each rank, the start of the checkpoint that it is writing (`since`; 0 if none), and the intervals of its recent writes (`spans`). */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -36,6 +37,7 @@ export class Ranks {
     this.list = byId("ranks");
   }
 
+  /** Sets a rank's agent, and its report if there is one. */
   setAgent({ rank, agent, report }) {
     this.#agents.set(rank, agent);
     if (report) this.#reports.set(rank, report);
@@ -49,81 +51,81 @@ export class Ranks {
     this.#writing.set(event.rank, known);
   }
 
-  /** Returns for how many of the last `window` milliseconds a rank wrote checkpoints. */
-  #checkpointing(rank, window) {
+  /** Returns the milliseconds in which a rank wrote checkpoints, of the last `windowMs` milliseconds. */
+  #checkpointMs(rank, windowMs) {
     const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
     if (!known || !Number.isFinite(last)) return 0;
     const spans = known.since ? [...known.spans, [known.since, last]] : known.spans;
-    return spans.reduce((sum, [a, b]) => sum + Math.max(0, b - Math.max(a, last - window)), 0);
+    return spans.reduce((sum, [a, b]) => sum + Math.max(0, b - Math.max(a, last - windowMs)), 0);
   }
 
   reportOf(rank) { return this.#reports.get(rank); }
 
-  /** Called for a new attempt: removes the reports and machines of the old attempt's ranks. */
+  /** Removes the reports and machines of an old attempt's ranks. */
   forget() { this.#reports.clear(); this.#slowSince.clear(); this.#agents.clear(); }
 
   /** Returns the mean of the newest `n` values in the newest attempt; NaN if the rank has no values in that attempt. */
   #recent(name, rank, n = WINDOW) {
     const series = this.metrics.series(name, rank);
-    return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
+    return series.newestSegment?.attempt === this.metrics.attempt ? series.recentMean(n) : NaN;
   }
 
   /** Whether a rank belongs to this attempt, which may have fewer ranks than the job. */
   #takesPart(rank, attempt) {
-    const ranks = this.metrics.ranksIn(attempt);
-    if (ranks !== undefined) return rank < ranks;
+    const rankCount = this.metrics.rankCountOf(attempt);
+    if (rankCount !== undefined) return rank < rankCount;
     // If the attempt ended before the page was opened, the rank's points decide.
-    const last = this.metrics.series("step_ms", rank).last;
-    return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#agents.get(rank));
+    const newest = this.metrics.series("step_ms", rank).newestSegment;
+    return !newest || newest.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#agents.get(rank));
   }
 
-  /** Returns how a rank's step divides, in milliseconds, over the newest steps. */
-  split(rank) {
+  /** Returns the milliseconds of a step and of its parts, as the mean over a rank's newest steps. */
+  #stepTimes(rank) {
     const step = this.#recent("step_ms", rank);
     const wait = this.#recent("all_reduce_ms", rank) || 0;
     const data = this.#recent("data_ms", rank) || 0;
-    const checkpoint = step ? Math.min(step * 2, this.#checkpointing(rank, Math.max(5000, step * WINDOW)) / WINDOW) : 0;
+    const checkpoint = step ? Math.min(step * 2, this.#checkpointMs(rank, Math.max(5000, step * WINDOW)) / WINDOW) : 0;
     return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
 
-  /** Returns the fraction of a step that is spent waiting for other ranks, or NaN. */
+  /** Returns the fraction of a step that is spent waiting for other ranks; NaN before the first step. */
   waitShare() {
     let step = 0, wait = 0;
-    for (let r = 0; r < this.metrics.ranks; r++) {
-      const s = this.split(r);
+    for (let r = 0; r < this.metrics.rankCount; r++) {
+      const s = this.#stepTimes(r);
       if (Number.isFinite(s.step)) { step += s.step; wait += s.wait; }
     }
     return step ? wait / step : NaN;
   }
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
-  #describeLimit(splits) {
-    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).last?.lastPushed >= WINDOW);
+  #describeLimit(times) {
+    const known = times.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).newestSegment?.newestStep >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
     const dataShare = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
-    const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = slowest.wait / slowest.step;
-    if (slowest.wait > slowest.compute && all_reduce > dataShare) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
+    const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), transferShare = slowest.wait / slowest.step;
+    if (slowest.wait > slowest.compute && transferShare > dataShare) return ` · limited by communication (all-reduce takes ${percent(transferShare, 0)} of a step)`;
     if (dataShare > MAX_DATA_SHARE) return ` · limited by data loading (${percent(dataShare, 0)} of a step)`;
     if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return ` · limited by rank ${slowest.rank}: the others wait for it`;
     return " · limited by computing";
   }
 
-  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`, or null. */
+  /** Returns the rank that delays the other ranks, `{ rank, share, since, cause }`; null if no rank does. */
   findSlowRank() {
-    const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
+    const times = Array.from({ length: this.metrics.rankCount }, (_, r) => ({ rank: r, ...this.#stepTimes(r) }))
       .filter((s) => Number.isFinite(s.step));
-    if (splits.length < 2) return null;
+    if (times.length < 2) return null;
     let worst = null;
-    for (const s of splits) {
-      const segment = this.metrics.series("step_ms", s.rank).last;
-      const others = splits.filter((o) => o !== s);
+    for (const s of times) {
+      const segment = this.metrics.series("step_ms", s.rank).newestSegment;
+      const others = times.filter((o) => o !== s);
       const own = s.compute + s.data, othersMedian = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastPushed >= WINDOW && own > othersMedian * SLOW_FACTOR && own - othersMedian > 1;
+      const slow = segment.newestStep >= WINDOW && own > othersMedian * SLOW_FACTOR && own - othersMedian > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
-      this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
+      this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#findSlowStart(s.rank, others.map((o) => o.rank))));
       const share = own / othersMedian - 1;
       if (worst && worst.share > share) continue;
       const data = median(others.map((o) => o.data));
@@ -139,15 +141,15 @@ export class Ranks {
    * Returns the step since which a rank has been slower than the other ranks, as far back as the page's points reach. Metrics may have buckets of
    * different widths, so each step is looked up in each metric.
    */
-  #since(rank, others) {
+  #findSlowStart(rank, others) {
     // The bucket that contains a step is the last that begins at or before the step.
-    const at = (name, r, step) => { const segment = this.metrics.series(name, r).last; return segment ? segment.mean[Math.max(0, segment.find(step + 1) - 1)] : NaN; };
+    const at = (name, r, step) => { const segment = this.metrics.series(name, r).newestSegment; return segment ? segment.mean[Math.max(0, segment.find(step + 1) - 1)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
-    const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.series(name, rank).last).filter(Boolean);
-    const { steps, length, lastPushed } = all.reduce((a, b) => (b.length > a.length ? b : a));
+    const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.series(name, rank).newestSegment).filter(Boolean);
+    const { steps, length, newestStep } = all.reduce((a, b) => (b.length > a.length ? b : a));
     // Goes back in blocks of ten buckets, until the rank was not slower in more than three blocks in a row.
     const BLOCK = 10;
-    let since = lastPushed, misses = 0;
+    let since = newestStep, misses = 0;
     for (let end = length; end > 0; end -= BLOCK) {
       const block = steps.slice(Math.max(0, end - BLOCK), end);
       const mean = (r) => block.reduce((sum, step) => sum + own(r, step), 0) / block.length;
@@ -157,10 +159,10 @@ export class Ranks {
     return since;
   }
 
-  /** Describes a rank's status, or how the rank ended. `status`: the status in the rank's last report. `cause` may name the rank that failed first. */
-  #describeStatus(rank, status, live, cause) {
-    if (live) return status;
-    const first = this.metrics.ranks > 1 ? cause?.rank : null;
+  /** Describes a rank's status, or how the rank ended. `status`: from the rank's last report. `cause` may name the rank that failed first. */
+  #describeStatus(rank, status, isLive, cause) {
+    if (isLive) return status;
+    const first = this.metrics.rankCount > 1 ? cause?.rank : null;
     if (first === rank) return "ended first";
     if (Number.isInteger(first)) return "ended with the others";
     return status === "failed" || status === "finished" ? status : "ended";
@@ -170,21 +172,21 @@ export class Ranks {
   #describeAxes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
-    const data = Math.floor(this.metrics.ranks / (pipeline * height * model));
+    const data = Math.floor(this.metrics.rankCount / (pipeline * height * model));
     return Object.entries({ pipeline, data, height, model }).filter(([, size]) => size > 1).map(([axis]) => `${axis} ${percent(spent[axis] / step, 0)}`);
   }
 
   draw({ state, cause, attempt, spec: { parallel } }) {
-    const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
-    const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(splits)}`);
-    for (let r = 0; r < splits.length; r++) {
-      const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
+    const isLive = !isFinal(state), times = Array.from({ length: this.metrics.rankCount }, (_, r) => this.#stepTimes(r));
+    const longest = Math.max(...times.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
+    setText(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(times)}`);
+    for (let r = 0; r < times.length; r++) {
+      const row = this.#rows.get(r) ?? this.#createRow(r), s = times[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
         row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
       }
       row.item.hidden = !this.#takesPart(r, attempt);
-      text(row.ms, known ? millis(s.step) : "–");
+      setText(row.ms, known ? millis(s.step) : "–");
       const axes = this.#describeAxes(r, this.plan ?? parallel);
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
@@ -197,11 +199,11 @@ export class Ranks {
       row.lane.setAttribute("aria-label", row.lane.title);
       const report = this.#reports.get(r), about = [];
       if (report) {
-        const step = Math.max(report.step, this.metrics.series("loss", r).last?.lastPushed ?? 0);
-        about.push(report.device, this.#describeStatus(r, report.status, live, cause), `step ${count(step)}`);
-      } else about.push(live ? "no report yet" : "no report kept");
+        const step = Math.max(report.step, this.metrics.series("loss", r).newestSegment?.newestStep ?? 0);
+        about.push(report.device, this.#describeStatus(r, report.status, isLive, cause), `step ${count(step)}`);
+      } else about.push(isLive ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));
-      if (this.plan || parallel.mode === "hybrid") about.push(...describePosition(r, this.plan ?? parallel, this.metrics.ranks));
+      if (this.plan || parallel.mode === "hybrid") about.push(...describePosition(r, this.plan ?? parallel, this.metrics.rankCount));
       about.push(...this.#describeGpu(r));
       const key = about.join("\n");
       if (row.key !== key) {
@@ -215,17 +217,17 @@ export class Ranks {
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
   #describeGpu(rank) {
     const names = ["gpu_utilization", "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_power_watts"];
-    return names.map((name) => [name, this.#recent(name, rank, 1)]).filter(([, v]) => Number.isFinite(v)).map(([name, v]) => aboutMetric(name).format(v));
+    return names.map((name) => [name, this.#recent(name, rank, 1)]).filter(([, v]) => Number.isFinite(v)).map(([name, v]) => metricInfo(name).format(v));
   }
 
-  #make(rank) {
+  #createRow(rank) {
     const part = (className, tag = "span") => make(tag, { className }), swatch = make("i");
     swatch.style.backgroundColor = `var(--${colourOf(rank)})`;
     const name = make("button", { type: "button", className: "rank-name", title: "Bring this rank's line forward", "aria-pressed": String(this.chosen.has(rank)) }, swatch, `rank ${rank}`);
     name.addEventListener("click", () => {
       if (!this.chosen.delete(rank)) this.chosen.add(rank);
       name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
-      write({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
+      writeUrl({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
       this.onChoose();
     });
     const compute = part("k-compute"), wait = part("k-wait"), data = part("k-data"), checkpoint = part("k-checkpoint");

@@ -1,9 +1,9 @@
 // Registers a checkpoint as a version of a model.
 
-import { ask, byId, openForm, text } from "../page.js";
+import { ask, byId, openForm, setText } from "../page.js";
 
 export function register(checkpoint) {
-  text(byId("register-title"), `Register checkpoint ${checkpoint.epoch}-${checkpoint.step}`);
+  setText(byId("register-title"), `Register checkpoint ${checkpoint.epoch}-${checkpoint.step}`);
   // Without a response, the reader types the name.
   ask("/api/v1/models?fields=name").then(({ models }) => byId("register-names").replaceChildren(...models.map((model) => new Option(model.name)))).catch(() => {});
   openForm("register", async () => {

@@ -11,7 +11,7 @@ export const isActive = (state) => ACTIVE.includes(state);
 export const stateWords = ({ state, cause }) => (state === "cancelled" && cause?.code === "ended_by_sweep" ? "ended early" : state);
 
 /** Whether a job waits in the queue. */
-export const waits = ({ state }) => ["queued", "restarting"].includes(state);
+export const isWaiting = ({ state }) => ["queued", "restarting"].includes(state);
 
 /** For each action, whether the action applies to a job. A trial at a rung is resumed by its sweep. */
 export const APPLIES = {

@@ -1,7 +1,7 @@
 // The panels below the charts, one at a time. The page's URL names the open panel.
 
 import { byId } from "../page.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 
 export class Tabs {
   #opened = new Set();
@@ -23,7 +23,7 @@ export class Tabs {
     }
     // A run from elsewhere has no log.
     this.first = this.tabs.find((t) => !t.hidden).dataset.tab;
-    const wanted = read("tab", this.first), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
+    const wanted = readUrl("tab", this.first), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
     this.show(linked ? wanted : this.first);
     // On a reload, the browser restores the reader's scroll position.
     if (linked && wanted !== this.first && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.scrollIntoView());
@@ -50,7 +50,7 @@ export class Tabs {
     }
     byId("log-controls").hidden = name !== "log";
     byId("panels").dataset.shows = name;
-    write({ tab: name === this.first ? "" : name });
+    writeUrl({ tab: name === this.first ? "" : name });
     if (this.#opened.has(name)) return void this.onReopen[name]?.();
     this.#opened.add(name);
     this.onFirstOpen[name]?.();

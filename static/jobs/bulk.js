@@ -1,6 +1,6 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, openForm, Problem, errorText, text } from "../page.js";
+import { ask, byId, confirmThen, openForm, Problem, errorText, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { APPLIES } from "../job/states.js";
 
@@ -9,9 +9,9 @@ export class Bulk {
   /** Ids of the jobs that were selected when the message was shown. */
   #messageFor = "";
 
-  /** `find(id)`: returns a job of the list. `listed()`: returns the number of jobs in the list. */
-  constructor(rows, { find, listed }) {
-    Object.assign(this, { rows, find, listed });
+  /** `find(id)`: returns a job of the list. `rowCount()`: returns the number of rows that can be selected. */
+  constructor(rows, { find, rowCount }) {
+    Object.assign(this, { rows, find, rowCount });
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
@@ -43,7 +43,7 @@ export class Bulk {
   /** Shows an error about the selected jobs, until the selection changes. */
   #showMessage(words) {
     this.#messageFor = [...this.#selected].join();
-    text(byId("bulk-status"), words);
+    setText(byId("bulk-status"), words);
   }
 
   #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }
@@ -52,15 +52,15 @@ export class Bulk {
     const n = this.#selected.size;
     byId("bulk").hidden = !n;
     if ([...this.#selected].join() !== this.#messageFor) this.#showMessage("");
-    text(byId("bulk-count"), `${plural(n, "job")} selected`);
+    setText(byId("bulk-count"), `${plural(n, "job")} selected`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
       const applicable = this.#jobs(button.dataset.bulk).length;
       button.hidden = !applicable;
       button.title = applicable < n ? `${applicable} of the ${n}` : "";
     }
-    const all = byId("choose-all"), listed = this.listed();
-    all.checked = n > 0 && n >= listed;
-    all.indeterminate = n > 0 && n < listed;
+    const all = byId("choose-all"), rowCount = this.rowCount();
+    all.checked = n > 0 && n >= rowCount;
+    all.indeterminate = n > 0 && n < rowCount;
     // A group's box shows whether all jobs of the group are selected, or only some.
     for (const box of this.rows.querySelectorAll(".group-head input")) {
       const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");

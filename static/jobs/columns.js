@@ -3,11 +3,11 @@
 
 import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
-import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
+import { ask, byId, makeClosable, make, Problem, errorText, store, readStored, setText } from "../page.js";
 import { fullKey, flatten, setting, formatSetting } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { setMetrics } from "./query.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
 const DEFAULT_COLUMNS = ["progress", "loss", "best", "speed", "age"].map((name) => [name, document.querySelector(`#jobs .c-${name}`).textContent]);
@@ -34,9 +34,9 @@ const NONE = "none";
 export class Columns {
   #extra = [];
   /** Metrics that were requested for the current jobs. */
-  #read = [];
+  #requestedMetrics = [];
 
-  /** `refill()`: writes every row again. `known()`: returns the current jobs and tags, whose keys are offered. */
+  /** `refill(needsRead)`: writes every row, and reads the jobs again if `needsRead`. `known()`: the current jobs and tags, to offer keys. */
   constructor({ refill, known }) {
     Object.assign(this, { refill, known, menu: byId("columns") });
     this.menu.hidden = false;
@@ -52,11 +52,11 @@ export class Columns {
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
       const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? fullKey(job.spec, words) : words;
-      text(this.error, "");
+      setText(this.error, "");
       if (!key || this.#extra.includes(key)) return;
-      if (this.#extra.length >= MAX_EXTRA) return text(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
-      const problem = await mistake(key);
-      if (problem) return text(this.error, problem);
+      if (this.#extra.length >= MAX_EXTRA) return setText(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
+      const problem = await findMistake(key);
+      if (problem) return setText(this.error, problem);
       if (this.#extra.includes(key)) return;
       this.#extra.push(key);
       // The reader may already have typed the next key.
@@ -64,20 +64,20 @@ export class Columns {
       this.#choose();
     });
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#offer(); });
-    closable(this.menu);
-    this.fromAddress();
+    makeClosable(this.menu);
+    this.loadChoice();
   }
 
-  /** Reads the columns from the URL, or otherwise the last chosen columns. */
-  fromAddress() {
-    const words = read("columns") || stored(STORAGE_KEY) || DEFAULT_CHOICE, chosen = words.split(",").filter((name) => name && name !== NONE);
+  /** Shows the columns in the URL, or otherwise the columns that were chosen last. */
+  loadChoice() {
+    const choice = readUrl("columns") || readStored(STORAGE_KEY) || DEFAULT_CHOICE, chosen = choice.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
     this.#extra = chosen.filter((name) => !DEFAULT_COLUMNS.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
   }
 
   /** Returns the visible columns, as in the URL. */
-  words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
+  choice() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
 
   /** The keys of the added columns. */
   get extra() { return this.#extra; }
@@ -90,9 +90,9 @@ export class Columns {
   }
 
   #choose() {
-    const words = this.words();
-    store(STORAGE_KEY, words === DEFAULT_CHOICE ? null : words);
-    write({ columns: words === DEFAULT_CHOICE ? "" : words });
+    const choice = this.choice();
+    store(STORAGE_KEY, choice === DEFAULT_CHOICE ? null : choice);
+    writeUrl({ columns: choice === DEFAULT_CHOICE ? "" : choice });
     this.#draw();
   }
 
@@ -103,17 +103,17 @@ export class Columns {
     table.style.setProperty("--extra", this.#extra.length);
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
-    for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key, ...sortOf(key) }));
+    for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key, ...sortAttributes(key) }));
     byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
       const button = make("button", { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key, "aria-label": `Remove the column ${label(key)}` });
       button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
       return button;
     }));
-    const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), needsRead = wanted.some((name) => !this.#read.includes(name));
-    this.#read = wanted;
+    const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), needsRead = wanted.some((name) => !this.#requestedMetrics.includes(name));
+    this.#requestedMetrics = wanted;
     setMetrics(wanted);
-    this.refill(needsRead && this.drawn);
-    this.drawn = true;
+    this.refill(needsRead && this.isDrawn);
+    this.isDrawn = true;
   }
 
   /** Fills the added cells of a row. */
@@ -128,7 +128,7 @@ export class Columns {
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
       writeShortened(span, words, NARROW);
-      text(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
+      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
     }
   }
 
@@ -140,8 +140,8 @@ export class Columns {
   }
 }
 
-/** Returns what is wrong with a column's key. The server knows every setting. */
-async function mistake(key) {
+/** Returns what is wrong with a column's key; empty for a valid key. The server knows every setting. */
+async function findMistake(key) {
   if (key in METRICS || key.startsWith("tag:")) return "";
   try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {
     return error instanceof Problem && error.status === 400 ? `${error.message} There is no metric “${key}”, either.` : errorText(error);
@@ -151,7 +151,7 @@ async function mistake(key) {
 const label = (key) => METRICS[key]?.label ?? key.replace(/^tag:/, "#");
 
 /** Returns the attributes of a column's heading for the order: see `drawHeads`. Keys of settings begin with `spec.`. */
-function sortOf(key) {
+function sortAttributes(key) {
   const isTag = key.startsWith("tag:"), metric = METRICS[key], descends = isTag || (metric && metric.format !== String && !/(^|_)loss$/.test(key));
   return { "data-sort": isTag || metric ? key : `spec.${key}`, ...(descends && { "data-descends": "" }) };
 }

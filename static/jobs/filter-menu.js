@@ -1,19 +1,19 @@
 // Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
 // shown as a chip, which removes it.
 
-import { ask, byId, closable, make, text } from "../page.js";
-import { read } from "../address.js";
+import { ask, byId, makeClosable, make, setText } from "../page.js";
+import { readUrl } from "../address.js";
 import { count } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
-/** Returns a field of a menu, with its label above it. */
+/** Returns an input of a menu with the label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
 /** Returns a menu at the end of the row of filters. */
 export function menu(label, className, ...children) {
   const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
   byId("columns").before(node);
-  closable(node);
+  makeClosable(node);
   return node;
 }
 
@@ -40,9 +40,9 @@ export class FilterMenu {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = parseCondition(input.value), { conditions } = filter();
-      if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
-      if (found.value.includes(",")) return text(error, "The value must not contain a comma.");
-      text(error, "");
+      if (!found?.value) return setText(error, "Write a setting, a sign and a value, such as lr > 0.1.");
+      if (found.value.includes(",")) return setText(error, "The value must not contain a comma.");
+      setText(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
     });
@@ -50,9 +50,9 @@ export class FilterMenu {
     this.to = make("input", { type: "date", id: "to-day" });
     this.from.addEventListener("change", () => change({ created_after: startOfDay(this.from.value, 0) }));
     this.to.addEventListener("change", () => change({ created_before: startOfDay(this.to.value, 1) }));
-    const select = (id, chosen) => {
+    const select = (id, onChoose) => {
       const node = make("select", { id });
-      node.addEventListener("change", () => chosen(node.value));
+      node.addEventListener("change", () => onChoose(node.value));
       return node;
     };
     this.owner = select("owner", (owner) => change({ owner }));
@@ -74,12 +74,13 @@ export class FilterMenu {
     this.draw();
   }
 
+  /** The values that were offered last, with their numbers of jobs. */
   known = { owner: [], project: [], tag: [] };
 
   /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
-    const now = filter(), chosen = by === "tag" ? "" : now[by], anyLabel = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
-    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
+    const current = filter(), chosen = by === "tag" ? "" : current[by], anyLabel = { owner: "anybody", project: "any", tag: current.tags.length ? "one more" : "any" }[by];
+    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && current.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
     if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
     this[by].replaceChildren(new Option(anyLabel, ""), ...known);
     this[by].value = chosen;
@@ -105,8 +106,8 @@ export class FilterMenu {
       const { key, sign, value } = parseCondition(words) ?? { key: words, sign: "", value: "" };
       chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
     }
-    for (const key of read("group_by").split(",").filter(Boolean)) {
-      chip(`by ${key}`, () => ({ group_by: read("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
+    for (const key of readUrl("group_by").split(",").filter(Boolean)) {
+      chip(`by ${key}`, () => ({ group_by: readUrl("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
     }
     if (after) chip(`from ${dayOf(after) || after}`, () => ({ created_after: "" }));
     if (before) chip(`until ${lastDayBefore(before) || before}`, () => ({ created_before: "" }));
@@ -117,6 +118,6 @@ export class FilterMenu {
     this.to.value = before ? lastDayBefore(before) : "";
   }
 
-  /** Shows the server's error about the filter or the order. Empty without an error. */
-  showProblem(words) { text(this.problem, words); }
+  /** Shows the server's error about the filter or the order, or removes the error if `words` is empty. */
+  showProblem(words) { setText(this.problem, words); }
 }

@@ -1,7 +1,7 @@
 // The keys by which the list is grouped: a menu and the URL. Keys have the same names as in `by` of GET /jobs/groups.
 
-import { make, text } from "../page.js";
-import { read } from "../address.js";
+import { make, setText } from "../page.js";
+import { readUrl } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./filter-menu.js";
 
@@ -9,10 +9,10 @@ import { field, menu } from "./filter-menu.js";
 const JOB_KEYS = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
 /** Returns the keys in the URL. */
-export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
+export const groupedBy = () => readUrl("group_by").split(",").map((key) => key.trim()).filter(Boolean);
 
 /** Whether a job belongs to the group with these values, as far as the job's fields show. */
-export function isIn(job, values) {
+export function isInGroup(job, values) {
   return groupedBy().every((key, i) => {
     const jobValue = JOB_KEYS[key] ? JOB_KEYS[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
     if (Array.isArray(jobValue) && key === "tag") return value === null ? !jobValue.length : jobValue.includes(value);
@@ -50,17 +50,17 @@ export class Grouping {
   }
 
   add(key) {
-    const now = groupedBy();
-    if (!key) return text(this.error, "Write a setting, such as train.lr.");
-    if (now.includes(key)) return;
+    const keys = groupedBy();
+    if (!key) return setText(this.error, "Write a setting, such as train.lr.");
+    if (keys.includes(key)) return;
     this.input.value = "";
-    this.change({ group_by: [...now, key].join(","), open: "" });
+    this.change({ group_by: [...keys, key].join(","), open: "" });
   }
 
   remove(key) { this.change({ group_by: groupedBy().filter((other) => other !== key).join(","), open: "" }); }
 
   draw() {
-    text(this.error, "");
+    setText(this.error, "");
     for (const button of this.own.children) button.setAttribute("aria-pressed", String(groupedBy().includes(button.dataset.key)));
     this.menu.classList.toggle("on", groupedBy().length > 0);
   }

@@ -1,14 +1,14 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
 // the group is open, its jobs follow. The open groups are in the URL.
 
-import { ask, make, Problem, serverNow, text } from "../page.js";
+import { ask, make, Problem, serverNow, setText } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
-import { read, write } from "../address.js";
+import { readUrl, writeUrl } from "../address.js";
 import { writeShortened } from "../cut.js";
 import { metricsParameter, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
-import { groupedBy, describeGroup, isIn } from "./grouping.js";
-import { blank } from "./row.js";
+import { groupedBy, describeGroup, isInGroup } from "./grouping.js";
+import { createRow } from "./row.js";
 import { arrange, order } from "./sort.js";
 
 /** Number of groups in the first request. */
@@ -25,7 +25,7 @@ const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format
 const DEFAULT_METRICS = { loss: "loss", best: "best", speed: "speed" };
 /** Columns of numbers that the server knows by the same names. All other added columns are settings. */
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** Sort keys of groups, by the sort keys of the list that they replace because groups have no mean of them. */
+/** Sort keys of groups, by the sort keys of the list for which groups have no mean. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
@@ -35,36 +35,37 @@ const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td")
 
 /** Returns the open groups in the URL, by their values. */
 function openKeys() {
-  try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
+  try { const all = JSON.parse(readUrl("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
 
 export class Groups {
   /** Visible jobs, by id. */
   jobs = new Map();
   isEmpty = false;
+  /** The groups on the page, by their values. */
   #shown = new Map();
-  #next = null;
+  #nextCursor = null;
   #loads = 0;
   #reloadTimer = 0;
   #pause = MIN_PAUSE_MS;
-  /** Added columns for which the server has no mean. */
-  #texts = new Set();
+  /** Added columns of texts, for which the server has no mean. */
+  #textColumns = new Set();
 
   /**
-   * `fill(row, job)`: writes a job's row. `extra()`: returns the keys of added columns. `changed()`: called after rows are added or
-   * removed. `ended(job)`: called whenever a visible job is read.
+   * `fill(row, job)`: writes a job's row. `extra()`: returns the keys of added columns. `onChange()`: called after rows are added or
+   * removed. `onRead(job)`: called whenever a visible job is read.
    */
-  constructor(table, { fill, extra, changed, ended }) {
-    Object.assign(this, { table, fill, extra, changed, ended });
+  constructor(table, { fill, extra, onChange, onRead }) {
+    Object.assign(this, { table, fill, extra, onChange, onRead });
     this.more = make("tbody", { className: "group-more", hidden: true }, buttonRow(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
-    this.more.querySelector("button").addEventListener("click", () => this.#read(this.#next));
+    this.more.querySelector("button").addEventListener("click", () => this.#read(this.#nextCursor));
     table.append(this.more);
   }
 
   get isGrouped() { return groupedBy().length > 0; }
 
   /** The number of job rows that can be selected. */
-  get listed() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
+  get rowCount() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
 
   clear() {
     this.#loads++;
@@ -72,36 +73,37 @@ export class Groups {
     this.#shown.clear();
     this.jobs.clear();
     this.more.hidden = true;
-    this.#next = null;
+    this.#nextCursor = null;
   }
 
   /** Reads all groups again, and the jobs of open groups. */
   load() { return this.#read(null); }
 
+  /** Returns the order of groups that corresponds to the order of the list. */
   #sort(metrics) {
-    const now = order(), sign = now.startsWith("-") ? "-" : "", by = now.replace(/^-/, ""), mean = NO_MEAN[by] ?? by;
+    const listOrder = order(), sign = listOrder.startsWith("-") ? "-" : "", by = listOrder.replace(/^-/, ""), mean = NO_MEAN[by] ?? by;
     return sign + (NO_MEAN[by] || metrics.includes(mean) ? mean : "group");
   }
 
   /** Returns the names of metrics, by column. */
   #metrics() {
-    const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#texts.has(key));
+    const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#textColumns.has(key));
     return new Map([...Object.entries(DEFAULT_METRICS), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
   }
 
   async #ask(cursor) {
-    const known = Math.min(MAX_PER_REQUEST, Math.max(FIRST_GROUPS, cursor ? 0 : this.#shown.size));
+    const limit = Math.min(MAX_PER_REQUEST, Math.max(FIRST_GROUPS, cursor ? 0 : this.#shown.size));
     for (;;) {
       const metrics = this.#metrics(), names = new Set(metrics.values()), by = order().replace(/^-/, "");
-      if (!NO_MEAN[by] && !this.#texts.has(by)) names.add(by);
-      const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", known]]);
-      if (cursor) given.set("cursor", cursor);
-      try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
+      if (!NO_MEAN[by] && !this.#textColumns.has(by)) names.add(by);
+      const query = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", limit]]);
+      if (cursor) query.set("cursor", cursor);
+      try { return await ask(`/api/v1/jobs/groups?${query}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
         const message = error instanceof Problem && error.status === 400 ? error.message : "";
         const textColumn = [...metrics.keys()].filter((key) => !(key in DEFAULT_METRICS)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
         if (!textColumn) throw error;
-        this.#texts.add(textColumn);
+        this.#textColumns.add(textColumn);
       }
     }
   }
@@ -117,14 +119,14 @@ export class Groups {
       let entry = this.#shown.get(key);
       if (!entry) { entry = this.#createEntry(group, key); this.#shown.set(key, entry); }
       entry.group = group;
-      this.#fill(entry);
+      this.#fillHead(entry);
     }
     if (!cursor) for (const [key, entry] of this.#shown) if (!seen.has(key)) { entry.body.remove(); this.#shown.delete(key); }
     if (!cursor) arrange(this.table, response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body), this.table.querySelector(".group"));
-    this.#next = response.next_cursor;
-    this.more.hidden = !this.#next;
+    this.#nextCursor = response.next_cursor;
+    this.more.hidden = !this.#nextCursor;
     this.isEmpty = !this.#shown.size;
-    this.changed();
+    this.onChange();
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
   }
 
@@ -149,53 +151,53 @@ export class Groups {
   }
 
   /** Writes a mean with its spread, `0.412 ± 0.003`, the number of jobs if not all jobs have a value, and the best of several accuracies. */
-  #spread(cell, spread, format, jobs) {
+  #writeSpread(cell, spread, format, jobCount) {
     cell.replaceChildren();
     cell.title = "";
     if (!spread || spread.mean === null) return;
     const { n, mean, std, min, max } = spread;
     cell.append(make("b", { textContent: format(mean) }));
     if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${format(std).replace(/ %$/, "")}` }));
-    if (n !== jobs) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
+    if (n !== jobCount) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
     // The order of groups follows from their best jobs.
     if (n > 1 && cell.matches(".c-best")) cell.append(" ", make("small", { className: "muted", textContent: `best ${format(max)}` }));
     cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${format(std)}`}, ${format(min)} to ${format(max)}`;
   }
 
-  #fill(entry) {
+  #fillHead(entry) {
     const { group, head, body, words } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
-    text(element("c-state"), plural(group.jobs, "job"));
-    text(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    setText(element("c-state"), plural(group.jobs, "job"));
+    setText(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     element("c-progress").title = element("states").textContent;
-    for (const [name, metric] of Object.entries(DEFAULT_METRICS)) this.#spread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
+    for (const [name, metric] of Object.entries(DEFAULT_METRICS)) this.#writeSpread(element(`c-${name}`), group.metrics[metric], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra", "data-label": key });
-      this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
+      this.#writeSpread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
       element("c-age").before(cell);
     }
-    text(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
+    setText(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
     element("c-age").title = `The newest: ${group.newest_at}`;
     body.setAttribute("aria-label", words);
   }
 
   fillAll() {
     for (const entry of this.#shown.values()) {
-      this.#fill(entry);
+      this.#fillHead(entry);
       for (const row of entry.rows) { const job = this.jobs.get(row.dataset.id); if (job) this.fill(row, job); }
     }
   }
 
-  #write() {
+  #writeOpenGroups() {
     const keys = [...this.#shown.values()].filter(({ toggle }) => toggle.getAttribute("aria-expanded") === "true").map(({ key }) => key).slice(0, MAX_OPEN);
-    write({ open: keys.length ? `[${keys.join(",")}]` : "" });
+    writeUrl({ open: keys.length ? `[${keys.join(",")}]` : "" });
   }
 
   async #toggle(entry) {
-    const open = entry.toggle.getAttribute("aria-expanded") === "false";
-    if (open) await this.#openJobs(entry).catch(() => {}); else this.#close(entry);
-    this.#write();
-    this.changed();
+    const opens = entry.toggle.getAttribute("aria-expanded") === "false";
+    if (opens) await this.#openJobs(entry).catch(() => {}); else this.#close(entry);
+    this.#writeOpenGroups();
+    this.onChange();
   }
 
   #close(entry) {
@@ -210,17 +212,17 @@ export class Groups {
   /** Reads the jobs of a group: the first jobs again, or the jobs after `cursor`. */
   async #openJobs(entry, cursor = null) {
     const limit = cursor ? FIRST_JOBS : Math.min(MAX_PER_REQUEST, Math.max(FIRST_JOBS, entry.rows.length));
-    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...metricsParameter()]);
-    if (cursor) given.set("cursor", cursor);
+    const query = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...metricsParameter()]);
+    if (cursor) query.set("cursor", cursor);
     entry.toggle.setAttribute("aria-expanded", "true");
-    const thisLoad = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
+    const thisLoad = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${query}`);
     if (thisLoad !== this.#loads || entry.toggle.getAttribute("aria-expanded") === "false") return;
     const before = new Map(entry.rows.map((row) => [row.dataset.id, row])), rows = cursor ? [...entry.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);
-      this.ended(job);
+      this.onRead(job);
       if (!known || known.last_seq <= job.last_seq) this.jobs.set(job.id, job);
-      const row = before.get(job.id) ?? blank(job);
+      const row = before.get(job.id) ?? createRow(job);
       this.fill(row, this.jobs.get(job.id));
       if (!rows.includes(row)) rows.push(row);
     }
@@ -237,7 +239,7 @@ export class Groups {
       entry.body.append(entry.rest);
     }
     this.#forgetUnshown();
-    this.changed();
+    this.onChange();
   }
 
   #forgetUnshown() {
@@ -252,10 +254,10 @@ export class Groups {
       this.jobs.set(job.id, job);
       for (const { rows, group } of this.#shown.values()) {
         const row = rows.find((row) => row.dataset.id === job.id);
-        if (row && isIn(job, group.values)) this.fill(row, job);
+        if (row && isInGroup(job, group.values)) this.fill(row, job);
       }
     }
-    this.readSoon();
+    this.reloadSoon();
   }
 
   /** Writes the rows of a job again. */
@@ -263,11 +265,11 @@ export class Groups {
     for (const { rows } of this.#shown.values()) for (const row of rows) if (row.dataset.id === job.id) this.fill(row, job);
   }
 
-  readSoon = () => {
+  reloadSoon = () => {
     this.#reloadTimer ||= setTimeout(() => {
       this.#reloadTimer = 0;
       // A hidden page is read again when it becomes visible.
-      if (document.hidden) document.addEventListener("visibilitychange", this.readSoon, { once: true });
+      if (document.hidden) document.addEventListener("visibilitychange", this.reloadSoon, { once: true });
       else if (this.isGrouped) this.load().catch(() => {});
     }, this.#pause);
   };

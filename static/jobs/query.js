@@ -19,9 +19,9 @@ export function parseCondition(words) {
 const RESULTS = { best: (job) => job.best?.value, speed: (job) => job.images_per_second, images_per_second: (job) => job.images_per_second };
 
 /** Jobs that the server has filtered. Unlike jobs from the stream, they have only the requested metrics. */
-const filtered = new WeakSet();
+const filteredByServer = new WeakSet();
 
-/** Whether a job fulfils a condition on a setting, on a result or on the newest value of a metric. A setting precedes others of its name. */
+/** Whether a job fulfils a condition on a setting, or if no setting has the name, on a result or on the newest value of a metric. */
 function fulfils(job, words) {
   const { key, sign, value } = parseCondition(words) ?? {};
   // An invalid condition is left to the server, which refuses it.
@@ -32,7 +32,7 @@ function fulfils(job, words) {
   else if (jobValue === undefined && !fullKey(job.spec, key).includes(".")) {
     jobValue = job.last?.[key];
     // The key may name an absent setting or a metric that the response lacks. The server has decided.
-    if (jobValue === undefined && filtered.has(job)) return true;
+    if (jobValue === undefined && filteredByServer.has(job)) return true;
   }
   // A boolean setting that the specification lacks is false.
   jobValue ??= /^(true|false)$/.test(value) ? false : null;
@@ -70,21 +70,21 @@ export const parameters = ({ states, text, owner, tags, project, conditions, aft
   state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
 }).filter(([, v]) => v);
 
-let metrics = "";
+let requestedMetrics = "";
 /** Sets the metrics to request for the visible columns, in addition to the metrics that every response contains. */
-export const setMetrics = (names) => { metrics = names.join(","); };
-export const metricsParameter = () => (metrics ? [["metrics", metrics]] : []);
+export const setMetrics = (names) => { requestedMetrics = names.join(","); };
+export const metricsParameter = () => (requestedMetrics ? [["metrics", requestedMetrics]] : []);
 
-/** Minimum pause before the list is read again while jobs change. */
+/** Minimum pause between requests of the list while jobs change. */
 export const MIN_PAUSE_MS = 3000;
 /** Returns the pause after a request that began at this time: the pause grows with the response time of the server. */
 export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
 
 /** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
 export async function readPage(filter, cursor, limit) {
-  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...metricsParameter()]);
-  if (cursor) given.set("cursor", cursor);
-  const response = await ask(`/api/v1/jobs?${given}`);
-  for (const job of response.jobs) filtered.add(job);
+  const query = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...metricsParameter()]);
+  if (cursor) query.set("cursor", cursor);
+  const response = await ask(`/api/v1/jobs?${query}`);
+  for (const job of response.jobs) filteredByServer.add(job);
   return response;
 }

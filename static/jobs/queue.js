@@ -1,31 +1,31 @@
 // The places of waiting jobs in the queue, and their reasons for waiting. No stream reports places and reasons, because other
 // jobs and machines change them without an event of the waiting job. So the page requests them while it shows a waiting job.
 
-import { waits } from "../job/states.js";
+import { isWaiting } from "../job/states.js";
 import { ask } from "../page.js";
 
 const REQUEST_INTERVAL_MS = 5000;
 /** Maximum number of jobs in a request. */
 const MAX_JOBS = 1000;
 
-/** Returns a priority above that of every waiting job. The server refuses more than 1000, and other people's private jobs show no priority. */
+/** Returns a priority above that of every waiting job, except other people's private jobs. The server refuses a priority above 1000. */
 export async function frontPriority() {
   const { jobs } = await ask("/api/v1/queue?fields=priority");
   return Math.max(0, ...jobs.map(({ priority }) => priority)) + 1;
 }
 
 export class Queue {
-  /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */
-  constructor(jobs, changed) {
-    Object.assign(this, { jobs, changed });
+  /** `jobs()`: jobs on the page. `onChange(job)`: called when a job's place or reason has changed. */
+  constructor(jobs, onChange) {
+    Object.assign(this, { jobs, onChange });
     setInterval(() => this.#ask().catch(() => {}), REQUEST_INTERVAL_MS);
   }
 
-  /** Keeps the known place when the stream reports the job. */
-  keepPlace(known, job) { if (waits(job) && !job.queue && known?.queue) job.queue = known.queue; }
+  /** Keeps the known place of a job when the stream, which has no places, reports the job. */
+  keepPlace(known, job) { if (isWaiting(job) && !job.queue && known?.queue) job.queue = known.queue; }
 
   async #ask() {
-    const here = new Map(this.jobs().filter(waits).map((job) => [job.id, job]));
+    const here = new Map(this.jobs().filter(isWaiting).map((job) => [job.id, job]));
     if (!here.size || document.hidden) return;
     const { jobs } = await ask(`/api/v1/jobs?state=queued,restarting&sort=-priority&fields=id,state,reason,queue&limit=${MAX_JOBS}`);
     for (const { id, state, reason, queue } of jobs) {
@@ -33,7 +33,7 @@ export class Queue {
       // The stream may have reported another state in the meantime.
       if (!job || job.state !== state || (job.reason === reason && job.queue?.place === queue?.place)) continue;
       Object.assign(job, { reason, queue });
-      this.changed(job);
+      this.onChange(job);
     }
   }
 }

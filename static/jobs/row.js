@@ -1,8 +1,8 @@
 // A row of the list. The script fills a row like the server (web/src/jobs.rs), and fills the row again when the job changes.
 
-import { byId, make, serverNow, text } from "../page.js";
+import { byId, make, serverNow, setText } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
-import { isFinal, stateWords, waits } from "../job/states.js";
+import { isFinal, stateWords, isWaiting } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row. Further tags are only counted. */
@@ -13,40 +13,40 @@ const SHORT_TAG_CHARS = 8;
 const MAX_PATH_CHARS = 24;
 
 /** Returns an empty row for a job. */
-export function blank(job) {
+export function createRow(job) {
   const row = byId("row").content.firstElementChild.cloneNode(true);
   row.dataset.id = job.id;
   row.dataset.created = job.created_at;
   return row;
 }
 
-export function fill(row, job) {
+export function fillRow(row, job) {
   const element = (name) => row.querySelector(`[data-f="${name}"]`);
   row.dataset.state = job.state;
   element("state").dataset.state = job.state;
   element("bar").dataset.state = job.state;
-  text(element("state"), stateWords(job));
+  setText(element("state"), stateWords(job));
   writeShortened(element("name"), job.name);
   element("name").href = `/jobs/${job.id}`;
   element("choose").setAttribute("aria-label", `Select ${job.name}`);
   writeAbout(element("about"), job.external ? "run from elsewhere" : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence. Long paths are shortened in the middle, so that the text after them stays visible.
-  const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
+  const reason = [isWaiting(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   writeSentence(element("reason"), reason, MAX_PATH_CHARS);
   element("reason").title = reason;
   element("bar").max = job.total_steps || 1;
   element("bar").value = Math.min(job.step, job.total_steps);
-  text(element("progress"), progress(job));
+  setText(element("progress"), progress(job));
   const points = sparkline(job.sparkline);
   if (element("spark").getAttribute("points") !== points) element("spark").setAttribute("points", points);
-  text(element("loss"), job.last.loss == null ? "" : value(job.last.loss));
+  setText(element("loss"), job.last.loss == null ? "" : value(job.last.loss));
   element("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
-  text(element("best"), job.best ? percent(job.best.value) : "");
-  text(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
-  text(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
-  text(element("age"), age(Date.parse(job.created_at), serverNow()));
+  setText(element("best"), job.best ? percent(job.best.value) : "");
+  setText(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
+  setText(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
+  setText(element("age"), age(Date.parse(job.created_at), serverNow()));
   element("age").title = job.created_at;
-  // Classes, as in web/templates/job-row.html, because selectors with `:has()` would make every page slower to draw.
+  // These classes, as in web/templates/job-row.html, replace selectors with `:has()`, which would make every page slower to draw.
   row.classList.toggle("has-reason", element("reason").textContent !== "");
   row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => element(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");

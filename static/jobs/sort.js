@@ -1,14 +1,14 @@
 // The order of the list: a click on a column's heading sorts by the column, and another click reverses the order. The order is in the URL.
 
-import { read } from "../address.js";
+import { readUrl } from "../address.js";
 import { writeShortened, NARROW } from "../cut.js";
-import { make, text } from "../page.js";
+import { make, setText } from "../page.js";
 import { setting } from "../settings.js";
 
 /** The default order of jobs. Groups start with the group of the best job by default. */
 export const DEFAULT_ORDER = "-created";
-export const defaultOrder = () => (read("group_by") ? "-best" : DEFAULT_ORDER);
-export const order = () => read("sort") || defaultOrder();
+export const defaultOrder = () => (readUrl("group_by") ? "-best" : DEFAULT_ORDER);
+export const order = () => readUrl("sort") || defaultOrder();
 const VALUES = {
   created: (j) => j.created_at, started: (j) => j.started_at, finished: (j) => j.finished_at, best: (j) => j.best?.value,
   speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,
@@ -24,10 +24,10 @@ export function sortValue(job) {
 
 /**
  * Turns every heading with a sort key (`data-sort`) into a button. The first click sorts in descending order if the heading has
- * `data-descends`. `choose(sort)` receives the new order.
+ * `data-descends`. `choose(order)` receives the new order.
  */
 export function drawHeads(row, choose) {
-  const now = order();
+  const current = order();
   for (const th of row.cells) {
     const { sort: by, descends } = th.dataset;
     if (!by) continue;
@@ -35,12 +35,12 @@ export function drawHeads(row, choose) {
     if (!button) {
       const label = th.textContent, name = make("span");
       button = make("button", { type: "button", className: "sort" });
-      if (th.matches(".c-extra")) { writeShortened(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
-      button.addEventListener("click", () => choose(button.dataset.next));
+      if (th.matches(".c-extra")) { writeShortened(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else setText(button, label);
+      button.addEventListener("click", () => choose(button.dataset.order));
       th.replaceChildren(button);
     }
-    const direction = now === by ? "ascending" : now === `-${by}` ? "descending" : "";
-    button.dataset.next = (direction ? direction === "ascending" : descends !== undefined) ? `-${by}` : by;
+    const direction = current === by ? "ascending" : current === `-${by}` ? "descending" : "";
+    button.dataset.order = (direction ? direction === "ascending" : descends !== undefined) ? `-${by}` : by;
     if (direction) th.setAttribute("aria-sort", direction); else th.removeAttribute("aria-sort");
   }
 }

@@ -1,6 +1,6 @@
 // Named views of the list. A view is a URL: filters, order and columns. The browser stores the names. To share a view, send its URL.
 
-import { make, store, stored, text } from "../page.js";
+import { make, store, readStored, setText } from "../page.js";
 import { field, menu } from "./filter-menu.js";
 
 const STORAGE_KEY = "views", MAX_VIEWS = 50;
@@ -9,7 +9,7 @@ const MAX_NAME = 60, MAX_QUERY = 4000;
 
 function loadViews() {
   try {
-    const found = JSON.parse(stored(STORAGE_KEY));
+    const found = JSON.parse(readStored(STORAGE_KEY));
     return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MAX_VIEWS) : [];
   } catch { return []; }
 }
@@ -35,18 +35,19 @@ export class Views {
     return at.toString();
   }
 
-  #keep(views) {
-    const isKept = store(STORAGE_KEY, JSON.stringify(views));
-    text(this.error, isKept ? "" : "This browser stores no data: bookmark this page instead.");
-    return isKept;
+  /** Stores the views. Returns whether the browser allows this. */
+  #store(views) {
+    const isStored = store(STORAGE_KEY, JSON.stringify(views));
+    setText(this.error, isStored ? "" : "This browser stores no data: bookmark this page instead.");
+    return isStored;
   }
 
   #save(name) {
     const views = loadViews(), query = this.#query(), others = views.filter((view) => view.name !== name);
-    if (!name) return text(this.error, "Write a name.");
-    if (others.length >= MAX_VIEWS) return text(this.error, `At most ${MAX_VIEWS} views can be stored: remove a view first.`);
-    if (query.length > MAX_QUERY) return text(this.error, "The view is too long to be stored: remove filters or columns.");
-    if (!this.#keep([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
+    if (!name) return setText(this.error, "Write a name.");
+    if (others.length >= MAX_VIEWS) return setText(this.error, `At most ${MAX_VIEWS} views can be stored: remove a view first.`);
+    if (query.length > MAX_QUERY) return setText(this.error, "The view is too long to be stored: remove filters or columns.");
+    if (!this.#store([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
     this.input.value = "";
     this.#draw();
   }
@@ -56,7 +57,7 @@ export class Views {
     this.list.hidden = !views.length;
     this.list.replaceChildren(...views.map(({ name, query }) => {
       const remove = make("button", { type: "button", className: "quiet", textContent: "×", title: "Remove", "aria-label": `Remove the view ${name}` });
-      remove.addEventListener("click", () => { this.#keep(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
+      remove.addEventListener("click", () => { this.#store(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
       return make("li", {}, make("a", { href: `/jobs?${query}`, textContent: name }), remove);
     }));
   }

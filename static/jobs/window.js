@@ -23,9 +23,9 @@ export class Window {
   #range = null;
   #frame = 0;
 
-  /** `enter(row)`: called before a hidden row becomes visible. */
-  constructor(rows, enter) {
-    Object.assign(this, { rows, enter });
+  /** `onShow(row)`: called before a hidden row becomes visible. */
+  constructor(rows, onShow) {
+    Object.assign(this, { rows, onShow });
     const pad = () => make("tbody", { hidden: true, "aria-hidden": "true" }, make("tr", { className: "pad" }, make("td")));
     this.above = pad();
     this.below = pad();
@@ -45,9 +45,9 @@ export class Window {
   }
 
   /** Lays out rows in the next frame, when their number and position are known. */
-  draw() { this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#lay(); }); }
+  draw() { this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#layOut(); }); }
 
-  #lay() {
+  #layOut() {
     const all = this.rows.children, { length } = all;
     if (length <= MIN_WINDOWED) {
       if (this.#areAllShown) return;
@@ -73,7 +73,7 @@ export class Window {
 
   #show(row) {
     if (!row.hidden) return this.shown.add(row);
-    this.enter(row);
+    this.onShow(row);
     row.hidden = false;
     this.shown.add(row);
   }

@@ -14,8 +14,8 @@ export class Lines {
 
   constructor(root) { this.root = root; }
 
-  /** Changes the range of time, and reads all lines again. */
-  async show(range) {
+  /** Changes the range of time, and reads all histories again. */
+  async setRange(range) {
     this.#range = RANGES[range];
     this.#history.clear();
     await this.refresh();
@@ -25,11 +25,11 @@ export class Lines {
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
-      if (known && performance.now() - known.read < Math.min(MAX_AGE_MS, this.#range[0] * 1000)) continue;
+      if (known && performance.now() - known.readAt < Math.min(MAX_AGE_MS, this.#range[0] * 1000)) continue;
       const range = this.#range, [minutes, points] = range, since = new Date(serverNow() - minutes * 60_000).toISOString();
       const response = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
       if (range !== this.#range) return;
-      this.#history.set(id, { ...response, read: performance.now() });
+      this.#history.set(id, { ...response, readAt: performance.now() });
       this.#draw(section);
     }
   }
@@ -59,8 +59,8 @@ function line(values, top) {
   values.forEach((value, i) => {
     if (!Number.isFinite(value)) return;
     const x = 1 + i * dx, y = HEIGHT - 2 - Math.min(1, value / top) * (HEIGHT - 4);
-    const begins = !Number.isFinite(values[i - 1]), alone = begins && !Number.isFinite(values[i + 1]);
-    parts.push(`${begins ? "M" : "L"}${x.toFixed(1)},${y.toFixed(1)}${alone ? "h0.5" : ""}`);
+    const isStart = !Number.isFinite(values[i - 1]), isAlone = isStart && !Number.isFinite(values[i + 1]);
+    parts.push(`${isStart ? "M" : "L"}${x.toFixed(1)},${y.toFixed(1)}${isAlone ? "h0.5" : ""}`);
   });
   return parts.join("");
 }

@@ -1,7 +1,7 @@
 // Updates a part of the page to the server's new version, and changes only nodes that differ. The focus, the selection and the position of
 // a screen reader stay.
 
-import { isFailedRequest, pageNow, showLive } from "../page.js";
+import { isFailedRequest, fetchPage, showLive } from "../page.js";
 import { Stream } from "../stream.js";
 
 const REFRESH_INTERVAL_MS = 5000;
@@ -16,7 +16,7 @@ export function refresher(update) {
     if (isRunning || document.hidden) return;
     isRunning = true;
     try {
-      const page = await pageNow(location.pathname + location.search);
+      const page = await fetchPage(location.pathname + location.search);
       if (page) await update(page);
     } catch (error) {
       // The stream's status shows that the server is unreachable.

@@ -40,7 +40,7 @@ function listParameters(table, prefix = "") {
 const line = ([key, { values, min, max, distribution }]) => `${key} = ${values ? values.map(words).join(", ") : `${min} to ${max}${distribution === "log" ? " log" : ""}`}`;
 
 /** Returns the section that the form describes; null for a single job. */
-export function section() {
+export function sweepSection() {
   const lines = byId("sweep-parameters").value.split("\n").map((text) => text.trim()).filter(Boolean);
   if (!lines.length) return null;
   const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [keyOf(key.trim()), parameter(rest.join("=").trim())]; }));
@@ -52,10 +52,10 @@ export function section() {
 }
 
 /** Returns the keys of which the sweep tries several values. */
-export const sweptKeys = () => Object.keys(section()?.parameters ?? {});
+export const sweptKeys = () => Object.keys(sweepSection()?.parameters ?? {});
 
 /** Fills the form with a section that was written as text. */
-export function showSection(written) {
+export function showSweep(written) {
   const { method, max_trials, max_concurrent, parameters, ...others } = written ?? {};
   keysWithoutField = others;
   byId("sweep-parameters").value = listParameters(parameters ?? {}).map(line).join("\n");

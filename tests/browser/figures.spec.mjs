@@ -164,7 +164,7 @@ describe("a job that continues with fewer ranks", () => {
     assert.equal(second.attempt, 2);
     await begin(second);
     await reportTimes(second, [40.5, 40.5], 60);
-    const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.lastValue}`).join());
+    const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.newestValue}`).join());
     const expected = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
     for (const [tab, which] of [[page, "the open page"], [reloaded, "a new page"]]) {
       await until(`${which} has the means`, async () => (await means(tab)) === expected || Promise.reject(new Error(await means(tab))), 20_000);

@@ -187,7 +187,7 @@ describe("a chart", () => {
         peaks: indicesWhere((i) => segment.max[i] === 9).length, wrong: indicesWhere((i) => segment.max[i] === 5).length,
         gap: indicesWhere((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
-        widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.lastValue,
+        widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.newestValue,
         smooth: [...segment.smooth(0.6).subarray(0, 3)], resumed: resumed.segments[1].smooth(0.9)[0],
       };
     });

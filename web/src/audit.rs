@@ -20,12 +20,12 @@ pub struct AuditLine {
     pub status: u16,
     /// The request's id, as in the server's log.
     pub request_id: String,
-    /// Name of the job whose id [`AuditLine::job`] returns. Empty if the job no longer exists.
+    /// Name of the job whose id [`AuditLine::job_id`] returns. Empty if the job no longer exists.
     pub job_name: String,
 }
 
-/// Descriptions of requests, by method and route, and for pages with several buttons by the button: the verb, its past tense, and the kind
-/// of the object, which the object's name follows on the page.
+/// Descriptions of requests: the key, a verb, its past tense, and the kind of the object. The key is the method and the route, and on
+/// pages with several buttons also the button. The page shows the object's name after the kind.
 static ACTIONS: [(&str, &str, &str, &str); 60] = [
     ("POST /api/v1/jobs", "submit", "submitted", "job"),
     ("POST /jobs/new", "submit", "submitted", "job"),
@@ -96,17 +96,16 @@ impl AuditLine {
         (url.split('?').next().unwrap_or_default(), name)
     }
 
-    /// Returns the action with the pressed button, and the name of the object. The names of the pages People and Webhooks begin with the
-    /// button: `Add "ada"`.
-    fn action_and_name(&self) -> (String, &str) {
+    /// Returns the action's key in [`ACTIONS`], and the name of the object. For the pages People and Webhooks, the button precedes the name
+    /// in the log: `Add "ada"`.
+    fn key_and_name(&self) -> (String, &str) {
         let (_, name) = self.url_and_name();
-        match (self.action.as_str(), name.split_once(' ').unwrap_or((name, ""))) {
-            ("POST /people" | "POST /webhooks", (button, name)) if !button.is_empty() => {
-                let name = name.split_once("\": ").map_or(name, |(name, _)| name);
-                (format!("{} {button}", self.action), name.trim_matches('"'))
-            }
-            _ => (self.action.clone(), name),
+        let (button, object) = name.split_once(' ').unwrap_or((name, ""));
+        if !matches!(self.action.as_str(), "POST /people" | "POST /webhooks") || button.is_empty() {
+            return (self.action.clone(), name);
         }
+        let object = object.split_once("\": ").map_or(object, |(object, _)| object);
+        (format!("{} {button}", self.action), object.trim_matches('"'))
     }
 
     /// Returns the changes to a job, a person or an alias: `role: "viewer" (was "member")`. Empty for other requests.
@@ -127,23 +126,23 @@ impl AuditLine {
         parameters.map(|(_, value)| value).collect()
     }
 
-    /// Returns the id of the job that the request concerns.
-    pub fn job(&self) -> Option<&str> {
+    /// Returns the id of the job that the request concerns; `None` for a request that concerns no single job.
+    pub fn job_id(&self) -> Option<&str> {
         let id = self.parameters().first().copied().unwrap_or_else(|| self.url_and_name().1);
         let is_about_job = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
         Some(id).filter(|id| is_about_job && !id.is_empty())
     }
 
     /// Returns the job's id if the job still exists.
-    fn linked_job(&self) -> Option<&str> {
-        self.job().filter(|_| !self.job_name.is_empty())
+    fn existing_job_id(&self) -> Option<&str> {
+        self.job_id().filter(|_| !self.job_name.is_empty())
     }
 
     /// Describes the action: `cancelled job`, or `tried to cancel job` if the request failed. Returns the action itself if it has no
     /// description.
     fn action_text(&self) -> String {
-        let (key, _) = self.action_and_name();
-        match ACTIONS.iter().find(|(action, ..)| *action == key) {
+        let (key, _) = self.key_and_name();
+        match ACTIONS.iter().find(|(known, ..)| *known == key) {
             Some((_, verb, _, object)) if self.status >= 400 => format!("tried to {verb} {object}"),
             Some((_, _, past, object)) => format!("{past} {object}"),
             None => self.action.clone(),
@@ -152,13 +151,17 @@ impl AuditLine {
 
     /// Describes the object of the action: a job's name, an id, or the name of the created object.
     fn object_text(&self) -> String {
-        let ((url, _), (_, name)) = (self.url_and_name(), self.action_and_name());
+        let (url, _) = self.url_and_name();
+        let (_, name) = self.key_and_name();
         let id = self.parameters().join("/");
-        match (self.job_name.as_str(), id.as_str(), name) {
-            ("", "", "") if self.action_text() == self.action => url.to_owned(),
-            ("", "", name) => name.to_owned(),
-            ("", id, _) => id.to_owned(),
-            (job_name, ..) => job_name.to_owned(),
+        if !self.job_name.is_empty() {
+            self.job_name.clone()
+        } else if !id.is_empty() {
+            id
+        } else if name.is_empty() && self.action_text() == self.action {
+            url.to_owned()
+        } else {
+            name.to_owned()
         }
     }
 }
@@ -171,9 +174,9 @@ pub struct AuditPage {
     pub lines: Vec<AuditLine>,
     /// Cursor of the next page, with older lines.
     pub next: Option<String>,
-    /// `?who=ada`: entries of this person or token; empty for all.
+    /// Entries of this person or token (`?who=ada`). Empty: all entries.
     pub who: String,
-    /// `?q=/jobs`: entries that contain this text; empty for all.
+    /// Entries that contain this text (`?q=/jobs`). Empty: all entries.
     pub text: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
@@ -196,12 +199,12 @@ const KINDS: [(&str, &str); 10] = [
 impl AuditPage {
     /// Returns label and URL of each kind, and whether the page shows this kind.
     fn kinds(&self) -> Vec<(&'static str, String, bool)> {
-        let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);
+        let link = |(label, text): (&'static str, &str)| (label, self.url(text, ""), self.text == text);
         KINDS.into_iter().map(link).collect()
     }
 
-    /// Returns the URL of the page with the entries that contain `text`, from the cursor on.
-    fn address(&self, text: &str, cursor: &str) -> String {
+    /// Returns the URL of the page with the entries that contain `text`, from the cursor on. An empty cursor is the newest entry.
+    fn url(&self, text: &str, cursor: &str) -> String {
         let cursor =
             if cursor.is_empty() { String::new() } else { format!("&cursor={}", percent_encode(cursor)) };
         format!("/audit?who={}&q={}{cursor}", percent_encode(&self.who), percent_encode(text))
@@ -259,7 +262,7 @@ mod tests {
         ] {
             let line = line(action, object, name);
             assert_eq!(format!("{} {}", line.action_text(), line.object_text()), sentence);
-            assert_eq!(line.job(), job, "{action}");
+            assert_eq!(line.job_id(), job, "{action}");
         }
         let mut lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
         lines.push(AuditLine { status: 422, ..line("POST /api/v1/jobs", "/api/v1/jobs", "") });

@@ -56,7 +56,7 @@ struct DatasetCard<'a> {
 impl<'a> DatasetCard<'a> {
     /// Maximum number of classes that are listed (ImageNet has a thousand). Further classes are only counted.
     const CLASSES_SHOWN: usize = 100;
-    /// Maximum number of classes whose list is open at first.
+    /// Maximum number of classes for which the list of classes is open at first.
     const FEW_CLASSES: usize = 12;
 
     fn new(dataset: &'a Dataset) -> Self {
@@ -92,7 +92,7 @@ impl<'a> DatasetCard<'a> {
         }
     }
 
-    /// Returns the path of a file within the dataset's folder. The whole path if the file is elsewhere, as in an agent's copy.
+    /// Returns the path of a file within the dataset's folder, or the whole path if the file is elsewhere, such as in an agent's copy.
     fn path_within<'f>(&self, file: &'f str) -> &'f str {
         let inner = file.strip_prefix(self.dataset.path.as_str()).and_then(|rest| rest.strip_prefix('/'));
         inner.unwrap_or(file)

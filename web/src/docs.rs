@@ -38,7 +38,7 @@ pub struct DocsPage {
 }
 
 impl DocsPage {
-    /// Creates the page at `path` from this Markdown. `pages`: all pages. Links to files that are not pages become plain text.
+    /// Creates the page at `path` from its Markdown. Links to files that are not in `pages`, the list of all pages, become plain text.
     pub fn new(path: &str, source: &str, pages: &[DocsEntry], user: CurrentUser) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);
@@ -62,9 +62,9 @@ impl DocsPage {
             0 => "No page contains all of these words.\n".to_owned(),
             count => format!("Found on {}.\n\n", plural(count as u64, "page")),
         };
-        for DocsResult { page: DocsEntry { path, title }, passage: Passage { heading, anchor, text, .. } } in
-            found
-        {
+        for DocsResult { page, passage } in found {
+            let DocsEntry { path, title } = page;
+            let Passage { heading, anchor, text, .. } = passage;
             let link = if heading.is_empty() || heading == title {
                 format!("[{title}]({path}.md)")
             } else {
@@ -76,11 +76,11 @@ impl DocsPage {
     }
 }
 
-/// Groups pages by folder, with the top folder first.
+/// Returns the pages in two groups: Guides, which are in the top folder, and Reference. Empty groups are left out.
 fn folders(pages: &[DocsEntry]) -> Vec<(String, Vec<DocsEntry>)> {
     let (inner, top): (Vec<_>, Vec<_>) = pages.iter().cloned().partition(|page| page.path.contains('/'));
-    let named = [("Guides", top), ("Reference", inner)];
-    named
+    let groups = [("Guides", top), ("Reference", inner)];
+    groups
         .into_iter()
         .filter(|(_, pages)| !pages.is_empty())
         .map(|(name, pages)| (name.into(), pages))

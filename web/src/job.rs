@@ -58,7 +58,7 @@ pub struct RankEntry {
 /// The panels that a job's page shows.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Panels {
-    /// Where the panels come from: `job`, `project` or `none`.
+    /// Where the panels come from: `job`, `project`, or `none` if no panels are configured.
     pub from: &'static str,
     /// The panels, in order.
     pub panels: Vec<Panel>,
@@ -157,8 +157,8 @@ impl JobPage {
     }
 
     /// Returns the results of a run from elsewhere for the row of numbers: first results with an entry in the run's summary, then the
-    /// newest values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out: these
-    /// entries are W&B's own. The same as `externalResults` in `static/job/facts.js`.
+    /// newest values of other metrics. In both groups, losses and accuracies come first. Names that begin with `_` are left out, because
+    /// W&B writes these entries for its own use. The same as `externalResults` in `static/job/facts.js`.
     fn external_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
@@ -214,7 +214,7 @@ impl JobPage {
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
-                ShortText::sentence(&unreadable(flaw, &self.job, &reason)),
+                ShortText::sentence(&describe_unreadable(flaw, &self.job, &reason)),
             ));
         }
         let (mut title, sentence) = match self.job.state {
@@ -242,7 +242,7 @@ impl JobPage {
         Some((title, ShortText::sentence(&sentence)))
     }
 
-    /// Returns the banner's colour: `bad` or `warn`.
+    /// Returns the banner's colour: `bad` (red) or `warn` (yellow).
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
@@ -270,9 +270,9 @@ fn waiting_banner(job: &Job) -> Option<(String, String)> {
     Some((format!("{title}{}.", place.unwrap_or_default()), reason.unwrap_or_default()))
 }
 
-/// Describes a job that this version cannot read.
-fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
-    let shown = format!(
+/// Describes a job that this version cannot read completely, and what to do.
+fn describe_unreadable(flaw: &str, job: &Job, reason: &str) -> String {
+    let description = format!(
         "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \
          read, with defaults for the rest."
     );
@@ -281,14 +281,14 @@ fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
         _ if is_waiting => format!(
-            "{shown} This version does not start it: use the version that stored it, or submit the job again and delete this one."
+            "{description} This version does not start it: use the version that stored it, or submit the job again and delete this one."
         ),
-        JobState::Failed => format!("{shown} The job failed: {reason}"),
-        _ => shown,
+        JobState::Failed => format!("{description} The job failed: {reason}"),
+        _ => description,
     }
 }
 
-/// The row of numbers below the title. A pair is a value and the small text beside the value.
+/// The row of numbers below the title. Each pair has a value and the small text beside the value.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,
@@ -296,7 +296,7 @@ struct Facts {
     epoch: (String, String),
     steps: (String, String),
     time_label: &'static str,
-    time_left: (String, String),
+    time: (String, String),
     speed: (String, String),
     loss: (String, String),
     accuracy: (String, String),
@@ -326,11 +326,7 @@ impl JobPage {
                 (dash(), empty())
             },
             time_label: if ran.is_some() { "Ran for" } else { "Left" },
-            time_left: match (ran, job.eta_secs) {
-                (Some(ran), _) => (ran, empty()),
-                (None, Some(time_left)) => (clock(time_left), empty()),
-                (None, None) => (dash(), empty()),
-            },
+            time: (ran.or(job.eta_secs.map(clock)).unwrap_or_else(dash), empty()),
             speed: match (job.images_per_second, job.ranks_now()) {
                 (None, _) => (dash(), empty()),
                 (Some(all), ..=1) => (rate(all), empty()),

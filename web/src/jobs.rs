@@ -15,19 +15,19 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 /// The filter of the list, which is part of the page's URL.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
-    /// `?state=running,failed`: jobs in one of these states; empty for all.
+    /// Jobs in one of these states (`?state=running,failed`). Empty: jobs in any state.
     pub states: Vec<JobState>,
-    /// `?q=cifar`: jobs with this text in their name, tags or notes; empty for all.
+    /// Jobs with this text in their name, tags or notes (`?q=cifar`). Empty: all jobs.
     pub text: String,
-    /// `?project=vision`: jobs of this project; empty for all.
+    /// Jobs of this project (`?project=vision`). Empty: jobs of any project.
     pub project: String,
-    /// `?tag=a,b`: jobs with all of these tags; empty for all.
+    /// Jobs with all of these tags (`?tag=a,b`). Empty: jobs with any tags.
     pub tag: String,
-    /// `?owner=ada`: jobs of this person or token; empty for all.
+    /// Jobs of this person or token (`?owner=ada`). Empty: jobs of any owner.
     pub owner: String,
-    /// `?sort=-loss`: the order; empty for the newest first.
+    /// The order (`?sort=-loss`). Empty: the newest jobs first.
     pub sort: String,
-    /// Other parameters of the URL, which the page's links also contain: conditions and times.
+    /// Other parameters of the URL, conditions and times, which the page's links keep.
     pub other_parameters: Vec<(&'static str, String)>,
 }
 
@@ -72,30 +72,30 @@ impl JobsPage {
     }
 
     /// Returns the chosen states, as in the URL.
-    fn chosen(&self) -> String {
+    fn chosen_states(&self) -> String {
         join_states(self.filter.states.iter().copied())
     }
 
     /// Returns all filters except states, for the end of a URL.
-    fn filters(&self) -> String {
+    fn filter_query(&self) -> String {
         let JobFilter { states: _, text, project, tag, owner, sort: _, other_parameters } = &self.filter;
-        let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
-        let given = given.chain(other_parameters.iter().map(|(key, value)| (*key, value)));
-        let given = given.filter(|(_, value)| !value.is_empty());
-        given.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
+        let filters = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
+        let filters = filters.chain(other_parameters.iter().map(|(key, value)| (*key, value)));
+        let filters = filters.filter(|(_, value)| !value.is_empty());
+        filters.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
     }
 
     /// Returns all filters except states, and the order, for the end of a URL.
-    fn filters_and_order(&self) -> String {
+    fn filter_and_order_query(&self) -> String {
         let order = match self.filter.sort.as_str() {
             "" => String::new(),
             sort => format!("&sort={}", percent_encode(sort)),
         };
-        self.filters() + &order
+        self.filter_query() + &order
     }
 
     /// Returns the value of `aria-sort` for the column with this sort key. Empty if the list is sorted by another column.
-    fn order_of(&self, sort: &str) -> &'static str {
+    fn aria_sort(&self, sort: &str) -> &'static str {
         let current = if self.filter.sort.is_empty() { "-created" } else { self.filter.sort.as_str() };
         match current.strip_prefix('-') {
             Some(by) if by == sort => "descending",
@@ -104,19 +104,19 @@ impl JobsPage {
         }
     }
 
-    /// Returns the URL of the list sorted by a column, in reverse order if the column sorts the list already.
-    fn sorted_by(&self, sort: &str, largest_first: bool) -> String {
-        let descends = match self.order_of(sort) {
+    /// Returns the URL of the list sorted by a column, in reverse order if the list is sorted by this column already.
+    fn sort_url(&self, sort: &str, largest_first: bool) -> String {
+        let descends = match self.aria_sort(sort) {
             "" => largest_first,
             order => order == "ascending",
         };
         let sign = if descends { "-" } else { "" };
-        format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters())
+        format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen_states(), self.filter_query())
     }
 }
 
 /// For each column: class, label, sort key, and whether the first click sorts in descending order.
-const HEADS: [(&str, &str, &str, bool); 7] = [
+const COLUMNS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
     ("c-progress", "Progress", "step", true),

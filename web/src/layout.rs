@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 static ASSETS: OnceLock<String> = OnceLock::new();
 
-/// Sets the path of styles and scripts, once. The path changes with their content, so that browsers may cache them without a time limit.
-/// Default: `/static`.
+/// Sets the path of styles and scripts (default: `/static`). Only the first call has an effect. The path changes with their content, so
+/// that browsers may cache them without a time limit.
 pub fn set_assets(path: String) {
     let _ = ASSETS.set(path);
 }
@@ -18,9 +18,9 @@ pub(crate) fn assets() -> &'static str {
 /// The person or token that looks at a page, with the properties on which the bar at the top depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CurrentUser {
-    /// The name of the person or token. Empty if the server requires no sign-in.
+    /// The name of the person or token. Empty for [`CurrentUser::NOBODY`].
     pub who: String,
-    /// Whether there is a session to end.
+    /// Whether the user has a session, which the button "Sign out" ends.
     pub signed_in: bool,
     /// Whether the user sees the audit log, the page People and, in the footer, the link to `/webhooks`.
     pub is_admin: bool,

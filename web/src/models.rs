@@ -32,7 +32,7 @@ pub struct ModelPage {
 }
 
 impl ModelPage {
-    fn count(&self) -> String {
+    fn version_count(&self) -> String {
         plural(self.versions.len() as u64, "version")
     }
 }
@@ -48,7 +48,7 @@ fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
     Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.clone()))
 }
 
-/// Returns the program versions: `lockstep 0.1.0`.
+/// Returns the programs that wrote the checkpoint, with their versions: `lockstep 0.1.0`.
 fn programs(version: &ModelVersion) -> String {
     version.programs.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join(", ")
 }

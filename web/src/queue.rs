@@ -8,7 +8,7 @@ use crate::{
 use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    JobId,
+    JobId, JobState,
     labels::DEFAULT_PROJECT,
     queue::{QueuedJob, Reservation},
 };
@@ -24,9 +24,9 @@ pub struct QueuePage {
     pub total: u64,
     /// Slots that are reserved for jobs.
     pub reservations: Vec<Reservation>,
-    /// `?project=vision`: jobs of this project; empty for all.
+    /// Jobs of this project (`?project=vision`). Empty: jobs of any project.
     pub project: String,
-    /// `?owner=ada`: jobs of this person or token; empty for all.
+    /// Jobs of this person or token (`?owner=ada`). Empty: jobs of any owner.
     pub owner: String,
     /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,
@@ -56,29 +56,29 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// Returns the page's URL with these filters, after a cursor. Empty parts are left out.
-    fn address(&self, project: &str, owner: &str, cursor: &str) -> String {
-        let given = [("project", project), ("owner", owner), ("cursor", cursor)].into_iter();
-        let given = given.filter(|(_, value)| !value.is_empty());
-        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", percent_encode(value))).collect();
-        if given.is_empty() { "/queue".into() } else { format!("/queue?{}", given.join("&")) }
+    /// Returns the URL of the page with these filters, from the cursor on. Empty parameters are left out.
+    fn url(&self, project: &str, owner: &str, cursor: &str) -> String {
+        let query = [("project", project), ("owner", owner), ("cursor", cursor)].into_iter();
+        let query = query.filter(|(_, value)| !value.is_empty());
+        let query: Vec<_> = query.map(|(key, value)| format!("{key}={}", percent_encode(value))).collect();
+        if query.is_empty() { "/queue".into() } else { format!("/queue?{}", query.join("&")) }
     }
 
     /// Describes a job: `ada · vision · priority 5`.
     fn about(&self, job: &QueuedJob) -> String {
         let project = job.project.clone().filter(|project| project != DEFAULT_PROJECT);
         let priority = job.priority.filter(|n| *n != 0).map(|n| format!("priority {n}"));
-        let state = job.state.filter(|state| *state != lockstep_protocol::JobState::Queued);
-        let parts = [job.owner.clone(), project, priority, state.map(|state| state.to_string())];
+        let state = job.state.filter(|state| *state != JobState::Queued).map(|state| state.to_string());
+        let parts = [job.owner.clone(), project, priority, state];
         parts.into_iter().flatten().collect::<Vec<_>>().join(" · ")
     }
 
-    fn since(&self, job: &QueuedJob) -> String {
-        job.waiting_since.map(|since| self.waited(since)).unwrap_or_default()
+    fn waiting_time(&self, job: &QueuedJob) -> String {
+        job.waiting_since.map(|since| self.time_since(since)).unwrap_or_default()
     }
 
-    /// Formats the waiting time: `for 3 min`.
-    fn waited(&self, since: Timestamp) -> String {
+    /// Formats the time since `since`: `for 3 min`.
+    fn time_since(&self, since: Timestamp) -> String {
         match age(since).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
             None => "for a moment".into(),
@@ -91,7 +91,7 @@ impl QueuePage {
     }
 
     /// Counts the slots that are reserved for a job: `2 slots kept`. Empty if no slot is reserved.
-    fn kept(&self, job: &QueuedJob) -> String {
+    fn kept_slots(&self, job: &QueuedJob) -> String {
         let slots = job.kept_slots.filter(|slots| *slots > 0);
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
@@ -124,7 +124,6 @@ fn slots(indices: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::JobState;
 
     fn page() -> QueuePage {
         QueuePage {

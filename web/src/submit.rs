@@ -58,7 +58,7 @@ impl SubmitPage {
         let named = PRESETS.iter().find(|p| Some(p.key) == preset).map(|p| preset_form(p, slots, &datasets));
         let matching_preset = || PRESETS.iter().find(|p| p.dataset(only_chosen).is_some());
         let matching_form = || matching_preset().map(|p| preset_form(p, slots, only_chosen));
-        let mut form = named.or_else(matching_form).or_else(|| suggested(chosen)).unwrap_or_else(|| {
+        let mut form = named.or_else(matching_form).or_else(|| suggested_form(chosen)).unwrap_or_else(|| {
             let mut form = DEFAULTS.clone();
             form.set("name", "my-first-job");
             form.set("data.dataset", chosen.map_or("", |d| &d.name));
@@ -70,17 +70,17 @@ impl SubmitPage {
         Self { form, mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
-    /// Returns the fields below "More settings" or the fields that are always shown, in groups.
+    /// Returns, in groups, the fields under "More settings" or the fields that are always shown.
     fn groups(&self, is_in_more: bool) -> Vec<(&'static str, Vec<FieldView>)> {
-        let recipe = recipe_values(&self.form.filled);
+        let recipe = recipe_values(&self.form.filled_recipe);
         let view = |f: &'static Field| FieldView {
             field: f,
             id: f.id(),
             pointer: format!("/{}", f.key.replace('.', "/")),
             value: self.form.text(f.key).to_owned(),
             default: DEFAULTS.text(f.key).to_owned(),
-            is_of_recipe: recipe.contains_key(f.key),
-            errors: self.mistakes.iter().filter(|m| belongs(m, f)).map(|m| m.detail.clone()).collect(),
+            is_set_by_recipe: recipe.contains_key(f.key),
+            errors: self.mistakes.iter().filter(|m| is_about(m, f)).map(|m| m.detail.clone()).collect(),
         };
         let fields: Vec<_> = FIELDS.iter().filter(|field| field.is_in_more == is_in_more).collect();
         let groups = fields.chunk_by(|a, b| a.group == b.group);
@@ -93,25 +93,20 @@ impl SubmitPage {
     }
 
     /// Returns the id of a section of "More settings".
-    fn anchor(&self, title: &str) -> String {
+    fn section_id(&self, title: &str) -> String {
         format!("more-{}", title.to_lowercase().replace(' ', "-"))
     }
 
-    /// Returns every mistake, with id and label of its field if the mistake belongs to a field.
-    fn listed_mistakes(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
-        self.mistakes
-            .iter()
-            .map(|mistake| {
-                let field = FIELDS.iter().find(|field| belongs(mistake, field));
-                (field.map(|field| (field.id(), field.label)), mistake.detail.as_str())
-            })
-            .collect()
+    /// Returns the field of each mistake, if the mistake belongs to a field, and the mistake's description.
+    fn listed_mistakes(&self) -> Vec<(Option<&'static Field>, &str)> {
+        let field = |mistake: &SpecError| FIELDS.iter().find(|field| is_about(mistake, field));
+        self.mistakes.iter().map(|mistake| (field(mistake), mistake.detail.as_str())).collect()
     }
 
-    /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
+    /// Whether "More settings" must be open, because a field in it has a mistake or sets the job's length (`train.steps`).
     fn is_more_open(&self) -> bool {
         let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
-        let is_in_more = |mistake: &SpecError| FIELDS.iter().any(|f| f.is_in_more && belongs(mistake, f));
+        let is_in_more = |mistake: &SpecError| FIELDS.iter().any(|f| f.is_in_more && is_about(mistake, f));
         has_steps || self.mistakes.iter().any(is_in_more)
     }
 
@@ -132,7 +127,7 @@ impl SubmitPage {
     }
 
     /// Returns name and description of each dataset, and whether it is selected. Includes the form's dataset if it is not registered.
-    fn datasets(&self) -> Vec<(String, String, bool)> {
+    fn dataset_options(&self) -> Vec<(String, String, bool)> {
         let chosen = self.form.text("data.dataset");
         let mut options: Vec<_> = self
             .datasets
@@ -156,7 +151,8 @@ impl SubmitPage {
         options
     }
 
-    fn slots(&self) -> String {
+    /// Describes the online slots, as the hint of the field Ranks.
+    fn slots_hint(&self) -> String {
         match self.slots {
             0 => "no machine is online: the job will wait".into(),
             n => format!("{} online", plural(n.into(), "slot")),
@@ -165,13 +161,13 @@ impl SubmitPage {
 }
 
 /// Returns a form with the values that `lockstep init` suggests for the dataset's pictures.
-fn suggested(dataset: Option<&Dataset>) -> Option<Form> {
+fn suggested_form(dataset: Option<&Dataset>) -> Option<Form> {
     let Dataset { name, info, .. } = dataset?;
     Suggestion::of(info).ok()?.spec(name).map(|spec| Form::from_spec(&spec))
 }
 
-/// Whether a mistake belongs to a field: its path is the field's path, or an element of the field's list.
-fn belongs(mistake: &SpecError, field: &Field) -> bool {
+/// Whether a mistake belongs to a field: its path is the path of the field or of an element of the field's list.
+fn is_about(mistake: &SpecError, field: &Field) -> bool {
     let path = mistake.pointer.trim_start_matches('/').replace('/', ".");
     path == field.key || path.strip_prefix(field.key).is_some_and(|rest| rest.starts_with('.'))
 }
@@ -183,21 +179,21 @@ struct FieldView {
     value: String,
     default: String,
     /// Whether the form's recipe sets the key.
-    is_of_recipe: bool,
+    is_set_by_recipe: bool,
     errors: Vec<String>,
 }
 
 impl FieldView {
     /// Returns the text in the field. A default is shown as the placeholder instead, unless the recipe sets the key: the recipe would
     /// replace an empty field.
-    fn shown(&self) -> &str {
-        if self.value == self.default && !self.is_of_recipe { "" } else { &self.value }
+    fn input_text(&self) -> &str {
+        if self.value == self.default && !self.is_set_by_recipe { "" } else { &self.value }
     }
 
     /// Returns each choice, its text, and whether it is selected.
     fn options(&self) -> Vec<(&'static str, String, bool)> {
         let Kind::Word(words) = self.field.kind else { return Vec::new() };
-        // A key without a default need not have a value.
+        // A key without a default may have no value.
         let none = self.default.is_empty().then_some("");
         let text = |option: &str| match option.parse::<Recipe>() {
             Ok(recipe) if self.field.key == "train.recipe" => {

@@ -57,8 +57,8 @@ impl SweepPage {
         self.sweep.best.as_ref().and_then(|best| best.job.as_ref())
     }
 
-    /// Returns the path of the page Compare with the trials' jobs, the best first; `None` for fewer than two jobs.
-    fn comparison(&self) -> Option<String> {
+    /// Returns the URL of the page Compare with the trials' jobs, the best first; `None` for fewer than two jobs.
+    fn compare_url(&self) -> Option<String> {
         let best = self.best_job();
         let jobs = self.sweep.trials.iter().filter_map(|trial| trial.job.as_ref());
         let others = jobs.filter(|job| Some(*job) != best);
@@ -67,7 +67,7 @@ impl SweepPage {
         (ids.len() > 1).then(|| format!("/compare?jobs={}", ids.join(",")))
     }
 
-    /// Returns the epoch after which a trial was compared last; a dash before its first rung.
+    /// Returns the epoch after which a trial was last compared with others; a dash before its first comparison.
     fn rung(&self, trial: &Trial) -> String {
         trial.epoch.map_or_else(|| "–".into(), |epoch| format!("epoch {}", count(u64::from(epoch))))
     }

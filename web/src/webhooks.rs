@@ -28,7 +28,7 @@ pub struct DeliveryLine {
     pub event: String,
     /// The job's id; empty for a test message.
     pub job: String,
-    /// `waiting`, `delivered` or `failed`.
+    /// The message's state: `waiting`, `delivered` or `failed`.
     pub state: &'static str,
     /// Number of attempts so far.
     pub attempts: usize,
@@ -50,7 +50,7 @@ pub struct WebhooksPage {
     pub url: String,
     /// The text in the field Project.
     pub project: String,
-    /// The field with the error: `url`, `form`, `project` or `events`. Empty if the error is about no field.
+    /// Name of the field with the error: `url`, `form`, `project` or `events`. Empty if the error is about no field.
     pub wrong: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,

@@ -29,7 +29,7 @@ __all__ += ["AlertLevel", "Run", "Settings", "alert", "define_metric", "finish",
 __all__ += ["log_artifact", "plot", "save", "sync", "unwatch", "watch"]
 __all__ += ["Artifact", "Audio", "Histogram", "Html", "Image", "Object3D", "Table", "Video"]
 
-# Not in `__all__`: their values change, and `config` and `summary` need a run.
+# These names are not in `__all__`, because their values change, and `config` and `summary` need a run.
 if TYPE_CHECKING:
     run: Run | None
     config: values.Config

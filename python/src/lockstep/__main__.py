@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .client import Client
 from .errors import LockstepError, RunDeleted, Unreachable
-from .spool import folders, no_runs, send_folder
+from .spool import run_folders, send_folder
 
 
 def main() -> int:
@@ -33,12 +33,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def send_runs(dir: Path, client: Client, again: bool) -> int:
-    """Sends the runs in a folder. Returns the exit status. Raises `Unreachable`."""
+    """Sends the runs in a folder. `again`: see the option. Returns the exit status. Raises `Unreachable`."""
+    try:
+        paths = run_folders(dir)
+    except LockstepError as error:
+        print(error, file=sys.stderr)
+        return 1
     status = 0
-    paths = list(folders(dir))
-    if not paths:
-        print(no_runs(dir), file=sys.stderr)
-        status = 1
     for path in paths:
         try:
             sender = send_folder(path, client, again)

@@ -28,7 +28,7 @@ _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The arguments of `httpx.Client` for a server. Raises `LockstepError` if the URL, the token or a file is wrong."""
+    """Returns the arguments of `httpx.Client`. Raises `LockstepError` if the URL, the token or a file is wrong."""
     folder = Path(data_dir or os.environ.get("LOCKSTEP_DATA_DIR") or "lockstep-data")
     server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(folder) or DEFAULT_SERVER
     try:
@@ -55,8 +55,8 @@ def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathL
 
 
 def _recorded_server(data_dir: Path) -> str | None:
-    """The address that a server on this machine has recorded in its data directory. A record that another account owns
-    is ignored: that account's server would get the tokens of everybody who works in the folder.
+    """Returns the address that a server on this machine has recorded in its data directory. A record that another
+    account owns is ignored, because that account's server would get the tokens of everybody who works in the folder.
     """
     file = data_dir / "address"
     try:
@@ -73,6 +73,7 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
         return token
     file = data_dir / "token"
+    # The token in the data directory is only for a server on this machine.
     if not (addresses := _loopback_addresses(address)):
         return None
     try:
@@ -80,7 +81,7 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError:
-        # `_read` raises the error for this file.
+        # `_read` raises an error that names the file.
         return _read(file)
     # After a server has stopped, another account's program may listen on its port. That program must not get the token.
     port = address.port or (443 if address.scheme == "https" else 80)
@@ -103,7 +104,7 @@ def _read(file: Path) -> str:
 
 
 def _loopback_addresses(address: httpx.URL) -> _Addresses:
-    """The loopback addresses of a URL's host. Empty if the host is another machine."""
+    """Returns the loopback addresses of a URL's host. Empty if the host is another machine."""
     host = address.host
     try:
         found = [ipaddress.ip_address(name) for name in (("127.0.0.1", "::1") if host == "localhost" else (host,))]
@@ -113,17 +114,17 @@ def _loopback_addresses(address: httpx.URL) -> _Addresses:
 
 
 def listener_owners(addresses: _Addresses, port: int) -> set[int]:
-    """User ids of the programs that listen on a port of these addresses. Empty on systems without `/proc/net`."""
+    """Returns the user ids of the programs that listen on a port of these addresses. Empty without `/proc/net`."""
     owners = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for row in table.read_text().splitlines()[1:] if table.exists() else []:
             columns = row.split()
             host_hex, port_hex = columns[1].split(":")
-            # 32-bit words, each in the machine's byte order.
+            # The address has 32-bit words, each in the machine's byte order.
             words = [int(host_hex[at : at + 8], 16) for at in range(0, len(host_hex), 8)]
             host = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
             host = getattr(host, "ipv4_mapped", None) or host
-            listens = columns[3] == "0A" and int(port_hex, 16) == port
-            if listens and (host in addresses or host.is_unspecified):
+            is_listening = columns[3] == "0A" and int(port_hex, 16) == port
+            if is_listening and (host in addresses or host.is_unspecified):
                 owners.add(int(columns[7]))
     return owners

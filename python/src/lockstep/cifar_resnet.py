@@ -65,7 +65,7 @@ class CifarResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-# With `channels=1` for grey pictures.
+# Grey pictures need the argument `channels=1`.
 resnet20 = functools.partial(CifarResNet, 3)
 resnet32 = functools.partial(CifarResNet, 5)
 resnet44 = functools.partial(CifarResNet, 7)

@@ -29,11 +29,12 @@ Changes = Mapping[str, Any] | None
 Json = dict[str, Any]
 Weights = Literal["model", "ema"]
 
-# Duration of one request that waits for a job's end, in seconds, without and with a line of progress.
-WAIT_SECS = (60, 1)
-# A file is downloaded in pieces, so that after a lost connection at most one piece is repeated.
+# Duration of one request that waits for a job's end, in seconds; with a line of progress, which changes after each
+# request, the duration is shorter.
+WAIT_SECS, WAIT_SECS_WITH_PROGRESS = 60, 1
+# Size of the pieces in which a file is downloaded. After a lost connection, at most one piece is downloaded again.
 PIECE_BYTES = 16 << 20
-# Maximum size of a piece of an upload that the server accepts.
+# Size of the pieces in which a file is uploaded: the maximum that the server accepts.
 UPLOAD_BYTES = 8 << 20
 
 
@@ -48,10 +49,10 @@ class Series:
 class Metrics(dict[int, Series]):
     """A metric of a job, by rank. `exact`: whether the values are of single steps, and not means of ranges of steps."""
 
-    def __init__(self, answer: Json) -> None:
-        self.exact: bool = answer["exact"]
+    def __init__(self, response: Json) -> None:
+        self.exact: bool = response["exact"]
         points: dict[int, dict[int, float]] = {}
-        for series in sorted(answer["series"], key=lambda series: int(series["attempt"])):
+        for series in sorted(response["series"], key=lambda series: int(series["attempt"])):
             steps, rank = series["steps"], series["rank"]
             # An attempt repeats the steps after the checkpoint from which it continued.
             kept = {step: value for step, value in points.get(rank, {}).items() if not steps or step < steps[0]}
@@ -86,7 +87,7 @@ class _Resource(Calls):
     ) -> Path:
         """Downloads a file as `path`, a file or a folder (default: `name` here), and returns the file's path.
 
-        `size_bytes`: None if the responses have the size and the checksum.
+        `size_bytes`: the file's size, or None if the responses have the size and a checksum.
         """
         target = Path(path or name)
         target = target / name if target.is_dir() else target
@@ -177,12 +178,13 @@ class JobCalls(_Resource, Generic[J, C]):
         """
         ends_at = time.monotonic() + timeout
         line = Progress(progress)
+        wait_secs = WAIT_SECS_WITH_PROGRESS if line.is_shown else WAIT_SECS
         try:
             line.show(self.data)
             while not self.is_over:
                 if (left := ends_at - time.monotonic()) <= 0:
                     raise TimeoutError(f"job {self.id} is {self.state} after {timeout} seconds")
-                await self._read(wait=math.ceil(min(left, WAIT_SECS[line.is_shown])))
+                await self._read(wait=math.ceil(min(left, wait_secs)))
                 line.show(self.data)
         finally:
             line.close()

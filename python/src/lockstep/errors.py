@@ -19,7 +19,7 @@ class RunDeleted(LockstepError):
 
 
 def _key(pointer: str) -> str:
-    """Returns the key of a JSON pointer and a colon (`/train/lr`: `train.lr: `), or "" for the whole document."""
+    """Returns the key that a JSON pointer names, with a colon (`train.lr: ` for `/train/lr`); "" for the document."""
     key = pointer.lstrip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
     return f"{key}: " if key else ""
 

@@ -44,7 +44,7 @@ def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def path_of(key: str, schemas: Mapping[str, Any]) -> str:
-    """Returns the path of a key that only one table of a job file has (`lr`: `train.lr`).
+    """Returns the path of a key that only one table of a job file has: `train.lr` for `lr`.
 
     `schemas`: the schemas of the server's OpenAPI document. An unknown key is returned unchanged: the server's error
     names the nearest key.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+# Width of the bar, in characters.
 WIDTH = 20
 
 
 class Progress:
-    """The line of progress. `is_shown`: whether the line is shown (None: on a terminal or in a notebook)."""
+    """The line of progress. `is_shown`: whether to show the line (None: only on a terminal or in a notebook)."""
 
     def __init__(self, is_shown: bool | None) -> None:
         is_notebook = "ipykernel" in sys.modules

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from .client import Client
 from .errors import LockstepError, Problem, RunDeleted, Unreachable
 from .output import say, warn_once
-from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, no_runs, read_run, send_folder
+from .spool import REQUEST_SECS, RUN, Sender, Spool, is_free, may_succeed_later, read_run, run_folders, send_folder
 from .tracking import SEND_SECS, Mode, Run, outcome, warn_unsent
 from .values import Json, to_dict, to_json
 
@@ -27,7 +27,7 @@ PathLike = str | os.PathLike[str]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Seconds for which `init` waits to learn whether the server has a run.
+# Seconds for which `init` retries to ask the server whether it has a run.
 BEGIN_SECS = 60.0
 
 _run: Run | None = None
@@ -45,7 +45,7 @@ def _new_id() -> str:
 
 
 def _find_interrupted(root: Path) -> str | None:
-    """The id of a folder's newest run that has not ended although no process writes it; None without such a run."""
+    """Returns the id of the newest run that has not ended although no process writes it; None without such a run."""
     for file in sorted(root.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime, reverse=True):
         if (run := read_run(file.parent))["state"] == "running" and is_free(file.parent):
             return str(run["id"])
@@ -62,10 +62,11 @@ def _is_on_server(client: Client, id: str) -> bool:
     return True
 
 
-def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
-    """Begins a run on the server. Returns the run's job, and whether the job is new; None if unreachable and `is_sure`.
+def _begin(sender: Sender, may_begin_later: bool) -> tuple[Json, bool] | None:
+    """Begins a run on the server. Returns the run's job, and whether the job is new.
 
-    `is_sure`: whether the number of the next record is known without the server.
+    `may_begin_later`: whether to return None if the server is unreachable, because the number of the next record is
+    known without the server.
     """
     gives_up_at = time.monotonic() + BEGIN_SECS
     while True:
@@ -74,7 +75,7 @@ def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
         except (Problem, Unreachable) as error:
             if not may_succeed_later(error):
                 raise
-            if is_sure:
+            if may_begin_later:
                 warn_unsent(sender, error)
                 return None
             if time.monotonic() > gives_up_at:
@@ -123,15 +124,15 @@ def init(
     """
     global _run
     if (before := current()) is not None and not before._is_forked:
-        # A cell of a notebook is run again.
+        # In a notebook, a cell that calls `init` is often run again.
         if reinit in (None, "default") and "ipykernel" in sys.modules:
             reinit = True
         if reinit not in (True, "finish_previous"):
             warn_once(f"init returns the active run {before.id}: call finish() first, or give reinit=True")
             return before
         before.finish()
-    if useless := sorted(key for key, value in ignored.items() if value is not None):
-        warn_once(f"init ignores arguments that have no counterpart in Lockstep: {', '.join(useless)}")
+    if unused := sorted(key for key, value in ignored.items() if value is not None):
+        warn_once(f"init ignores arguments that have no counterpart in Lockstep: {', '.join(unused)}")
     chosen_mode = mode or os.environ.get("LOCKSTEP_MODE") or "online"
     if chosen_mode not in ("online", "offline", "disabled"):
         raise LockstepError(f"mode is {chosen_mode!r}: it must be online, offline or disabled")
@@ -145,7 +146,7 @@ def init(
             say(f"a new run begins: {root} has no interrupted run; give id=... to continue a run that has ended")
     if id is None and resume == "must":
         raise LockstepError('resume="must" needs the id of the run to continue')
-    is_chosen, id = id is not None, id or _new_id()
+    has_given_id, id = id is not None, id or _new_id()
     valid_project = re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default"
     labels = [*(tags or []), *(label for label in (group, job_type) if label)]
     run: Json = {
@@ -172,7 +173,7 @@ def init(
     path = root / id
     client = Client() if chosen_mode == "online" else None
     is_here = (path / RUN).exists()
-    if is_chosen and resume in ("must", "never"):
+    if has_given_id and resume in ("must", "never"):
         is_known = is_here or (client is not None and _is_on_server(client, id))
         if is_known != (resume == "must"):
             raise LockstepError(f"resume is {resume!r}, and run {id} {'exists' if is_known else 'does not exist'}")
@@ -183,7 +184,7 @@ def init(
             _continue(run, read_run(path), name, project)
         spool.write_run(json.dumps(run))
         sender = Sender(path, client, spool.make_durable) if client else None
-        if sender and (begun := _begin(sender, is_sure=is_here or not is_chosen)):
+        if sender and (begun := _begin(sender, may_begin_later=is_here or not has_given_id)):
             job, is_new = begun
             url = str(client._io.http.base_url).partition("/api/v1")[0] + f"/jobs/{job['id']}" if client else None
             if not is_here and not is_new:
@@ -218,7 +219,7 @@ def init(
 
 
 def _continue(run: Json, before: Json, name: str | None, project: str | None) -> None:
-    """Keeps the earlier values of a continued run where the program gives none."""
+    """Keeps the earlier values of a continued run for which the program gives no value."""
     run["config"] = (before.get("config") or {}) | run["config"]
     run["summary"] = before.get("summary") or {}
     if isinstance(before.get("started_at"), int):
@@ -232,19 +233,19 @@ def _continue(run: Json, before: Json, name: str | None, project: str | None) ->
 
 
 def current() -> Run | None:
-    """The run that `init` has begun, unless it has ended."""
+    """Returns the run that `init` has begun; None if it has ended."""
     return None if _run is None or _run._has_ended else _run
 
 
 def active() -> Run:
-    """The active run. Raises `LockstepError` without one."""
+    """Returns the active run. Raises `LockstepError` if no run is active."""
     if (run := current()) is None:
         raise LockstepError("no run is active: call lockstep.init first")
     return run
 
 
 def _of_active(method: Callable[Concatenate[Run, P], T]) -> Callable[P, T]:
-    """The function with the parameters of a run's method that calls the method of the active run."""
+    """Returns a function that calls this method of the active run."""
 
     @functools.wraps(method, assigned=("__doc__", "__name__", "__annotations__"))
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -288,9 +289,7 @@ def sync(*dirs: PathLike, url: str | None = None, token: str | None = None, agai
     deleted: RunDeleted | None = None
     with Client(url, token) as client:
         for dir in dirs:
-            if not (paths := list(folders(Path(dir)))):
-                raise LockstepError(no_runs(Path(dir)))
-            for path in paths:
+            for path in run_folders(Path(dir)):
                 try:
                     sender = send_folder(path, client, again)
                     sent[sender.id] = sender.acknowledged

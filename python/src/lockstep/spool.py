@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ SENT = "sent"
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
 REQUEST_SECS = 20.0
-# Time limit for each part of a file, and for the server to store the file.
+# Time limit for sending each part of a file, and for the server to store the file.
 FILE_SECS = 300.0
-# Fields of `run.json` that are sent before a run's files, and after them. Each group is a request, so that a field that
-# is too large does not block the other fields.
+# Fields of `run.json` that are sent before a run's files (`CHANGES`) and after them (`END`). Each group is a request,
+# so that a field that is too large does not block the other fields.
 CHANGES = (("config",), ("summary",))
 END = ("state", "reason", "ended_at")
-# Takes the place of a record that the server already has from another folder.
+# Stands for a record that the server already has from another folder.
 PLACEHOLDER = b'{"step":0,"at":0,"values":{}}\n'
 
 
@@ -85,7 +85,7 @@ class Spool:
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path)
         self._file = open(path / RECORDS, "ab", buffering=0)
-        # The number of records, and the size of all complete lines.
+        # The number of records, and the size of their lines.
         self.record_count, self._size_bytes = 0, 0
         # The largest step of all records, or -1. The last record may have a smaller step.
         self.last_step = -1
@@ -139,7 +139,7 @@ def _record(line: bytes, where: str) -> Json:
 
 
 def _lock(path: Path) -> Any:
-    """Locks a run's folder until the returned file is closed or this process ends. Forks do not have the lock."""
+    """Locks a run's folder until the returned file is closed or this process ends. Forked processes lack the lock."""
     file = open(path / "lock", "w")
     if os.name == "posix":
         try:
@@ -176,16 +176,16 @@ class Sender:
         self._client = client
         self._make_durable = make_durable
         # Whether to send a run that was deleted on the server.
-        self.again = False
+        self.sends_deleted = False
         self._file = open(path / RECORDS, "rb")
         # The number of the record at the file's position.
-        self._next = 1
+        self._next_number = 1
         # The fields of `run.json` that the server has; None before the first request.
-        self._known: Json | None = None
+        self._server_fields: Json | None = None
         # Size and time of each file that the server has, by path; None before the first request.
-        self._files: dict[str, tuple[int, int]] | None = None
-        # The first error of the changes and files that were not accepted.
-        self._refused: LockstepError | None = None
+        self._server_files: dict[str, tuple[int, int]] | None = None
+        # The first error of the changes and files that the server has refused.
+        self._refusal: LockstepError | None = None
         # Numbers of records that the server has, of records that this sender sent, and of files that this sender sent.
         self.acknowledged = self.sent_records = self.sent_files = 0
 
@@ -200,31 +200,31 @@ class Sender:
         new = {key: run[key] for key in keys if run.get(key)}
         response = self._client._send_once("POST", "/runs", json=new, timeout=REQUEST_SECS)
         is_new = response.status_code == 201
-        self._remember()
-        self._known = {"state": "running", "summary": {}} | ({"config": run["config"]} if is_new else {})
+        self._mark_as_sent()
+        self._server_fields = {"state": "running", "summary": {}} | ({"config": run["config"]} if is_new else {})
         self._seek(0 if is_new else self._count_records())
         return response.json(), is_new
 
     def _connect(self) -> None:
         try:
-            self.beat()
+            self.send_heartbeat()
         except Problem as problem:
             if problem.status != 404:
                 raise
             self.begin()
         else:
-            self._remember()
+            self._mark_as_sent()
             # The state `running` is not sent, so that a run that has ended on the server stays ended.
-            self._known = {"state": "running"}
+            self._server_fields = {"state": "running"}
             self._seek(self._count_records())
 
-    def _remember(self) -> None:
+    def _mark_as_sent(self) -> None:
         # The folder may be read-only.
         with contextlib.suppress(OSError):
             (self.path / SENT).touch()
 
-    def beat(self) -> None:
-        """Tells the server that the run continues."""
+    def send_heartbeat(self) -> None:
+        """Tells the server that the run still trains."""
         self._change({})
 
     def send(self) -> bool:
@@ -232,49 +232,49 @@ class Sender:
 
         Raises `Problem` or `Unreachable`; `RunDeleted`; `LockstepError` if the folder is damaged.
         """
-        if self._known is None:
+        if self._server_fields is None:
             self._connect()
         # Read before the records: if the run has ended, all records are in the file.
         run = read_run(self.path)
         self._seek(self.acknowledged)
-        before, self._refused = self._next, None
+        before, self._refusal = self._next_number, None
         self._send_records()
         has_sent = self._send_changes(run, *CHANGES)
         try:
             has_sent |= self._send_files()
-        # Files do not block the run's end: a proxy, for example, closes the connection to refuse a large file.
+        # Files do not block the run's end. A proxy, for example, closes the connection to refuse a large file.
         except (Problem, Unreachable) as error:
-            self._refused = self._refused or error
-        # The end is sent last. A program that waits for the end then finds the files, and the alerts in the summary.
+            self._refusal = self._refusal or error
+        # The end is sent last, so that a program that waits for the end finds the files, and the alerts in the summary.
         # `running` is never sent: `begin` sets it, and `send_end` may have sent a later state meanwhile.
         if run["state"] != "running":
             has_sent |= self._send_changes(run, END)
-        self.sent_records += self._next - before
-        if self._refused:
-            raise self._refused
-        return has_sent or self._next != before
+        self.sent_records += self._next_number - before
+        if self._refusal:
+            raise self._refusal
+        return has_sent or self._next_number != before
 
     def send_end(self) -> None:
         """Sends the changes and the end of an ended run, while another thread uploads a file."""
         self._send_changes(read_run(self.path), *CHANGES, END)
 
     def _send_records(self) -> None:
-        while lines := self._batch():
+        while lines := self._next_lines():
             self._make_durable()
             try:
                 acknowledged = self._post(lines)
             except Problem as problem:
                 # A server that was restored from a backup has fewer records.
-                if problem.status != 409 or (acknowledged := self._count_records()) == self._next - 1:
+                if problem.status != 409 or (acknowledged := self._count_records()) == self._next_number - 1:
                     raise
-                self._known = {"state": "running"}
+                self._server_fields = {"state": "running"}
             self._seek(acknowledged)
 
     def _send_changes(self, run: Json, *groups: tuple[str, ...]) -> bool:
         """Sends the fields that the server lacks. Returns whether the server has accepted a field."""
         has_sent = False
         for keys in groups:
-            known = self._known or {}
+            known = self._server_fields or {}
             changed = {key: run[key] for key in keys if run.get(key) is not None and run[key] != known.get(key)}
             if changed:
                 try:
@@ -282,9 +282,9 @@ class Sender:
                 except Problem as problem:
                     if may_succeed_later(problem):
                         raise
-                    self._refused = self._refused or problem
+                    self._refusal = self._refusal or problem
                     continue
-                self._known = known | changed
+                self._server_fields = known | changed
                 has_sent = True
         return has_sent
 
@@ -292,14 +292,14 @@ class Sender:
         root = self.path / FILES
         if not root.exists():
             return False
-        if self._files is None:
+        if self._server_files is None:
             listed = self._request("GET", "/files").json()["files"]
-            self._files = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in listed}
-        has_sent, refused = False, None
+            self._server_files = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in listed}
+        has_sent, refusal = False, None
         for file in sorted(file for file in root.rglob("*") if file.is_file()):
             name, status = file.relative_to(root).as_posix(), file.stat()
             version = status.st_size, status.st_mtime_ns // 1_000_000
-            on_server = self._files.get(name)
+            on_server = self._server_files.get(name)
             if on_server == version:
                 continue
             if on_server and on_server[1] > version[1]:
@@ -312,22 +312,22 @@ class Sender:
                     self._request("PUT", "/file", FILE_SECS, query=query, content=content, headers=headers)
             # A refused file does not block the other files.
             except Problem as problem:
-                refused = refused or problem
+                refusal = refusal or problem
                 continue
-            self._files[name] = version
+            self._server_files[name] = version
             self.sent_files += 1
             has_sent = True
             # New records do not wait for the other files.
             self._send_records()
-        if refused:
-            raise refused
+        if refusal:
+            raise refusal
         return has_sent
 
     def _request(self, method: str, path: str, timeout: float = REQUEST_SECS, **more: Any) -> httpx.Response:
         try:
             return self._client._send_once(method, f"/runs/{self.id}{path}", timeout=timeout, **more)
         except Problem as problem:
-            if problem.code == "not_found" and not self.again and (self.path / SENT).exists():
+            if problem.code == "not_found" and not self.sends_deleted and (self.path / SENT).exists():
                 raise RunDeleted(
                     f"run {self.id} was deleted on the server, or belongs to another server or person; its folder "
                     f"{self.path} is kept"
@@ -342,19 +342,19 @@ class Sender:
         return self._post([], first=1)
 
     def _post(self, lines: list[bytes], first: int | None = None) -> int:
-        body = b'{"first":%d,"records":[%b]}' % (first or self._next, b",".join(lines))
+        body = b'{"first":%d,"records":[%b]}' % (first or self._next_number, b",".join(lines))
         headers = {"Content-Type": "application/json"}
         response = self._request("POST", "/records", content=body, headers=headers)
         return int(response.json()["acknowledged"])
 
-    def _batch(self) -> list[bytes]:
+    def _next_lines(self) -> list[bytes]:
         """Returns the lines of the next request. The file's position does not change."""
         start = self._file.tell()
         lines: list[bytes] = []
         values = size_bytes = 0
         # A line without its end is still being written.
         while (line := self._file.readline()).endswith(b"\n"):
-            record = _record(line, f"{self.path / RECORDS}, line {self._next + len(lines)}")
+            record = _record(line, f"{self.path / RECORDS}, line {self._next_number + len(lines)}")
             values += len(record["values"])
             size_bytes += len(line)
             if lines and (values > REQUEST_VALUES or size_bytes > REQUEST_BYTES):
@@ -365,30 +365,29 @@ class Sender:
 
     def _seek(self, acknowledged: int) -> None:
         """Moves the file's position after the records that the server has."""
-        if acknowledged < self._next - 1:
+        if acknowledged < self._next_number - 1:
             self._file.seek(0)
-            self._next = 1
-        while self._next <= acknowledged:
+            self._next_number = 1
+        while self._next_number <= acknowledged:
             start = self._file.tell()
             if not self._file.readline().endswith(b"\n"):
                 self._file.seek(start)
                 break
-            self._next += 1
+            self._next_number += 1
         self.acknowledged = acknowledged
 
 
-def folders(path: Path) -> Iterator[Path]:
-    """Yields folders of runs: `path`, and the folders in `path` and in `path/lockstep-runs`."""
-    for pattern in (RUN, f"*/{RUN}", f"lockstep-runs/*/{RUN}"):
-        for file in sorted(path.glob(pattern)):
-            if (file.parent / RECORDS).exists():
-                yield file.parent
+def run_folders(path: Path) -> list[Path]:
+    """Returns the folders of runs among `path` and the folders in `path` and in `path/lockstep-runs`.
 
-
-def no_runs(path: Path) -> str:
-    """The error for a path without folders of runs."""
-    why = f"no folder in it has {RUN} and {RECORDS}" if path.exists() else "it does not exist"
-    return f"{path} has no runs: {why}"
+    Raises `LockstepError` if there are none.
+    """
+    patterns = (RUN, f"*/{RUN}", f"lockstep-runs/*/{RUN}")
+    found = [file.parent for pattern in patterns for file in sorted(path.glob(pattern))]
+    if not (folders := [folder for folder in found if (folder / RECORDS).exists()]):
+        why = f"no folder in it has {RUN} and {RECORDS}" if path.exists() else "it does not exist"
+        raise LockstepError(f"{path} has no runs: {why}")
+    return folders
 
 
 def send_folder(path: Path, client: Client, again: bool = False) -> Sender:
@@ -397,7 +396,7 @@ def send_folder(path: Path, client: Client, again: bool = False) -> Sender:
     `again`: whether to send a run that was deleted on the server, for which `RunDeleted` is raised otherwise.
     """
     sender = Sender(path, client)
-    sender.again = again
+    sender.sends_deleted = again
     with contextlib.closing(sender):
         sender.send()
     return sender

@@ -33,7 +33,7 @@ SEND_SECS = 1.0
 FINISH_SECS = 30.0
 # Maximum pause after a failed request.
 BACK_OFF_SECS = 30.0
-# Maximum interval between two requests. The server marks a run without requests for ten minutes as failed.
+# Maximum interval between two requests. The server marks a run as failed after ten minutes without a request.
 BEAT_SECS = 120.0
 # Limits of the server: maximum number of a run's metrics, and maximum length of a metric's name in characters.
 METRICS = 1000
@@ -47,7 +47,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(","
 
 
 def warn_unsent(sender: Sender, error: Exception) -> None:
-    """Writes once why a run cannot be sent."""
+    """Writes to standard error, once, why a run cannot be sent."""
     is_deleted = isinstance(error, RunDeleted)
     warn_once(str(error) if is_deleted else f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
 
@@ -64,7 +64,7 @@ def _line(step: int, at: int, values: dict[str, float]) -> str:
 
 
 def outcome(error: BaseException | None) -> tuple[str, str | None]:
-    """The final state of a run that ends with `error`, and the reason."""
+    """Returns the final state of a run that ends with `error`, and the reason."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "succeeded", None
     if isinstance(error, KeyboardInterrupt):
@@ -97,10 +97,12 @@ class Run:
         self._has_ended = self._is_forked = False
         # An error from before this run does not fail the run.
         self._older_error = getattr(sys, "last_value", None)
-        # The last value of each metric, and the names that were found to be valid.
+        # The last value of each metric, and the names that were checked and are valid.
         self._last: dict[str, float] = {}
         self._names: set[str] = set()
+        # By name or pattern, as `define_metric` gives it: the metric in place of steps, and the results in the summary.
         self._defined: dict[str, tuple[str | None, frozenset[str]]] = {}
+        # The same for each metric, found by `_rule`.
         self._rules: dict[str, tuple[str | None, frozenset[str]]] = {}
         self._alerted_at: dict[str, float] = {}
         self.config = Config(run["config"], self._note_change)
@@ -110,8 +112,8 @@ class Run:
         self._unwritten = b""
         self._has_changed = False
         self._failure: Exception | None = None
-        # Set when data is to be written, when data was written, and when the run ends.
-        self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
+        # Set when there is data to write, when data was written, and when the run ends.
+        self._has_data, self._has_written, self._ends = threading.Event(), threading.Event(), threading.Event()
         self._writer_thread: threading.Thread | None = None
         self._sender_thread: threading.Thread | None = None
         self._sender: Sender | None = None
@@ -228,8 +230,8 @@ class Run:
                     self._buffer.append((own_step, at, own_values))
             else:
                 self._buffer.append((step, at, values))
-        if not self._logged.is_set():
-            self._logged.set()
+        if not self._has_data.is_set():
+            self._has_data.set()
 
     def _add(self, values: dict[str, float], name: str, value: Any) -> None:
         if not isinstance(name, str):
@@ -448,7 +450,7 @@ class Run:
         self._fields |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
         self._has_changed = True
         self._ends.set()
-        self._logged.set()
+        self._has_data.set()
         if self._spool is None or self._writer_thread is None:
             return
         self._writer_thread.join()
@@ -456,7 +458,7 @@ class Run:
         if self._sender_thread is None or self._sender is None:
             say(f"run {self.id} is kept in its folder; send it by: {command}")
         else:
-            self._written.set()
+            self._has_written.set()
             if self._failure is not None and may_succeed_later(self._failure):
                 say(f"run {self.id} waits for the server, for up to {FINISH_SECS:g} s")
             self._sender_thread.join(FINISH_SECS + SEND_SECS)
@@ -482,7 +484,7 @@ class Run:
         if not self._is_forked:
             self._require_unfinished()
             self._has_changed = True
-            self._logged.set()
+            self._has_data.set()
 
     def _start(self, sender: Sender | None) -> None:
         write = self._write_until_end
@@ -495,22 +497,22 @@ class Run:
             self._sender_thread.start()
 
     def _write_until_end(self) -> None:
-        last_tries = 10
+        tries_left = 10
         while True:
             # After a failure, the thread tries again without a signal.
-            self._logged.wait(SEND_SECS if self._unwritten or self._has_changed else None)
-            self._logged.clear()
+            self._has_data.wait(SEND_SECS if self._unwritten or self._has_changed else None)
+            self._has_data.clear()
             is_last = self._ends.is_set()
             try:
                 self._write(is_last)
-            # The program must not fail because its log cannot be written.
+            # The program must not fail because its values cannot be written.
             except Exception as error:
                 warn_once(f"run {self.id} cannot be written to its folder; trying again: {error}")
                 if is_last:
-                    last_tries -= 1
-                    self._logged.set()
+                    tries_left -= 1
+                    self._has_data.set()
                     time.sleep(WRITE_SECS)
-                if last_tries == 0:
+                if tries_left == 0:
                     return say(f"the end of run {self.id} is lost, because it cannot be written: {error}")
             else:
                 if is_last:
@@ -540,13 +542,13 @@ class Run:
         except Exception:
             self._has_changed |= has_changed
             raise
-        self._written.set()
+        self._has_written.set()
 
     def _send_until_end(self, sender: Sender) -> None:
         assert self._writer_thread is not None
         pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
         while True:
-            self._written.clear()
+            self._has_written.clear()
             if is_last := self._ends.is_set():
                 # After the writer has ended, the folder is complete.
                 self._writer_thread.join()
@@ -555,9 +557,9 @@ class Run:
                 if sender.send():
                     sent_at = time.monotonic()
                 elif time.monotonic() - sent_at >= BEAT_SECS:
-                    sender.beat()
+                    sender.send_heartbeat()
                     sent_at = time.monotonic()
-            # The program must not fail because its log cannot be sent.
+            # The program must not fail because its values cannot be sent.
             except Exception as error:
                 warn_unsent(sender, error)
                 self._failure = error
@@ -572,6 +574,6 @@ class Run:
             self._failure, pause = None, SEND_SECS
             if is_last:
                 break
-            self._written.wait(BEAT_SECS)
+            self._has_written.wait(BEAT_SECS)
             self._ends.wait(SEND_SECS)
         sender.close()

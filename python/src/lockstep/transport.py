@@ -26,9 +26,9 @@ S = TypeVar("S")
 A = TypeVar("A")
 
 # Seconds for which a request is retried.
-PATIENCE = 60.0
+RETRY_SECS = 60.0
 # First and longest pause between retries, in seconds.
-PAUSES = (0.2, 5.0)
+FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.2, 5.0
 
 
 class Sync:
@@ -66,7 +66,7 @@ class Async:
 
 
 class Calls:
-    """Base class of objects with calls."""
+    """Base class of objects whose methods send requests."""
 
     _io: Sync | Async
 
@@ -77,20 +77,20 @@ class Calls:
         query: Mapping[str, Any] | None = None,
         *,
         may_repeat: bool = False,
-        patience: float = PATIENCE,
+        retry_secs: float = RETRY_SECS,
         **more: Any,
     ) -> httpx.Response:
-        """Sends a request, and retries it for `patience` seconds if that is safe. Returns the successful response.
+        """Sends a request, and retries it for `retry_secs` seconds if that is safe. Returns the successful response.
 
         In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response, and
         `Unreachable` if there is no response.
         """
         params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
         url = httpx.URL(path).copy_merge_params({k: v for k, v in params.items() if v is not None})
-        gives_up_at = time.monotonic() + patience
-        pause, longest = PAUSES
+        gives_up_at = time.monotonic() + retry_secs
+        next_pause = FIRST_PAUSE_SECS
         while True:
-            pause_secs = pause
+            pause_secs = next_pause
             failure: Problem | Unreachable
             try:
                 response = await self._io.exchange(method=method, url=url, **more)
@@ -102,22 +102,22 @@ class Calls:
                     "by LOCKSTEP_SERVER and LOCKSTEP_TOKEN"
                 )
                 was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                # A URL from which no response has come yet is probably wrong, so the request is not retried.
+                # If no response has come from the URL yet, the URL is probably wrong, so the request is not retried.
                 should_retry = self._io.has_answered and (may_repeat or was_not_sent)
             else:
                 self._io.has_answered = True
                 if response.is_success:
                     return response
                 failure = _problem(response)
-                # With these codes the server has not processed the request. A status alone may come from a proxy.
+                # These codes mean that the server has not processed the request. A status alone may come from a proxy.
                 was_not_done = failure.code in ("too_many_requests", "unavailable")
                 should_retry = was_not_done or (may_repeat and failure.status in (502, 503, 504))
                 retry_after = response.headers.get("retry-after", "")
-                pause_secs = max(pause, float(retry_after) if retry_after.isdigit() else 0.0)
+                pause_secs = max(next_pause, float(retry_after) if retry_after.isdigit() else 0.0)
             if not should_retry or time.monotonic() + pause_secs > gives_up_at:
                 raise failure
             await self._io.sleep(pause_secs)
-            pause = min(2 * pause, longest)
+            next_pause = min(2 * next_pause, LONGEST_PAUSE_SECS)
 
     async def _get(self, path: str, **query: Any) -> Any:
         return (await self._send("GET", path, query, may_repeat=True)).json()
@@ -150,7 +150,7 @@ class SyncCalls(Calls):
 
     def _send_once(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Like `_send`, but blocks and does not retry."""
-        return _run(self._send(method, path, patience=0, **more))
+        return _run(self._send(method, path, retry_secs=0, **more))
 
 
 class AsyncCalls(Calls):

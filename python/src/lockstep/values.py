@@ -14,9 +14,9 @@ from .errors import LockstepError
 
 Json = dict[str, Any]
 
-# Larger integers are not exact as float64.
+# The largest integer up to which all integers are exact in float64.
 MAX_EXACT_INT = 2**53
-# Integers of at least this magnitude become floats.
+# Integers of this magnitude or more become floats.
 JSON_INT_LIMIT = 2**63
 
 
@@ -80,7 +80,7 @@ def _float(value: Any) -> float | None:
 
 
 def to_step(step: Any) -> int:
-    """Converts a step to an int. Raises TypeError unless it is a whole number."""
+    """Converts a step to an int. Raises TypeError if the step is not a whole number."""
     try:
         return operator.index(step)
     except TypeError:
@@ -97,7 +97,7 @@ def json_number(value: float) -> float | str:
 
 
 def to_json(value: Any) -> Any:
-    """Converts a setting or a result to JSON. Values of types that JSON does not have become text."""
+    """Converts a setting or a result to JSON. Values of types that JSON lacks become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -127,23 +127,23 @@ def to_dict(given: Any) -> Json:
 class _Values(MutableMapping[str, Any]):
     """A mapping whose keys are also attributes."""
 
-    def __init__(self, items: Json, changed: Callable[[], None]) -> None:
+    def __init__(self, items: Json, on_change: Callable[[], None]) -> None:
         object.__setattr__(self, "_items", items)
-        object.__setattr__(self, "_changed", changed)
+        object.__setattr__(self, "_on_change", on_change)
 
     _items: Json
-    _changed: Callable[[], None]
+    _on_change: Callable[[], None]
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._items[str(key)] = to_json(value)
-        self._changed()
+        self._on_change()
 
     def __delitem__(self, key: str) -> None:
         del self._items[key]
-        self._changed()
+        self._on_change()
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._items))
@@ -152,8 +152,8 @@ class _Values(MutableMapping[str, Any]):
         return len(self._items)
 
     def __getattr__(self, key: str) -> Any:
-        # `copy` looks attributes up before the items exist.
-        if key.startswith("__") or key in ("_items", "_changed"):
+        # The module `copy` looks attributes up before the items exist.
+        if key.startswith("__") or key in ("_items", "_on_change"):
             raise AttributeError(key)
         try:
             return self[key]
@@ -191,7 +191,7 @@ class Config(_Values):
                         f"call config.update({{{key!r}: {value!r}}}, allow_val_change=True)"
                     )
         self._items.update(new)
-        self._changed()
+        self._on_change()
 
     def setdefaults(self, given: Any) -> None:
         """Sets the given settings that have no value yet."""
@@ -201,8 +201,8 @@ class Config(_Values):
 class Summary(_Values):
     """The results of a run: the values that the program sets, and the last value of each other metric."""
 
-    def __init__(self, items: Json, changed: Callable[[], None], last: dict[str, float]) -> None:
-        super().__init__(items, changed)
+    def __init__(self, items: Json, on_change: Callable[[], None], last: dict[str, float]) -> None:
+        super().__init__(items, on_change)
         object.__setattr__(self, "_last", last)
 
     _last: dict[str, float]

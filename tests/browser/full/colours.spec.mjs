@@ -85,11 +85,11 @@ describe("more jobs than colours", () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page, JOBS);
     const inside = await page.evaluate(async () => {
-      const { mark } = await import("/static/chart/lines.js"), shapes = {};
+      const { drawPoint } = await import("/static/chart/lines.js"), shapes = {};
       for (const shape of [undefined, "ring", "square"]) {
         const ctx = new OffscreenCanvas(20, 20).getContext("2d");
         ctx.fillStyle = "#000";
-        mark(ctx, 10, 10, 5, shape, "#fff");
+        drawPoint(ctx, 10, 10, 5, shape, "#fff");
         const { data } = ctx.getImageData(0, 0, 20, 20), shadeAt = (x, y) => (data[4 * (20 * y + x) + 3] > 128 ? (data[4 * (20 * y + x)] > 128 ? "light" : "dark") : "none");
         shapes[shape ?? "disc"] = [shadeAt(10, 10), shadeAt(13, 10), shadeAt(5, 5)];
       }

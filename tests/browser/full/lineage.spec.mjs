@@ -65,7 +65,7 @@ describe("a fork", () => {
       const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
       if (!segment) return { last: NaN };
       const places = view.positions(segment);
-      return { attempts: segments.length, first: places[0], last: places[segment.length - 1], steps: [segment.steps[0], segment.lastPushed], points: segment.length };
+      return { attempts: segments.length, first: places[0], last: places[segment.length - 1], steps: [segment.steps[0], segment.newestStep], points: segment.length };
     }, [chart, n]);
 
     const page = await browser.page(server, `/jobs/${fork.id}`);

@@ -39,7 +39,7 @@ describe("a long run", () => {
     await page.evaluate(() => window.lockstep.view.setZoom([30_000, 30_200]));
     await until("the note names single points", async () => (await note.textContent()) === "every point · 4 ranks");
     const { series } = await server.ask(`/jobs/${job.id}/metrics?name=loss&ranks=2&from=30000&to=30200&points=500`);
-    const drawn = () => page.evaluate(() => { const { loss } = window.lockstep.charts, s = loss.source(loss.layers().find((l) => l.label === "rank 2").series).segments[0]; return Array.from(s.mean.subarray(0, s.length)); });
+    const drawn = () => page.evaluate(() => { const { loss } = window.lockstep.charts, s = loss.drawnSeries(loss.layers().find((l) => l.label === "rank 2").series).segments[0]; return Array.from(s.mean.subarray(0, s.length)); });
     // Points of a wider range may arrive first.
     await until("the chart has the server's points", async () => { assert.deepEqual(await drawn(), series[0].mean.map(Math.fround)); return true; });
     await page.evaluate(() => window.lockstep.view.setZoom(null));

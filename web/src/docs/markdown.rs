@@ -9,14 +9,14 @@ pub fn title(source: &str) -> String {
     source.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or_default().trim().to_owned()
 }
 
-/// A paragraph, item of a list or row of a table, as text without URLs.
+/// A paragraph, an item of a list or a row of a table, as text without URLs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Passage {
     /// The nearest heading above.
     pub heading: String,
     /// The heading's anchor.
     pub anchor: String,
-    /// A row is `first cell: second cell: ...`.
+    /// The text. For a row of a table, `first cell: second cell: ...`.
     pub text: String,
     /// Whether the passage is a row of a table that begins with code, such as a key or an option.
     pub is_key: bool,
@@ -26,11 +26,11 @@ pub struct Passage {
 pub fn passages(source: &str) -> Vec<Passage> {
     let mut all = Vec::new();
     let mut anchors = HashMap::new();
-    // The heading and anchor of the next passages.
+    // The heading and anchor of the passages that follow.
     let mut section = Passage::default();
     let mut text = String::new();
     let (mut is_key, mut in_row) = (false, false);
-    // Whether the text is part of a table's head or a code block.
+    // Whether the current text is part of a table's head or of a code block.
     let mut is_left_out = false;
     for event in Parser::new_ext(source, Options::ENABLE_TABLES) {
         match &event {

@@ -4,7 +4,7 @@ use crate::numbers::setting;
 use lockstep_protocol::spec::JobSpec;
 use serde_json::{Map, Value};
 
-/// Keys that the page shows elsewhere, and whose values may have changed since the job was submitted.
+/// Keys that the page shows elsewhere, with values that may have changed since the job was submitted.
 const SHOWN_ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
 /// Returns the settings of a job that differ from the defaults, by keys such as `train.lr`.

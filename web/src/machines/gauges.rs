@@ -11,9 +11,9 @@ pub(super) struct Gauge {
     pub(super) value: String,
     /// Text after the value, such as `of 64 GB`.
     pub(super) note: String,
-    /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`.
-    pub(super) lines: &'static [&'static str],
-    /// The upper end of the lines' scale; 0: the maximum of their values.
+    /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`, one for each line.
+    pub(super) metrics: &'static [&'static str],
+    /// The upper end of the lines' scale. 0 means the maximum of the lines' values.
     pub(super) top: f64,
 }
 
@@ -53,7 +53,7 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
                 };
                 s.load.map_or(all.clone(), |load| format!("{all} · load {load:.1}"))
             }),
-            lines: &["cpu_utilization"],
+            metrics: &["cpu_utilization"],
             top: 1.0,
         },
         Gauge {
@@ -66,7 +66,7 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
                     format!("of {}", bytes(s.memory_bytes))
                 }
             }),
-            lines: &["memory_used_bytes"],
+            metrics: &["memory_used_bytes"],
             top: number(|s| s.memory_bytes),
         },
         Gauge {
@@ -76,32 +76,32 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
                 let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
                 format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
             }),
-            lines: &["disk_used_bytes"],
+            metrics: &["disk_used_bytes"],
             top: number(|s| s.disk_bytes),
         },
         Gauge {
             name: "Disk traffic",
             value: shown(|s| byte_rate(s.disk_read_bytes_per_second)),
             note: note(|s| format!("read · {} written", byte_rate(s.disk_written_bytes_per_second))),
-            lines: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
+            metrics: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
             top: 0.0,
         },
         Gauge {
             name: "Network",
             value: shown(|s| byte_rate(s.network_received_bytes_per_second)),
             note: note(|s| format!("received · {} sent", byte_rate(s.network_sent_bytes_per_second))),
-            lines: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
+            metrics: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
             top: 0.0,
         },
     ]
 }
 
-/// Returns the gauges of a GPU with this memory. For a slot of CPU cores, returns the gauges of the rank's process (`memory_bytes` 0: no
-/// limit).
+/// Returns the gauges of a GPU, or for a slot of CPU cores the gauges of the rank's process. `memory_bytes`: the GPU's memory, or 0 for a
+/// slot of CPU cores.
 pub(super) fn slot_gauges(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
-    let gauge = |name: &'static str, value: Option<String>, lines: &'static [&'static str], top: f64| {
+    let gauge = |name: &'static str, value: Option<String>, metrics: &'static [&'static str], top: f64| {
         let value = value.unwrap_or(UNKNOWN.into());
-        Gauge { name, value, note: String::new(), lines, top }
+        Gauge { name, value, note: String::new(), metrics, top }
     };
     let used = sample.and_then(|s| s.utilization).map(|share| whole_percent(share.into()));
     let memory = sample.map(|s| bytes(s.memory_used_bytes));

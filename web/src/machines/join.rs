@@ -12,19 +12,19 @@ pub struct Join {
     /// An unused machine name, which the reader replaces.
     pub name: String,
     /// Whether agents need a token.
-    pub with_token: bool,
+    pub needs_token: bool,
     /// Whether the server's certificate is signed by the server's own authority, which other machines do not trust yet.
-    pub with_ca: bool,
+    pub has_own_ca: bool,
     /// The server's data directory, if the user may know it.
     pub data_dir: Option<String>,
 }
 
 const CA: &str = "lockstep-ca.crt";
 
-/// Quotes a word for a shell.
-fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/_.-:".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
+/// Quotes a word for a shell if necessary.
+fn quote(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/_.-:".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))
@@ -34,13 +34,13 @@ impl Join {
     /// Returns the commands for the server's machine.
     pub(super) fn server_commands(&self) -> Vec<String> {
         let data_dir =
-            || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quoted(dir))).collect::<String>();
+            || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quote(dir))).collect::<String>();
         let mut commands = Vec::new();
-        if self.with_ca {
+        if self.has_own_ca {
             commands.push(format!("lockstep ca show{} > {CA}", data_dir()));
         }
-        if self.with_token {
-            let ca = if self.with_ca { format!(" --ca-file {CA}") } else { String::new() };
+        if self.needs_token {
+            let ca = if self.has_own_ca { format!(" --ca-file {CA}") } else { String::new() };
             let (server, name) = (&self.own_url, &self.name);
             commands.push(format!(
                 "lockstep token create --scope agent --agent {name} --server {server}{ca}{} --out {name}.token",
@@ -53,7 +53,7 @@ impl Join {
     /// Lists the files that the commands on the other machine need.
     pub(super) fn files(&self) -> String {
         let token = format!("{}.token", self.name);
-        let files = [(self.with_ca, CA), (self.with_token, token.as_str())];
+        let files = [(self.has_own_ca, CA), (self.needs_token, token.as_str())];
         let files: Vec<_> = files.into_iter().filter(|(needed, _)| *needed).map(|(_, name)| name).collect();
         files.join(" and ")
     }
@@ -66,10 +66,10 @@ impl Join {
         if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
             command.push_str(" --insecure-http");
         }
-        if self.with_ca {
+        if self.has_own_ca {
             command.push_str(&format!(" --ca-file {CA}"));
         }
-        if self.with_token {
+        if self.needs_token {
             command.push_str(&format!(" --token-file {}.token", self.name));
         }
         command.push_str(&format!(" --name {}", self.name));
@@ -105,8 +105,8 @@ mod tests {
             own_url: "https://127.0.0.1:7070".into(),
             port: 7070,
             name,
-            with_token: true,
-            with_ca: true,
+            needs_token: true,
+            has_own_ca: true,
             data_dir: Some("/a b/it's".into()),
         };
         assert_eq!(
@@ -121,7 +121,7 @@ mod tests {
             closed.agent_command(),
             "lockstep agent --server https://gpu:7070 --ca-file lockstep-ca.crt --token-file node-1.token --name node-1"
         );
-        let alone = Join { server_url: None, with_ca: false, with_token: false, ..closed };
+        let alone = Join { server_url: None, has_own_ca: false, needs_token: false, ..closed };
         assert_eq!(
             alone.agent_command(),
             "lockstep agent --server https://127.0.0.1:7070 --name node-1 --data-dir node-1"

@@ -233,10 +233,10 @@ pub(super) struct Field {
 /// Every field, in the order of the page.
 pub(super) static FIELDS: LazyLock<Vec<Field>> = LazyLock::new(|| {
     let entries = GROUPS.iter().flat_map(|&(group, shown, more)| {
-        let of = move |entries: &'static [Entry], is_in_more| {
+        let with_group = move |entries: &'static [Entry], is_in_more| {
             entries.iter().map(move |entry| (group, entry, is_in_more))
         };
-        of(shown, false).chain(of(more, true))
+        with_group(shown, false).chain(with_group(more, true))
     });
     entries
         .filter_map(|(group, &(key, label, hint), is_in_more)| {
@@ -263,7 +263,6 @@ impl Field {
     /// Converts the field's text to JSON. Text of the wrong type stays text, so that the check reports it.
     pub(super) fn json(&self, text: &str) -> Value {
         let or_text = |parsed: Option<Value>| parsed.unwrap_or_else(|| text.into());
-        // A float without a fraction becomes an integer, because people write 1e3 for 1000.
         let number = |text: &str| text.parse::<f64>().ok().filter(|v| v.is_finite()).map(Value::from);
         let integer =
             |text: &str| text.parse::<i64>().map(Value::from).or(text.parse::<u64>().map(Value::from)).ok();
@@ -272,11 +271,24 @@ impl Field {
             // Browsers send line breaks as CR LF.
             Kind::Notes => text.replace("\r\n", "\n").into(),
             Kind::Bool => or_text(text.parse::<bool>().ok().map(Value::from)),
+<<<<<<< ours
             // `validation` and `loss_scale` are a number or a word: `0.1` or `test`.
             Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } | Kind::Validation | Kind::LossScale => {
                 or_text(integer(text).or_else(|| number(text)))
             }
             // The notations of TOML, JSON and error messages.
+||||||| base
+            Kind::Whole { .. } | Kind::Seed => or_text(integer(text).or_else(|| number(text))),
+            // A number or a word: `0.1` or `test`.
+            Kind::Number { .. } | Kind::Validation | Kind::LossScale => or_text(number(text)),
+            // The notations of TOML, JSON and error messages.
+=======
+            // A number that is not an integer stays a number, so that the check reports it as a number.
+            Kind::Whole { .. } | Kind::Seed => or_text(integer(text).or_else(|| number(text))),
+            // A number or a word: `0.1` or `test`.
+            Kind::Number { .. } | Kind::Validation | Kind::LossScale => or_text(number(text)),
+            // A list as in TOML, JSON and error messages: `[1, 2]`.
+>>>>>>> theirs
             _ if text.starts_with('[') => {
                 or_text(serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from))
             }
@@ -292,7 +304,7 @@ impl Field {
                 };
                 text.split(',').map(entry).collect::<Option<Vec<_>>>().map(Value::from)
             })),
-            // Numbers separated by commas.
+            // Numbers separated by commas or spaces.
             Kind::Channels { .. }
             | Kind::Range { .. }
             | Kind::ColorJitter

@@ -17,13 +17,13 @@ pub(super) static DEFAULTS: LazyLock<Form> =
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
-    /// The recipe with which the fields were filled; empty if no recipe was chosen. If the user chooses another recipe without a script,
-    /// the fields still have this recipe's values.
-    pub(super) filled: String,
+    /// The recipe whose values the fields have; empty if no recipe was chosen. If the user chooses another recipe without a script, the
+    /// fields still have this recipe's values.
+    pub(super) filled_recipe: String,
 }
 
-/// Name of the hidden field with [`Form::filled`].
-const FILLED: &str = "filled";
+/// Name of the hidden field with [`Form::filled_recipe`].
+const FILLED_RECIPE: &str = "filled";
 
 impl Form {
     /// Reads the fields of a posted form. Unknown names are ignored.
@@ -33,15 +33,15 @@ impl Form {
             .filter(|f| f.kind == Kind::Bool)
             .map(|f| (f.key.to_owned(), "false".into()))
             .collect();
-        let mut filled = String::new();
+        let mut filled_recipe = String::new();
         for (key, value) in pairs {
-            if key == FILLED {
-                filled = value;
+            if key == FILLED_RECIPE {
+                filled_recipe = value;
             } else if FIELDS.iter().any(|f| f.key == key) {
                 values.insert(key, value);
             }
         }
-        Self { values, filled }
+        Self { values, filled_recipe }
     }
 
     /// Creates the form that describes `spec`, for submitting a job again with changes.
@@ -51,12 +51,12 @@ impl Form {
         // A switch that the specification does not name is off.
         let mut form = Self::from_pairs([]);
         form.flatten("", &document.unwrap_or(Value::Null));
-        form.filled = form.text("train.recipe").to_owned();
+        form.filled_recipe = form.text("train.recipe").to_owned();
         form
     }
 
-    /// Returns the fields as `recipe` (a name, or empty) fills them, before the user changes a field. The field of the learning rate is
-    /// empty, because its default depends on the batch size.
+    /// Returns the form as `recipe` (a name, or empty) fills it, before the user changes a field. With a recipe, the field of the learning
+    /// rate is empty, because the recipe's learning rate depends on the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
         for (key, value) in recipe_values(recipe) {
@@ -90,12 +90,12 @@ impl Form {
     pub fn document(&self) -> Value {
         let mut document = json!({});
         // After a change of the recipe without a script, the fields still have the values of the previous recipe.
-        let is_recipe_changed = self.text("train.recipe") != self.filled;
-        let untouched = Self::untouched(&self.filled);
+        let is_recipe_changed = self.text("train.recipe") != self.filled_recipe;
+        let untouched = Self::untouched(&self.filled_recipe);
         for field in FIELDS.iter() {
             let text = self.text(field.key).trim();
-            let is_kept = !is_recipe_changed && KEPT_WITH_RECIPE.contains(&field.key);
-            if !text.is_empty() && (is_kept || text != untouched.text(field.key)) {
+            let is_always_written = !is_recipe_changed && ALWAYS_WRITTEN.contains(&field.key);
+            if !text.is_empty() && (is_always_written || text != untouched.text(field.key)) {
                 // The path of a field is always valid.
                 set_key(&mut document, field.key, field.json(text)).ok();
             }
@@ -114,9 +114,8 @@ impl Form {
     }
 }
 
-/// Keys that are written even with the recipe's value, because another key would otherwise replace this value: `train.steps` or
-/// `data.image_size`.
-const KEPT_WITH_RECIPE: [&str; 3] = ["train.epochs", "data.validation_size", "data.resize_size"];
+/// Keys that are written even if they have the recipe's value. Without them, `train.steps` or `data.image_size` would replace this value.
+const ALWAYS_WRITTEN: [&str; 3] = ["train.epochs", "data.validation_size", "data.resize_size"];
 
 /// Formats a job file as TOML, or as JSON if a value has no TOML form.
 pub fn job_file(document: &Value) -> String {

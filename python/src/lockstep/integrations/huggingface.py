@@ -34,7 +34,7 @@ class LockstepCallback(TrainerCallback):  # type: ignore[misc]
         self._run: Run | None = None
 
     def _active_run(self, args: Any, state: Any, model: Any = None) -> Run:
-        """The active run, or else a new run. Records the training's settings when the callback first uses a run."""
+        """Returns the active run, or else a new run. Records the training's settings when it first uses a run."""
         if self._run is None or session.current() is not self._run:
             name = state.trial_name or getattr(args, "run_name", None)
             settings: dict[str, Any] = {"name": name} | self._settings

@@ -25,8 +25,8 @@ pub(crate) fn join_parts(
         own_url: format!("{scheme}://{}", SocketAddr::new(own_ip, port)),
         port,
         name: free_name(known_names),
-        with_token: !config.no_auth,
-        with_ca: matches!(config.tls, Some(TlsConfig::OwnCa)),
+        needs_token: !config.no_auth,
+        has_own_ca: matches!(config.tls, Some(TlsConfig::OwnCa)),
         data_dir: is_admin.then(|| config.data_dir.display().to_string()),
     }
 }

@@ -109,7 +109,7 @@ pub(crate) async fn show(
     });
     let mut lines: Vec<_> = lines.collect();
     for line in &mut lines {
-        let Some(id) = line.job().and_then(|id| id.parse::<JobId>().ok()) else { continue };
+        let Some(id) = line.job_id().and_then(|id| id.parse::<JobId>().ok()) else { continue };
         line.job_name = auth.store.job(&id).await?.map(|row| row.job.name).unwrap_or_default();
     }
     let page = views::AuditPage {

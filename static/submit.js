@@ -260,7 +260,7 @@ async function check() {
   } catch (error) {
     if (signal.aborted) return;
     // The file beside the form still has earlier values.
-    if (error.status !== 422) return text(byId("spec-error"), errorText(error));
+    if (error.status !== 422) return setText(byId("spec-error"), errorText(error));
     showMistakes(error.errors);
     return showPlan(null);
   }

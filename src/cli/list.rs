@@ -101,9 +101,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let conditions = args.conditions.iter().flat_map(|conditions| conditions.split(','));
     let keys: BTreeSet<&str> = conditions.map(condition_key).filter(is_new).collect();
     header.extend(&keys);
+    // `jobs` has the jobs of `values` in the same order, without those that this version cannot read.
+    let mut unparsed = values.iter();
     let rows = jobs.iter().map(|job| {
-        // Jobs that this version cannot read are left out of `jobs`.
-        let unparsed_job = values.iter().find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
+        let unparsed_job = unparsed.find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);
         row(job)
             .into_iter()
             .chain(keys.iter().map(|key| condition_value(unparsed_job, key)))

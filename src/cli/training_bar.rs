@@ -46,7 +46,11 @@ impl TrainingBar {
         let Some(bar) = &self.bar else { return };
         bar.set_length(self.total_steps);
         bar.set_position(self.step);
-        bar.set_prefix(format!("{}, epoch {}", self.label, self.epoch()));
+        bar.set_prefix(if self.step == 0 {
+            self.label.clone()
+        } else {
+            format!("{}, epoch {}", self.label, self.epoch())
+        });
         bar.set_message(self.describe());
     }
 

@@ -255,7 +255,7 @@ async fn an_unavailable_public_dataset_is_explained() {
     );
     get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"]).assert_usage_error(&[
         "has 12 bytes, but train-images-idx3-ubyte.gz has 26421880",
-        "Nothing was put into f",
+        "f was not written",
     ]);
     assert!(!folder.path().join("f").exists() && !folder.path().join("datasets/cifar10").exists());
     get(&["mnist"]).assert_usage_error(&["mnist", "fashion-mnist"]);

@@ -170,7 +170,7 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
     }
     server.kill_serve();
     for (file, ..) in &followers {
-        wait_for_text(file, &["no connection to the server; trying again"]).await;
+        wait_for_text(file, &["the server does not answer; trying again"]).await;
     }
     server.start_serve().await;
     for (file, ..) in &followers {

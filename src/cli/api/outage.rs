@@ -24,7 +24,7 @@ impl Outage {
             Some(_) => {}
             None => {
                 self.0 = Some(Instant::now());
-                print("no connection to the server; trying again ...");
+                print("the server does not answer; trying again ...");
             }
         }
         Ok(())

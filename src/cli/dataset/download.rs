@@ -47,10 +47,10 @@ impl Failure {
     pub(crate) fn explain(self, target: &Path, advice: &str) -> anyhow::Error {
         match self {
             Failure::Unreachable(why) => {
-                anyhow!("{why}\nThe bytes so far are kept, and the same command continues.\n{advice}")
+                anyhow!("{why}\nDownloaded bytes are kept, and the same command continues.\n{advice}")
             }
             Failure::Refused(why) => {
-                usage_error(format!("{why}\nNothing was put into {}.\n{advice}", target.display()))
+                usage_error(format!("{why}\n{} was not written.\n{advice}", target.display()))
             }
             Failure::Local(why) => anyhow!("{}: {why}", target.display()),
         }

@@ -79,10 +79,10 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     let (result, may_be_ended) = follow_until_over(launch, early_end, agents, &how_to_end).await?;
     if may_be_ended {
         // A finished Job stays for a while, so that its pods' logs can be read.
-        if let Ok(Some(job)) = cluster.get(Kind::Job, &name).await
-            && words::describe_end(&job).is_none()
-        {
-            delete_or_warn(&cluster, &job).await;
+        match cluster.get(Kind::Job, &name).await {
+            Ok(Some(job)) if words::describe_end(&job).is_none() => delete_or_warn(&cluster, &job).await,
+            Ok(_) => {}
+            Err(error) => output::warn(format_args!("{error}; {how_to_end}")),
         }
         // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
         launch.revoke_tokens().await;

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// Maximum wait for the last checkpoint of a job that is over.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Time for agents to exit after the uploads: a heartbeat tells an agent that the job has ended.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(90);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Time limit for a response of the server.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 

@@ -115,7 +115,7 @@ async fn a_full_disk_is_logged_only_once_with_a_count() {
     let error = assert_success(&output);
     assert_eq!(error.matches("could not be written").count(), 1, "{error}");
     assert_eq!(error.matches("still cannot be written").count(), 1, "{error}");
-    assert!(error.contains("the last checkpoint took 3 more attempts"), "{error}");
+    assert!(error.contains("this checkpoint took 3 more attempts"), "{error}");
     assert!(!bench.model("out", "1-12").is_empty());
 }
 

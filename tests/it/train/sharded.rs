@@ -235,7 +235,7 @@ async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
     for words in [
         "checkpoint 1-8 could not be written: ",
         "no space left on device",
-        "the last checkpoint took 1 more attempts",
+        "this checkpoint took 1 more attempts",
     ] {
         assert!(output.contains(words), "{words}: {output}");
     }

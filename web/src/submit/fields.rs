@@ -271,24 +271,12 @@ impl Field {
             // Browsers send line breaks as CR LF.
             Kind::Notes => text.replace("\r\n", "\n").into(),
             Kind::Bool => or_text(text.parse::<bool>().ok().map(Value::from)),
-<<<<<<< ours
-            // `validation` and `loss_scale` are a number or a word: `0.1` or `test`.
+            // A number that is not an integer stays a number, so that the check reports it as a number. `validation` and `loss_scale` are
+            // a number or a word: `0.1` or `test`.
             Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } | Kind::Validation | Kind::LossScale => {
                 or_text(integer(text).or_else(|| number(text)))
             }
-            // The notations of TOML, JSON and error messages.
-||||||| base
-            Kind::Whole { .. } | Kind::Seed => or_text(integer(text).or_else(|| number(text))),
-            // A number or a word: `0.1` or `test`.
-            Kind::Number { .. } | Kind::Validation | Kind::LossScale => or_text(number(text)),
-            // The notations of TOML, JSON and error messages.
-=======
-            // A number that is not an integer stays a number, so that the check reports it as a number.
-            Kind::Whole { .. } | Kind::Seed => or_text(integer(text).or_else(|| number(text))),
-            // A number or a word: `0.1` or `test`.
-            Kind::Number { .. } | Kind::Validation | Kind::LossScale => or_text(number(text)),
             // A list as in TOML, JSON and error messages: `[1, 2]`.
->>>>>>> theirs
             _ if text.starts_with('[') => {
                 or_text(serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from))
             }

@@ -49,11 +49,13 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Whether `bytes` are the record of another version. Its other fields may be unknown.
+/// Whether `bytes` are the record of a copy by another version of Lockstep. Its other fields may be unknown.
 pub(super) fn is_of_another_version(bytes: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Version {
         version: u32,
+        #[serde(rename = "shards")]
+        _shards: serde::de::IgnoredAny,
     }
     serde_json::from_slice::<Version>(bytes).is_ok_and(|found| found.version != VERSION)
 }

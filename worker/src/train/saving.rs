@@ -180,7 +180,7 @@ impl Run<'_> {
                         info.epoch, info.step
                     ));
                     if let Some((_, attempts)) = self.unwritten.take_if(|(step, _)| *step == info.step) {
-                        observer.log(&format!("the last checkpoint took {attempts} more attempts"));
+                        observer.log(&format!("this checkpoint took {attempts} more attempts"));
                     }
                     observer.event(&AttemptEvent::Checkpoint(info));
                     let warning = slow_checkpoint_warning(took, training.stop_within);

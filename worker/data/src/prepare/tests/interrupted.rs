@@ -105,7 +105,7 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
         prepare_error(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset")
     );
     assert!(files_of(to.path()) == before, "no file is changed");
-    fs::write(to.path().join("prepared.json"), r#"{"version": 2, "kept": []}"#).unwrap();
+    fs::write(to.path().join("prepared.json"), r#"{"version": 2, "shards": []}"#).unwrap();
     for message in
         [prepare_error(from.path(), to.path(), &settings(16)), open(to.path()).unwrap_err().to_string()]
     {

@@ -56,7 +56,8 @@ impl DataSource {
         )
     }
 
-    /// As [`DataSource::open`], for an opened dataset. Splits of up to `max_cached_bytes` decoded pictures are kept in memory.
+    /// As [`DataSource::open`], for an opened dataset. Splits whose decoded pictures have up to `max_cached_bytes` bytes are kept in
+    /// memory.
     pub(super) fn of_catalog(
         mut catalog: Catalog,
         path: &Path,
@@ -81,8 +82,8 @@ impl DataSource {
                 names.join(", ")
             )));
         }
-        let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
-        catalog.splits.retain(|s| needed(&s.name));
+        let is_needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
+        catalog.splits.retain(|s| is_needed(&s.name));
         let mut skipped: Vec<String> = catalog.all_broken().map(ToString::to_string).collect();
         let common_size = common_size(&catalog, &skipped)?;
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();

@@ -65,8 +65,8 @@ impl Part {
         self.retry(readable, make, None)
     }
 
-    /// Makes a batch of the pictures at `positions`, which depend on the broken pictures, until no further picture is found
-    /// to be broken. Fails if too many of `requested` pictures are broken.
+    /// Makes a batch of the pictures at `positions`, which depend on the broken pictures, and makes it again if more
+    /// pictures are found to be broken. Fails if too many of `requested` pictures are broken.
     fn retry(
         &self,
         positions: impl Fn(&BTreeSet<u32>) -> Vec<u32>,

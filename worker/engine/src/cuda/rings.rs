@@ -49,11 +49,11 @@ pub(super) struct Control {
 impl Control {
     /// Adds the values with which the GPU mixes pictures of the dataset.
     pub(super) fn with_mix(self, params: Option<&MixParams>) -> Self {
-        let Some(MixParams { mix, before_index, before_params }) = params else { return self };
+        let Some(MixParams { mix, previous_index, previous_params }) = params else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
-        Self { before: [*before_index as u32, *before_params], cut_rows, cut_columns, ..self }
+        Self { before: [*previous_index as u32, *previous_params], cut_rows, cut_columns, ..self }
     }
 }
 

@@ -5,10 +5,10 @@
 use crate::links;
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_engine::{
-    DeviceChoice, EngineError, LossConfig, Sample, Selection, WIDE, heads,
+    DeviceChoice, EngineError, LossConfig, Sample, Selection, WIDE,
     net::{self, Network, Placement},
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, lower, search},
-    registry, slots,
+    registry, slots, wide_heads,
 };
 use lockstep_host::{cache, cpu_name, usage::memory_free};
 use lockstep_protocol::{
@@ -49,7 +49,7 @@ pub fn sample_to_measure(spec: &JobSpec, network: &Network, device: DeviceChoice
         pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
-        heads: heads(network.classes),
+        heads: wide_heads(network.classes),
     }
 }
 

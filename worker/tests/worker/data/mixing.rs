@@ -132,10 +132,14 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 assert_eq!((&batch.labels, &batch.indices), (&expected.labels, &expected.indices));
                 assert_eq!((&batch.mixed_labels, batch.lambda), (&expected.mixed_labels, expected.lambda));
                 assert_eq!((batch.augment_params.len(), &expected.mix_params), (batch.labels.len(), &None));
-                let MixParams { mix, previous_index, previous_params } = batch.mix_params.clone().expect("mixed");
+                let MixParams { mix, previous_index, previous_params } =
+                    batch.mix_params.clone().expect("mixed");
                 assert_eq!(mix.lambda, batch.lambda);
-                let given =
-                    batch.indices.iter().zip(&batch.augment_params).chain([(&previous_index, &previous_params)]);
+                let given = batch
+                    .indices
+                    .iter()
+                    .zip(&batch.augment_params)
+                    .chain([(&previous_index, &previous_params)]);
                 for (index, draw) in given {
                     assert_eq!(draws[index], *draw, "picture {index}");
                 }

@@ -176,9 +176,10 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
         }
     };
     let division = ValidationDivision::of(spec);
-    let held_out = match division.holds_out() {
-        true => hold_out(&division, &identities, &split.labels),
-        false => vec![true; identities.len()],
+    let held_out = if division.holds_out() {
+        hold_out(&division, &identities, &split.labels)
+    } else {
+        vec![true; identities.len()]
     };
     let pictures = identities.into_iter().zip(split.labels.iter().copied()).zip(held_out);
     Ok(fingerprint(pictures.filter_map(|(picture, held_out)| held_out.then_some(picture))))

@@ -31,9 +31,10 @@ impl<'a> Distribution<'a> {
     pub fn new(network: &'a Network, plan: &Plan, comm: &'a dyn ProcessGroup) -> Result<Self, EngineError> {
         let mesh = plan.mesh;
         let of_rank = |rank: usize| -> Result<HashMap<_, _>, EngineError> {
-            let parameters = match plan.is_data() {
-                true => network.parameters(),
-                false => plan::lower(network, plan, rank).map_err(EngineError::Parameters)?.parameters(),
+            let parameters = if plan.is_data() {
+                network.parameters()
+            } else {
+                plan::lower(network, plan, rank).map_err(EngineError::Parameters)?.parameters()
             };
             Ok(parameters.into_iter().map(|p| (p.name, p.slice)).collect())
         };

@@ -296,10 +296,7 @@ impl FusedOp {
 
 /// Fuses the operations of `network` for an engine with these capabilities.
 pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedOp> {
-    let capabilities = match network.frozen_norm {
-        true => capabilities.for_frozen_norm(),
-        false => *capabilities,
-    };
+    let capabilities = if network.frozen_norm { capabilities.for_frozen_norm() } else { *capabilities };
     let mut ops = around_norm::fuse(network, capabilities);
     if capabilities.wgmma {
         across_convolutions::fuse(network, &mut ops);

@@ -134,9 +134,10 @@ fn time_steps(
         step_secs: fastest,
         times: engine.layer_times(),
         // CPU ranks round activations to bfloat16 when they multiply; they store and exchange float32.
-        value_bytes: match device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
-            true => 4,
-            false => 2,
+        value_bytes: if device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
+            4
+        } else {
+            2
         },
         slots: optimizer.slots().len() as f64,
     })

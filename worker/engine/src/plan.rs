@@ -100,9 +100,10 @@ impl Plan {
 
     /// The layers at which stages after the first begin.
     pub fn stage_begins(&self, network: &Network) -> Vec<String> {
-        let cuts = match self.cuts.is_empty() {
-            true => cuts(network, self.mesh.stage).unwrap_or_default(),
-            false => self.cuts.clone(),
+        let cuts = if self.cuts.is_empty() {
+            cuts(network, self.mesh.stage).unwrap_or_default()
+        } else {
+            self.cuts.clone()
         };
         let first = |cut: usize| match &network.ops[cut] {
             Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.clone()),

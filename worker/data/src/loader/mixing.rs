@@ -45,9 +45,10 @@ impl Mixing {
         let coin = random.below(2) == 1;
         let centre = [(); 2].map(|()| random.below(side as u64) as usize);
         let is_cutmix = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
-        Some(match is_cutmix {
-            true => Mix::cutmix(draw_beta(&mut random, self.cutmix), centre, side),
-            false => Mix { lambda: draw_beta(&mut random, self.mixup) as f32, cut: None },
+        Some(if is_cutmix {
+            Mix::cutmix(draw_beta(&mut random, self.cutmix), centre, side)
+        } else {
+            Mix { lambda: draw_beta(&mut random, self.mixup) as f32, cut: None }
         })
     }
 }

@@ -119,9 +119,10 @@ impl DataSource {
         let (training_sizes, side) = network_sizes(spec, height, width)?;
         let all_positions = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
-        let is_held_out = match division.holds_out() {
-            true => held_out::hold_out(&division, &train_identities, &train.labels),
-            false => vec![false; train.labels.len()],
+        let is_held_out = if division.holds_out() {
+            held_out::hold_out(&division, &train_identities, &train.labels)
+        } else {
+            vec![false; train.labels.len()]
         };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) = all_positions(train.labels.len())
             .into_iter()

@@ -100,10 +100,8 @@ fn read_samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         };
         let kind = member.header().entry_type();
         // For a sparse file, only the stored bytes count.
-        let length = match kind.is_gnu_sparse() {
-            true => member.header().entry_size().unwrap_or(0),
-            false => member.size(),
-        };
+        let length =
+            if kind.is_gnu_sparse() { member.header().entry_size().unwrap_or(0) } else { member.size() };
         let offset = member.raw_file_position();
         let name = member.path_bytes().into_owned();
         if name.len() > MEMBER_NAME_BYTES {

@@ -177,9 +177,12 @@ impl State {
         let (weights, optimizer_slots, gradients, counts, squares) = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the order in the module's documentation prevents data races.
             Some(memory) => unsafe {
-                let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
-                    true => Bucket::F64(memory.view(*at, range.len())),
-                    false => Bucket::F32(memory.view(*at, range.len())),
+                let bucket = |(at, range): (&usize, &Range<usize>)| {
+                    if f64_gradients {
+                        Bucket::F64(memory.view(*at, range.len()))
+                    } else {
+                        Bucket::F32(memory.view(*at, range.len()))
+                    }
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
                 (
@@ -194,9 +197,10 @@ impl State {
                 // Padded to parts of equal length.
                 let bucket = |(range, share): (&Range<usize>, &Share)| {
                     let len = share.part_len(range.len()) * share.ranks;
-                    match f64_gradients {
-                        true => Bucket::F64(vec![0.0; len].into()),
-                        false => Bucket::F32(vec![0.0; len].into()),
+                    if f64_gradients {
+                        Bucket::F64(vec![0.0; len].into())
+                    } else {
+                        Bucket::F32(vec![0.0; len].into())
                     }
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
@@ -460,10 +464,7 @@ impl State {
 }
 
 fn policy(optimizer: &Optimizer, parameter: &ParameterPlace) -> ParameterPolicy {
-    match parameter.is_frozen {
-        true => ParameterPolicy::FROZEN,
-        false => optimizer.policy_of(parameter.kind),
-    }
+    if parameter.is_frozen { ParameterPolicy::FROZEN } else { optimizer.policy_of(parameter.kind) }
 }
 
 fn load_f64(bits: &AtomicU64) -> f64 {

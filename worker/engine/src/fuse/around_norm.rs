@@ -119,10 +119,7 @@ impl Fusion<'_> {
             shortcut: None,
             relu: false,
             pooled: false,
-            statistics: match self.network.frozen_norm {
-                true => StatisticsIn::Frozen,
-                false => StatisticsIn::Norm,
-            },
+            statistics: if self.network.frozen_norm { StatisticsIn::Frozen } else { StatisticsIn::Norm },
             forward: NormForward::Here,
             backward_in_conv: false,
             // The backward pass of a ReLU that is not fused reads the ReLU's output.

@@ -62,9 +62,12 @@ impl Rows {
     #[must_use]
     pub fn reached(&self, output: &Self, kernel: usize, stride: usize, padding: usize) -> Self {
         let [kernel, stride, padding] = [kernel, stride, padding].map(|n| n as isize);
-        let reached = |rows: &Range<isize>| match rows.is_empty() {
-            true => rows.start * stride..rows.start * stride,
-            false => rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel,
+        let reached = |rows: &Range<isize>| {
+            if rows.is_empty() {
+                rows.start * stride..rows.start * stride
+            } else {
+                rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel
+            }
         };
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(reached).collect() }
     }

@@ -36,7 +36,6 @@ struct Container {
     kind: ContainerKind,
 }
 
-/// The kind of a container.
 #[derive(Debug, Clone)]
 pub(super) enum ContainerKind {
     /// Each picture is a file.

@@ -56,8 +56,7 @@ impl DataSource {
         )
     }
 
-    /// As [`DataSource::open`], for an opened dataset. Splits whose decoded pictures have up to `max_cached_bytes` bytes are kept in
-    /// memory.
+    /// As [`DataSource::open`], for an opened dataset. Decoded splits of up to `max_cached_bytes` bytes are kept in memory.
     pub(super) fn of_catalog(
         mut catalog: Catalog,
         path: &Path,

@@ -26,8 +26,6 @@ pub(super) struct Columns {
     pub(super) names: Option<Vec<String>>,
 }
 
-/// Chooses the columns by their names and types.
-///
 /// # Errors
 /// Why the file cannot be used, as a phrase to follow its name.
 pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
 
-/// The kinds of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Tar,

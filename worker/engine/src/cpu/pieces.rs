@@ -20,7 +20,6 @@ pub(super) struct Piece {
     pub(super) in_slots: Range<usize>,
 }
 
-/// The work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// The only pass: the sum over the ranks, and the update.

@@ -177,12 +177,9 @@ impl State {
         let (weights, optimizer_slots, gradients, counts, squares) = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the order in the module's documentation prevents data races.
             Some(memory) => unsafe {
-                let bucket = |(at, range): (&usize, &Range<usize>)| {
-                    if f64_gradients {
-                        Bucket::F64(memory.view(*at, range.len()))
-                    } else {
-                        Bucket::F32(memory.view(*at, range.len()))
-                    }
+                let bucket = |(at, range): (&usize, &Range<usize>)| match value_bytes {
+                    8 => Bucket::F64(memory.view(*at, range.len())),
+                    _ => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
                 (
@@ -197,10 +194,9 @@ impl State {
                 // Padded to parts of equal length.
                 let bucket = |(range, share): (&Range<usize>, &Share)| {
                     let len = share.part_len(range.len()) * share.ranks;
-                    if f64_gradients {
-                        Bucket::F64(vec![0.0; len].into())
-                    } else {
-                        Bucket::F32(vec![0.0; len].into())
+                    match value_bytes {
+                        8 => Bucket::F64(vec![0.0; len].into()),
+                        _ => Bucket::F32(vec![0.0; len].into()),
                     }
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);

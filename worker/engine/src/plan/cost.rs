@@ -601,13 +601,11 @@ impl StageModel<'_> {
             // Two sums per channel, in the forward and in the backward pass.
             let bytes = 2.0 * channels * STATISTIC_BYTES;
             let sent_bytes = (group.ranks - 1) as f64 * bytes;
-            (0..2).for_each(|_| {
-                if self.uses_peer_memory(group) {
-                    self.add_transfer(group, 1.0, sent_bytes, spent)
-                } else {
-                    self.add_all_reduce(group, bytes, spent)
-                }
-            });
+            if self.uses_peer_memory(group) {
+                (0..2).for_each(|_| self.add_transfer(group, 1.0, sent_bytes, spent));
+            } else {
+                (0..2).for_each(|_| self.add_all_reduce(group, bytes, spent));
+            }
         }
     }
 

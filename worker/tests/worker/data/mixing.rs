@@ -132,8 +132,8 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 assert_eq!((&batch.labels, &batch.indices), (&expected.labels, &expected.indices));
                 assert_eq!((&batch.mixed_labels, batch.lambda), (&expected.mixed_labels, expected.lambda));
                 assert_eq!((batch.augment_params.len(), &expected.mix_params), (batch.labels.len(), &None));
-                let MixParams { mix, previous_index, previous_params } =
-                    batch.mix_params.clone().expect("mixed");
+                let params = batch.mix_params.clone().expect("mixed");
+                let MixParams { mix, previous_index, previous_params } = params;
                 assert_eq!(mix.lambda, batch.lambda);
                 let given = batch
                     .indices

@@ -239,7 +239,7 @@ impl DataSource {
     }
 
     /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
-    pub fn newly_broken(&self) -> (Vec<String>, usize) {
+    pub fn take_newly_broken(&self) -> (Vec<String>, usize) {
         let (mut lines, training) = self.train.broken.take_unlogged();
         let (more, validation) = self.validation.broken.take_unlogged();
         lines.extend(more);

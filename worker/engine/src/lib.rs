@@ -42,7 +42,7 @@ pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
-pub use measure::{Sample, WIDE, measure, wide_heads};
+pub use measure::{Sample, WIDE_HEADS, measure, wide_heads};
 pub use optimizer::{Optimizer, OptimizerState, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 

@@ -15,7 +15,7 @@ use std::{sync::Arc, time::Instant};
 /// Number of classes of the measured network, large enough for an efficient matrix product in the head.
 const CLASSES: usize = 1000;
 /// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
-pub const WIDE: [usize; 2] = [65_536, 524_288];
+pub const WIDE_HEADS: [usize; 2] = [65_536, 524_288];
 /// A wide head is measured if the memory is at least this many times as large as its weights, gradients and momentum.
 const MEMORY_PER_HEAD: usize = 4;
 /// Number of untimed steps, which load kernels and allocate memory.
@@ -39,8 +39,10 @@ pub struct Sample {
 
 /// The wide heads to measure for a network with `classes` classes.
 pub fn wide_heads(classes: usize) -> Vec<usize> {
-    let narrower = [CLASSES].into_iter().chain(WIDE);
-    WIDE.into_iter().zip(narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
+    let narrower = [CLASSES].into_iter().chain(WIDE_HEADS);
+    std::iter::zip(WIDE_HEADS, narrower)
+        .filter_map(|(wide, narrower)| (classes > narrower).then_some(wide))
+        .collect()
 }
 
 /// Measures `device`. Returns its name, as its engine reports it, and its rates. A rank has `memory_bytes` of memory.

@@ -157,7 +157,7 @@ impl State {
         let policies: Vec<ParameterPolicy> =
             layout.parameters.iter().map(|parameter| policy(&optimizer, parameter)).collect();
         let filters: Vec<_> = std::iter::zip(&layout.parameters, &policies)
-            .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.adapted))
+            .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.is_adapted))
             .collect();
         // Where ranks have parts of a parameter, they add the parts' squares between the two passes.
         let is_divided = model_group.is_some() || sharding.is_some();
@@ -393,7 +393,7 @@ impl State {
                 read_part(&self.gradients[0][piece.bucket], in_bucket.clone(), gradient);
             } else {
                 sum_over_ranks(&self.gradients, piece.bucket, in_bucket.clone(), gradient);
-                if !policy.frozen {
+                if !policy.is_frozen {
                     squares.add(gradient);
                 }
                 if let Some(reduced) = reduced.get_mut(from..to) {
@@ -403,7 +403,7 @@ impl State {
             let weights = &mut weights[from..to];
             // Slots that the optimizer does not have are empty.
             let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-            if policy.frozen {
+            if policy.is_frozen {
                 // The norm excludes gradients of parameters that are not trained.
             } else if work == Work::Sum {
                 weight_squares.add(weights);

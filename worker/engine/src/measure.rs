@@ -10,7 +10,7 @@ use lockstep_comm::SingleRank;
 use lockstep_data::loader::{DataSource, EpochPlan};
 use lockstep_protocol::spec::{ModelSpec, Precision};
 use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Instant};
+use std::{iter::zip, sync::Arc, time::Instant};
 
 /// Number of classes of the measured network, large enough for an efficient matrix product in the head.
 const CLASSES: usize = 1000;
@@ -40,9 +40,7 @@ pub struct Sample {
 /// The wide heads to measure for a network with `classes` classes.
 pub fn wide_heads(classes: usize) -> Vec<usize> {
     let narrower = [CLASSES].into_iter().chain(WIDE_HEADS);
-    std::iter::zip(WIDE_HEADS, narrower)
-        .filter_map(|(wide, narrower)| (classes > narrower).then_some(wide))
-        .collect()
+    zip(WIDE_HEADS, narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
 }
 
 /// Measures `device`. Returns its name, as its engine reports it, and its rates. A rank has `memory_bytes` of memory.

@@ -19,7 +19,7 @@ __device__ __forceinline__ Color mix(const Color& own, const Color& other, float
 
 // The picture that is mixed into picture `n` of the batch.
 __device__ __forceinline__ CropWindow other_of(const Source& s, const Control* control, u32 batch, u32 n) {
-    if (n == 0) return CropWindow(s, control->before_index, control->before_params);
+    if (n == 0) return CropWindow(s, control->previous_index, control->previous_params);
     return CropWindow(s, control, batch, n - 1);
 }
 

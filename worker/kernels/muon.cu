@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// One thread per filter.
+// Each filter's FilterNorms, from the partial sums of its squares. One thread per filter.
 extern "C" __global__ void __launch_bounds__(128)
     muon_norms(const Scaler* scaler, const double* partials, const Filter* filters, u32 count, FilterNorms* norms) {
     pdl_wait();

@@ -94,7 +94,7 @@ struct Control {
     float grad_scale;    // 1 / (number of pictures in the step, on all ranks)
     float lr;     // learning rate
     float lambda; // share of the batch's picture in a mixed picture
-    u32 before_index, before_params; // of the picture that is mixed into the first picture; see gather_mixed.cu
+    u32 previous_index, previous_params; // of the picture that is mixed into the first picture; see gather_mixed.cu
     u32 cut_rows[2], cut_columns[2]; // cutmix: start and end of the other picture's rectangle
     // Followed by u32 index[pictures], params[pictures], label[pictures], other_label[pictures].
 };

@@ -91,19 +91,19 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     return threadIdx.x == 0;
 }
 
-// L2 norm of all gradients, whether they are finite, and the next loss scale. Steps with non-finite gradients are not
-// applied. If `dynamic`, such a step halves the scale, and GROWTH_STEPS finite steps double it. One thread reads `held` for
-// all kernels of the update; a refused update leaves scale, norm and counts unchanged.
+// Stores in `scaler` the L2 norm of all gradients, whether they are finite, and the next loss scale. Steps with non-finite gradients are
+// not applied. If `dynamic`, such a step halves the scale, and GROWTH_STEPS finite steps double it. One thread reads `held` for all kernels
+// of the update; a refused update leaves scale, norm and counts unchanged.
 // `others`: `count` further sums of squares, of gradients that are not in `gradients`.
 __device__ __forceinline__ void norm_of(const Gradients& gradients, const double* others, u32 count, Scaler* scaler, u32 dynamic,
                                         double* partials, u32* counter) {
     bool first_thread = blockIdx.x == 0 && threadIdx.x == 0;
     u32 held = first_thread && scaler->held ? ld_relaxed_sys(scaler->held) : 0;
-    auto refuse = [&] {
+    auto record_held = [&] {
         if (first_thread) scaler->refused = held;
     };
     double square_sum;
-    if (!square_sum_of(gradients, partials, counter, refuse, square_sum)) return;
+    if (!square_sum_of(gradients, partials, counter, record_held, square_sum)) return;
     for (u32 i = 0; i < count; i++) square_sum += others[i];
     if (ldcg(&scaler->refused)) {
         scaler->apply = 0;

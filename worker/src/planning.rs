@@ -5,10 +5,10 @@
 use crate::links;
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_engine::{
-    DeviceChoice, EngineError, LossConfig, Sample, Selection, WIDE, heads,
+    DeviceChoice, EngineError, LossConfig, Sample, Selection, WIDE_HEADS,
     net::{self, Network, Placement},
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, lower, search},
-    registry, slots,
+    registry, slots, wide_heads,
 };
 use lockstep_host::{cache, cpu_name, usage::memory_free};
 use lockstep_protocol::{
@@ -49,7 +49,7 @@ pub fn sample_to_measure(spec: &JobSpec, network: &Network, device: DeviceChoice
         pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
-        heads: heads(network.classes),
+        heads: wide_heads(network.classes),
     }
 }
 
@@ -109,12 +109,12 @@ fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Str
 /// The stored figures that include the sample's heads, if there are any.
 pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
     let read_with = |heads: usize| -> Option<Machine> {
-        let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
+        let sample = Sample { heads: WIDE_HEADS[..heads].to_vec(), ..sample.clone() };
         let text = cache::read(&figures_name(&sample, device, ranks)?)?;
         let machine: Machine = serde_json::from_slice(&text).ok()?;
         machine.check().ok().map(|()| machine)
     };
-    (sample.heads.len()..=WIDE.len()).find_map(read_with)
+    (sample.heads.len()..=WIDE_HEADS.len()).find_map(read_with)
 }
 
 /// Stores measured figures. If there is no cache directory, they are measured again each time.

@@ -25,7 +25,7 @@ pub(super) struct Record {
     pub(super) version: u32,
     pub(super) plan: Plan,
     /// The shards by file name.
-    pub(super) shards: BTreeMap<String, Finished>,
+    pub(super) shards: BTreeMap<String, FinishedShard>,
 }
 
 /// Everything that determines the bytes of a copy.
@@ -40,7 +40,7 @@ pub(super) struct Plan {
 
 /// A complete shard.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Finished {
+pub(super) struct FinishedShard {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
     /// A checksum of some pieces of the file; see `prepare/record.rs`.
@@ -49,7 +49,7 @@ pub(super) struct Finished {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Whether `bytes` are the record of a copy by another version of Lockstep. Its other fields may be unknown.
+/// Whether `bytes` are the record of a copy by another version of Lockstep. Only the version is read, because other fields may differ.
 pub(super) fn is_of_another_version(bytes: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Version {

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 
-/// Purpose number of the random stream (see `shard.rs` for others).
+/// Purpose numbers of the random streams (see `shard.rs` for others).
 const HOLD_OUT: u64 = 2;
 const FOLD: u64 = 11;
 /// Number of seeds that are compared for a suggestion.
@@ -65,11 +65,10 @@ pub(crate) fn hold_out(division: &ValidationDivision, pictures: &[Identity], lab
 /// all pictures.
 pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> bool {
     match division.validation {
-        _ if division.fold.is_some() => false,
-        Validation::Fraction(fraction) => {
+        Validation::Fraction(fraction) if division.fold.is_none() => {
             Random::new(&[division.validation_seed, HOLD_OUT, picture.key]).uniform(0.0, 1.0) < fraction
         }
-        Validation::Split(_) => false,
+        Validation::Fraction(_) | Validation::Split(_) => false,
     }
 }
 
@@ -177,9 +176,10 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
         }
     };
     let division = ValidationDivision::of(spec);
-    let held_out = match division.holds_out() {
-        true => hold_out(&division, &identities, &split.labels),
-        false => vec![true; identities.len()],
+    let held_out = if division.holds_out() {
+        hold_out(&division, &identities, &split.labels)
+    } else {
+        vec![true; identities.len()]
     };
     let pictures = identities.into_iter().zip(split.labels.iter().copied()).zip(held_out);
     Ok(fingerprint(pictures.filter_map(|(picture, held_out)| held_out.then_some(picture))))

@@ -100,9 +100,10 @@ impl IdxFile {
         }
         let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
         let first_bytes = file.fill_buf().map_err(|e| broken(files::cannot_be_read(e)))?;
-        let mut data: Box<dyn Read> = match first_bytes.starts_with(&[0x1f, 0x8b]) {
-            true => Box::new(MultiGzDecoder::new(file).take(MAX_BYTES)),
-            false => Box::new(file.take(MAX_BYTES)),
+        let mut data: Box<dyn Read> = if first_bytes.starts_with(&[0x1f, 0x8b]) {
+            Box::new(MultiGzDecoder::new(file).take(MAX_BYTES))
+        } else {
+            Box::new(file.take(MAX_BYTES))
         };
         let dimensions = (magic & 0xff) as usize;
         let mut header = Vec::new();

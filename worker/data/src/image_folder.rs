@@ -72,7 +72,7 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
 const OWN_FOLDERS: &str = "lockstep-";
 
 /// Whether a folder's name contains the name of a split, as in `train2017`, `testA` and `images_val`.
-pub(super) fn names_split(folder: &Path) -> bool {
+pub(super) fn is_named_like_split(folder: &Path) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.split(['_', '-', '.']).any(|part| {
         let part = part.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -87,7 +87,7 @@ pub(super) fn names_split(folder: &Path) -> bool {
 fn is_plain(dir: &Path) -> bool {
     let all = entries(dir).unwrap_or_default();
     let with_pictures = all.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
-    !all.iter().any(|path| names_split(path)) && with_pictures.take(2).count() == 2
+    !all.iter().any(|path| is_named_like_split(path)) && with_pictures.take(2).count() == 2
 }
 
 /// The folder of the dataset, if `classes` is a folder of class folders: the folder itself, or the folder above a split.
@@ -101,7 +101,7 @@ pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalo
     let read = || {
         let began = SystemTime::now();
         let cached = index::load_cached(dir, store);
-        let mut found = classes(dir)?;
+        let mut found = find_classes(dir)?;
         found.folders.retain(|name, _| !name.starts_with(OWN_FOLDERS));
         let classes: Vec<String> = found.folders.keys().cloned().collect();
         let train = list_split(dir, dir, ("train", found), &classes, &cached)?;
@@ -137,7 +137,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     let mut splits: Vec<Listed> = Vec::new();
     let began = SystemTime::now();
     let cached = index::load_cached(dir, store);
-    let train = classes(training)?;
+    let train = find_classes(training)?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
         let why: Vec<_> = train.broken.iter().take(5).map(ToString::to_string).collect();
@@ -163,7 +163,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
             // The dataset's folder may also have other content.
             _ => continue,
         }
-        let found = match classes(&path) {
+        let found = match find_classes(&path) {
             Ok(found) => found,
             Err(error) if is_named_split => return Err(error),
             Err(_) => continue,
@@ -297,7 +297,7 @@ struct Classes {
     broken: Vec<BrokenFile>,
 }
 
-fn classes(split: &Path) -> Result<Classes, DataError> {
+fn find_classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
     for path in entries(split).map_err(|detail| DataError::file(split, detail))? {
         match files::stat(&path) {

@@ -75,9 +75,9 @@ pub(super) fn describe_files(
     began: SystemTime,
 ) -> Vec<Vec<Entry>> {
     let CachedFolders { facts, folders: mut unchanged } = cached;
-    let mut known = match_files(&facts, root, folders);
+    let mut slots = match_files(&facts, root, folders);
     drop(facts);
-    let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
+    let missing = slots.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
     let mut builder = None;
     let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
         + unchanged.values().map(|(_, entries)| entries.len()).sum::<usize>();
@@ -85,23 +85,23 @@ pub(super) fn describe_files(
         && store.keeps(files, missing)
         && let Some((new_builder, facts)) = store.begin(root)
     {
-        known = match_files(&facts, root, folders);
+        slots = match_files(&facts, root, folders);
         builder = Some(new_builder);
     }
-    for (folder, slots) in folders.iter().zip(&mut known) {
+    for (folder, folder_slots) in folders.iter().zip(&mut slots) {
         if let Some((_, entries)) = unchanged.remove(&folder.path) {
-            *slots = entries.into_iter().map(Slot::Known).collect();
+            *folder_slots = entries.into_iter().map(Slot::Known).collect();
         }
     }
     if missing > 0 {
-        read_unknown(root, folders, &mut known, builder);
+        read_unknown(root, folders, &mut slots, builder);
     }
     let entry = |slot| match slot {
         Slot::Known(entry) => Some(entry),
         Slot::Unknown | Slot::NoPicture => None,
     };
     let entries: Vec<Vec<Entry>> =
-        known.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
+        slots.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
@@ -148,15 +148,15 @@ fn is_not_a_picture(path: &Path) -> bool {
 fn read_unknown(
     root: &Path,
     folders: &[&Folder],
-    known: &mut [Vec<Slot>],
+    slots: &mut [Vec<Slot>],
     mut builder: Option<IndexBuilder>,
 ) {
-    let unknown_of_folder = |(folder, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
-        let unknown = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
+    let unknown_of_folder = |(folder, files): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
+        let unknown = files.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
         unknown.map(|(file, _)| (folder, file)).collect()
     };
-    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown_of_folder).collect();
-    let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
+    let unknown: Vec<_> = slots.iter().enumerate().flat_map(unknown_of_folder).collect();
+    let total: u64 = slots.iter().map(|files| files.len() as u64).sum();
     let mut done = total - unknown.len() as u64;
     for part in unknown.chunks(PART_PICTURES) {
         let examine_file = |&(folder, file): &(usize, usize)| {
@@ -180,12 +180,12 @@ fn read_unknown(
         }
         builder = builder.filter(|index| !index.has_failed);
         for ((folder, file), entry) in part.iter().zip(examined) {
-            known[*folder][*file] = Slot::Known(entry);
+            slots[*folder][*file] = Slot::Known(entry);
         }
     }
     if let Some(builder) = builder {
-        builder.finish(folders.iter().zip(known.iter()).map(|(folder, slots)| {
-            let entries = slots.iter().filter_map(|slot| match slot {
+        builder.finish(folders.iter().zip(slots.iter()).map(|(folder, files)| {
+            let entries = files.iter().filter_map(|slot| match slot {
                 Slot::Known(entry) => Some(entry),
                 Slot::Unknown | Slot::NoPicture => None,
             });

@@ -115,7 +115,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     };
     Ok(DatasetInfo {
         format: catalog.format.into(),
-        splits: catalog.splits.iter().map(|s| count(s, catalog.classes.len())).collect(),
+        splits: catalog.splits.iter().map(|s| split_info(s, catalog.classes.len())).collect(),
         classes: catalog.classes,
         height,
         width,
@@ -131,7 +131,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     })
 }
 
-fn count(split: &Split, classes: usize) -> SplitInfo {
+fn split_info(split: &Split, classes: usize) -> SplitInfo {
     let per_class = class_counts(classes, split.labels.iter().copied());
     SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }

@@ -123,14 +123,15 @@ impl Catalog {
     /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
     /// index in `store` are read.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
-        let checked = |catalog: Catalog| {
+        let check = |catalog: Catalog| {
             let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
-            let mistake = match names.contains(&"train") {
-                true => class_names_mistake(&catalog.classes),
-                false => Some(format!(
+            let mistake = if names.contains(&"train") {
+                class_names_mistake(&catalog.classes)
+            } else {
+                Some(format!(
                     "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
                     names.join(", ")
-                )),
+                ))
             };
             match mistake {
                 None => Ok(catalog),
@@ -138,7 +139,7 @@ impl Catalog {
             }
         };
         if let Some(found) = shards::open_named(path, store) {
-            return found.and_then(checked);
+            return found.and_then(check);
         }
         if !path.is_dir() {
             let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
@@ -149,22 +150,22 @@ impl Catalog {
             if let Some(found) =
                 cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir, store))
             {
-                return found.and_then(checked);
+                return found.and_then(check);
             }
         }
         // Shards are checked last, because files of other formats may be next to the archive from which they were
         // unpacked. A repository of the Hugging Face hub has its shards in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
-                return found.and_then(checked);
+                return found.and_then(check);
             }
         }
         if let Some(found) = image_folder::find_plain(path, store) {
-            return found.and_then(checked);
+            return found.and_then(check);
         }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which contains pickles: download the binary version"
-        } else if shards::only_compressed(path) {
+        } else if shards::has_only_compressed(path) {
             "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar"
         } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
             "; the folder is empty"
@@ -178,7 +179,7 @@ impl Catalog {
         let folders = entries.iter().filter(|path| path.is_dir()).count();
         if let [class] = &classes[..]
             && folders == 1
-            && !image_folder::names_split(class)
+            && !image_folder::is_named_like_split(class)
         {
             let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let mistake = too_few_classes(&[class]).unwrap_or_default();
@@ -188,7 +189,7 @@ impl Catalog {
         let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
         let parent = path.parent().filter(|_| has_pictures(path));
         let hint = if let ([class], [_, ..]) = (&classes[..], &empty[..])
-            && !image_folder::names_split(class)
+            && !image_folder::is_named_like_split(class)
         {
             format!(
                 "; a dataset needs pictures of two classes, but only {} has pictures; empty: {}",
@@ -247,7 +248,7 @@ fn has_pictures(folder: &Path) -> bool {
     files.map(|file| file.path()).any(|path| has_picture_extension(&path))
 }
 
-/// The names of the first files and folders, and the number of further ones.
+/// The names of the first files and folders, and the number of the others.
 fn list_names(paths: &[impl AsRef<Path>]) -> String {
     const NAMED: usize = 5;
     let name = |path: &Path| {

@@ -36,7 +36,6 @@ struct Container {
     kind: ContainerKind,
 }
 
-/// The kind of a container.
 #[derive(Debug, Clone)]
 pub(super) enum ContainerKind {
     /// Each picture is a file.
@@ -182,7 +181,7 @@ impl Listing {
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
-            // Read one by one, to find the reason for each picture.
+            // Read one by one, to find out which pictures cannot be read, and why.
             None => (first..first + count).map(|index| self.read(index)).collect(),
         }
     }
@@ -272,9 +271,9 @@ fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
         ));
     }
     // A new modification time (of a link: of its target) with the same content is not a change.
-    let same_time =
+    let has_same_time =
         matches!(files::stat(path), Ok(FileKind::File { modified_ns, .. }) if modified_ns == row.modified_ns);
-    if !same_time && content_hash(&bytes) != row.hash {
+    if !has_same_time && content_hash(&bytes) != row.hash {
         return Err("has changed since it was first inspected".into());
     }
     Ok(bytes)

@@ -89,8 +89,8 @@ impl DataSource {
         hash.finalize()
     }
 
-    /// The number of validation pictures that were training pictures under one of `divisions`, if a fraction is held
-    /// out.
+    /// The number of validation pictures that were training pictures under one of `divisions`, as returned by
+    /// [`foreign_divisions`](super::held_out::foreign_divisions).
     pub fn count_trained_on(&self, divisions: &[ValidationDivision]) -> u64 {
         let trained =
             |picture: &&Identity| divisions.iter().any(|division| !is_held_out(division, **picture));
@@ -208,18 +208,18 @@ impl DataSource {
     }
 
     /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with
-    /// `None` as in evaluation. `position` is in the training split or, with `validation`, in the validation split. The
+    /// `None` as in evaluation. `position` is in the validation split if `is_validation`, otherwise in the training split. The
     /// picture is prepared as for a batch, and the normalisation is then undone.
     ///
     /// # Errors
     /// The split has no picture at `position`, or the file cannot be read.
     pub fn picture(
         &self,
-        validation: bool,
+        is_validation: bool,
         position: u64,
         epoch: Option<u32>,
     ) -> Result<(u32, Picture), DataError> {
-        let part = if validation { &self.validation } else { &self.train };
+        let part = if is_validation { &self.validation } else { &self.train };
         let count = part.split.labels.len();
         let Some(chosen) = u32::try_from(position).ok().filter(|p| (*p as usize) < count) else {
             return Err(DataError::Invalid(format!("there is no picture {position}: the split has {count}")));
@@ -239,7 +239,7 @@ impl DataSource {
     }
 
     /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
-    pub fn newly_broken(&self) -> (Vec<String>, usize) {
+    pub fn take_newly_broken(&self) -> (Vec<String>, usize) {
         let (mut lines, training) = self.train.broken.take_unlogged();
         let (more, validation) = self.validation.broken.take_unlogged();
         lines.extend(more);

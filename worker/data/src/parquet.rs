@@ -204,7 +204,7 @@ impl ParquetFile {
         let read = || {
             let mut column = self.pictures(&source, group)?;
             column.skip_records((first - self.first_rows[group]) as usize)?;
-            rows::next(&mut column, count as usize)
+            rows::read_values(&mut column, count as usize)
         };
         let values = guard(read).map_err(|error| error.detail)?;
         Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
@@ -230,8 +230,8 @@ impl ParquetFile {
         let locations = index.map(|index| index.page_locations().clone());
         let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
         let chunk = row_group.column(column);
-        let gzip = chunk.compression_codec() == CompressionCodec::GZIP;
-        let pages = Pages::new(Arc::clone(source), locations.is_some(), gzip, MAX_PAGE_BYTES);
+        let is_gzip = chunk.compression_codec() == CompressionCodec::GZIP;
+        let pages = Pages::new(Arc::clone(source), locations.is_some(), is_gzip, MAX_PAGE_BYTES);
         let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
         Ok(Box::new(pages))
     }

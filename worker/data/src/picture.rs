@@ -77,20 +77,19 @@ fn extension(path: &Path) -> String {
 }
 
 fn not_a_picture_detail(bytes: &[u8]) -> String {
-    let is_text =
-        !bytes.is_empty() && bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
-    match (bytes.is_empty(), is_text, bytes) {
-        (true, ..) => "is empty".into(),
-        (_, _, [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..]) => {
+    let is_text = bytes.iter().take(64).all(|b| b.is_ascii_graphic() || b.is_ascii_whitespace());
+    match bytes {
+        [] => "is empty".into(),
+        [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..] => {
             format!("is a HEIF or AVIF picture, which is not supported; convert it to {FORMATS}")
         }
-        (_, true, _) => format!("is text, not a {FORMATS} picture"),
+        _ if is_text => format!("is text, not a {FORMATS} picture"),
         _ => format!("is not a {FORMATS} picture"),
     }
 }
 
 /// Why a picture of this size is rejected. `None` if the size is allowed.
-pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
+pub(super) fn size_refusal(width: u32, height: u32) -> Option<String> {
     let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
     (!fits)
         .then(|| format!("is {width} x {height} pixels; at most {} megapixels are allowed", MAX_PIXELS >> 20))

@@ -84,8 +84,8 @@ pub fn prepare(
 ) -> Result<Prepared, DataError> {
     check_settings(settings)?;
     let catalog = Catalog::open(path)?;
-    let sources = sources(path, &catalog)?;
-    let names = class_names(path, &catalog.classes)?;
+    let sources = splits_to_copy(path, &catalog)?;
+    let names = class_lines(path, &catalog.classes)?;
     let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
     if let (BrokenFiles::Fail, Some(first)) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
@@ -162,14 +162,14 @@ fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
     Ok(())
 }
 
-fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
+fn splits_to_copy<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
     let source_of = |split: &'a Split| match &split.samples {
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
             "{} is {}, whose pictures are small and kept in memory: train on it directly",
             path.display(),
             catalog.format
         ))),
-        Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
+        Samples::Listed(_) if !shards::is_split_prefix(&split.name) => Err(DataError::Invalid(format!(
             "{} has a split {:?}, which cannot be the prefix of a shard's name: rename it to val or test, or remove it",
             path.display(),
             split.name
@@ -180,7 +180,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
 }
 
 /// The content of `classes.txt`.
-fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
+fn class_lines(path: &Path, classes: &[String]) -> Result<String, DataError> {
     let wrong = |what: String| Err(DataError::Invalid(format!("{}: {what}", path.display())));
     if let Some(name) =
         classes.iter().find(|name| name.trim() != **name || name.is_empty() || name.contains('\n'))

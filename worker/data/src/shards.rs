@@ -9,7 +9,7 @@ mod members;
 #[cfg(test)]
 mod tests;
 
-pub(super) use folder::{names_split, only_compressed};
+pub(super) use folder::{has_only_compressed, is_split_prefix};
 
 use super::{
     Catalog, DataError, Samples, Split, broken_file,
@@ -19,8 +19,8 @@ use super::{
     parquet::{self, ParquetFile, UnusableFile},
     pattern::{self, MAX_SHARDS, fixed_part},
 };
-use classes::{class_names, classes, is_negative, unknown_class};
-use folder::{FolderContents, Kind, contents, is_unpacked, split_in_path};
+use classes::{common_class_names, find_classes, is_negative, unknown_class};
+use folder::{FolderContents, Kind, is_unpacked, list_contents, split_in_path};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
 use rayon::prelude::*;
@@ -59,7 +59,7 @@ fn find_kind(
     store: &IndexStore,
 ) -> Option<Result<Catalog, DataError>> {
     let wrong = |detail: String| DataError::file(dir, detail);
-    let FolderContents { shards, compressed, unread } = match contents(kind, dir) {
+    let FolderContents { shards, compressed, unread } = match list_contents(kind, dir) {
         Ok(found) => found,
         Err(detail) => return Some(Err(wrong(detail))),
     };
@@ -117,7 +117,7 @@ fn read(
         }
     }
     let stamped: Vec<_> = found_shards.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
-    // Footers, which are small, contain the names of classes and the offsets of pages.
+    // Only the footers are read here. They are small, and have the names of classes and the offsets of pages.
     let open = |(_, shard, _): &(&str, PathBuf, Stamp)| {
         (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(shard)).map(Arc::new))
     };
@@ -144,13 +144,13 @@ fn read(
             Some(Err(error)) => found.broken.push(broken_file(&root.join(shard), error.detail.clone())),
         }
     }
-    let names = class_names(
+    let names = common_class_names(
         root,
         found_shards.iter().zip(&opened).filter_map(|((_, shard, _), opened)| {
             Some((shard.as_path(), opened.as_ref()?.as_ref().ok()?.class_names()?))
         }),
     )?;
-    let classes = classes(root, names, &splits)?;
+    let classes = find_classes(root, names, &splits)?;
     // Negative labels mark the pictures of a test split that is published without labels.
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
         found.leave_out(|label| is_negative(label) && classes.number(label).is_none());

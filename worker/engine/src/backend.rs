@@ -91,7 +91,7 @@ pub trait Backend: Debug + Sync {
     fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
         Err("there is no decoder of JPEG files".into())
     }
-    /// Starts to measure metrics of the rank's device. `None`: the backend has no device metrics.
+    /// Starts to measure metrics of the rank's device. Returns `None` if the backend has no device metrics.
     ///
     /// # Errors
     /// The device's metrics cannot be read. The error is a sentence. Training continues without device metrics.

@@ -21,7 +21,7 @@ pub struct Distribution<'a> {
     comm: &'a dyn ProcessGroup,
     network: &'a Network,
     mesh: Mesh,
-    /// By stage, then by rank of the model group: the rank's parameters. `None`: the rank has the whole parameter.
+    /// By stage, then by rank of the model group: the rank's parameters. `None` if the rank has the whole parameter.
     parameters: Vec<HashMap<String, Option<Slice>>>,
 }
 
@@ -31,9 +31,10 @@ impl<'a> Distribution<'a> {
     pub fn new(network: &'a Network, plan: &Plan, comm: &'a dyn ProcessGroup) -> Result<Self, EngineError> {
         let mesh = plan.mesh;
         let of_rank = |rank: usize| -> Result<HashMap<_, _>, EngineError> {
-            let parameters = match plan.is_data() {
-                true => network.parameters(),
-                false => plan::lower(network, plan, rank).map_err(EngineError::Parameters)?.parameters(),
+            let parameters = if plan.is_data() {
+                network.parameters()
+            } else {
+                plan::lower(network, plan, rank).map_err(EngineError::Parameters)?.parameters()
             };
             Ok(parameters.into_iter().map(|p| (p.name, p.slice)).collect())
         };
@@ -109,7 +110,7 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
-        let copy_writes = self.ranks_of_copy().any(|rank| writers.include(rank));
+        let copy_writes = self.ranks_of_copy().any(|rank| writers.contains(rank));
         // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
         if copy_writes {
@@ -129,7 +130,7 @@ impl<'a> Distribution<'a> {
             // A rank that left the group now would end the transfers of other ranks.
             self.comm.barrier()?;
         }
-        let writes = writers.include(self.comm.rank());
+        let writes = writers.contains(self.comm.rank());
         Ok(if writes { writers.contribution(state) } else { Contribution::Replica })
     }
 
@@ -262,7 +263,7 @@ mod tests {
             [(1, 1, 3, &[0][..]), (1, 2, 2, &[0, 1, 2, 3]), (2, 1, 2, &[0]), (2, 1, 2, &[0, 1, 2, 3])]
         {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
-            let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
+            let writers = Writers::divide(&network, &[], AverageOn::NoRank, writing);
             let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
                 let rank = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();

@@ -87,14 +87,14 @@ pub(super) enum FusedOp {
     GlobalAveragePool {
         input: TensorId,
         output: TensorId,
-        /// The batch norm that produces `input` spreads the gradient over the pixels in its backward pass.
+        /// Whether the batch norm that produces `input` spreads the gradient over the pixels in its backward pass.
         gradient_in_norm: bool,
     },
     Linear {
         name: String,
         input: TensorId,
         output: TensorId,
-        /// The layer produces the logits; an engine may add its bias in the loss.
+        /// Whether the layer produces the logits. An engine may add its bias in the loss.
         is_head: bool,
     },
     /// The same activation in another placement.
@@ -123,7 +123,7 @@ pub(super) struct Conv {
     pub(super) shape: ConvShape,
     pub(super) input: TensorId,
     pub(super) output: TensorId,
-    /// False if the input is the pictures.
+    /// Whether the input has a gradient, which the pictures have not.
     pub(super) needs_input_gradient: bool,
     /// Index of the batch norm that reads the output and needs its statistics. `None` if the batch norm is frozen.
     pub(super) norm_after: Option<usize>,
@@ -144,8 +144,8 @@ impl Conv {
 pub(super) enum ConvForward {
     /// Not fused.
     Plain {
-        /// The batch norm's statistics are taken right after the convolution, because another convolution runs before the
-        /// batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same batch norm.
+        /// Whether the batch norm's statistics are taken right after the convolution, because another convolution runs before
+        /// the batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same batch norm.
         early_statistics: bool,
     },
     /// Applies the preceding batch norm and ReLU, if given, and takes the statistics of the following batch norm.
@@ -178,13 +178,13 @@ pub(super) struct Norm {
     pub(super) output: TensorId,
     pub(super) shortcut: Option<Shortcut>,
     pub(super) relu: bool,
-    /// Fused with a following max pooling of 3x3 windows with stride 2; `output` is the pooling's output.
+    /// Whether a max pooling of 3x3 windows with stride 2 is fused; `output` is then the pooling's output.
     pub(super) pooled: bool,
     pub(super) statistics: StatisticsIn,
     pub(super) forward: NormForward,
-    /// The backward pass only takes the sums; the preceding convolution's backward pass applies them.
+    /// Whether the backward pass only takes the sums, which the preceding convolution's backward pass applies.
     pub(super) backward_in_conv: bool,
-    /// The gradient of the input may overwrite the input: no other operation's backward pass reads the input.
+    /// Whether the gradient of the input may overwrite the input, because no other backward pass reads the input.
     pub(super) overwrites_input: bool,
 }
 
@@ -205,7 +205,7 @@ pub(super) struct Shortcut {
 
 impl Shortcut {
     /// The tensor that the addition reads from memory: `tensor`, or the input of the deferred batch norm.
-    pub(super) fn read(self) -> TensorId {
+    pub(super) fn stored_tensor(self) -> TensorId {
         self.deferred.map_or(self.tensor, |norm| norm.input)
     }
 }
@@ -278,7 +278,7 @@ impl FusedOp {
         match *self {
             FusedOp::Norm(Norm { forward: NormForward::InShortcut, .. }) => Vec::new(),
             FusedOp::Norm(Norm { input, shortcut, .. }) => {
-                std::iter::once(input).chain(shortcut.map(Shortcut::read)).collect()
+                std::iter::once(input).chain(shortcut.map(Shortcut::stored_tensor)).collect()
             }
             FusedOp::Add { branch, shortcut, .. } => vec![branch, shortcut],
             FusedOp::Conv(Conv { input, .. })
@@ -296,10 +296,7 @@ impl FusedOp {
 
 /// Fuses the operations of `network` for an engine with these capabilities.
 pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedOp> {
-    let capabilities = match network.frozen_norm {
-        true => capabilities.for_frozen_norm(),
-        false => *capabilities,
-    };
+    let capabilities = if network.frozen_norm { capabilities.for_frozen_norm() } else { *capabilities };
     let mut ops = around_norm::fuse(network, capabilities);
     if capabilities.wgmma {
         across_convolutions::fuse(network, &mut ops);

@@ -9,7 +9,6 @@ pub struct LayerTime {
     pub name: Option<String>,
     /// The output tensor of the operation.
     pub output: TensorId,
-    /// Microseconds.
     pub micros: f64,
 }
 

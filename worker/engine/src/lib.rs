@@ -42,7 +42,7 @@ pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
-pub use measure::{Sample, WIDE, heads, measure};
+pub use measure::{Sample, WIDE_HEADS, measure, wide_heads};
 pub use optimizer::{Optimizer, OptimizerState, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 
@@ -316,7 +316,7 @@ pub trait Engine: Send {
     }
     /// Resets this rank's state ([`Engine::own_state`]) to the end of the newest finished step, after a collective method has
     /// failed because another rank is gone. Returns the results of finished steps that have not been returned yet, oldest first.
-    /// `None`: the state may mix two steps or cannot be read, and must be discarded.
+    /// Returns `None` if the state may mix two steps or cannot be read. It must then be discarded.
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         None
     }

@@ -80,7 +80,7 @@ impl From<&JobSpec> for LossConfig {
 
 impl LossConfig {
     /// Whether a step samples classes.
-    pub(crate) fn samples(&self) -> bool {
+    pub(crate) fn samples_classes(&self) -> bool {
         self.sample_share < 1.0
     }
 
@@ -103,18 +103,18 @@ impl LossConfig {
     /// # Errors
     /// The loss needs whole rows of the last layer's weights, but the part has only some values of each row.
     pub fn check_part(&self, part: &Network) -> Result<(), String> {
-        let is_plain = !self.samples() && self.margin.is_none();
+        let is_plain = !self.samples_classes() && self.margin.is_none();
         if is_plain || !part.is_last_stage() || !part.head().is_empty() {
             return Ok(());
         }
-        let key = if self.samples() { "sample_share" } else { "kind" };
+        let key = if self.samples_classes() { "sample_share" } else { "kind" };
         Err(format!(
             "loss.{key}: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at all"
         ))
     }
 
     /// How many of a rank's `classes` are drawn at random: at least one.
-    pub(crate) fn drawn(&self, classes: usize) -> usize {
+    pub(crate) fn drawn_count(&self, classes: usize) -> usize {
         ((self.sample_share * classes as f64).round() as usize).clamp(1, classes)
     }
 }
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn at_least_one_class_is_drawn_and_at_most_all() {
         let drawn =
-            |sample_share, classes| LossConfig { sample_share, ..LossConfig::default() }.drawn(classes);
+            |sample_share, classes| LossConfig { sample_share, ..LossConfig::default() }.drawn_count(classes);
         for (share, classes, expected) in
             [(0.1, 2_000_000, 200_000), (0.1, 10, 1), (0.001, 10, 1), (0.999, 10, 10), (1.0, 7, 7)]
         {

@@ -10,14 +10,14 @@ use lockstep_comm::SingleRank;
 use lockstep_data::loader::{DataSource, EpochPlan};
 use lockstep_protocol::spec::{ModelSpec, Precision};
 use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Instant};
+use std::{iter::zip, sync::Arc, time::Instant};
 
 /// Number of classes of the measured network, large enough for an efficient matrix product in the head.
 const CLASSES: usize = 1000;
 /// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
-pub const WIDE: [usize; 2] = [65_536, 524_288];
-/// A wide head is measured if its weights, gradients and momentum need at most a quarter of the memory.
-const HEAD_MEMORY: usize = 4;
+pub const WIDE_HEADS: [usize; 2] = [65_536, 524_288];
+/// A wide head is measured if the memory is at least this many times as large as its weights, gradients and momentum.
+const MEMORY_PER_HEAD: usize = 4;
 /// Number of untimed steps, which load kernels and allocate memory.
 const WARM_UP: usize = 3;
 /// Number of timed steps, of which the fastest is used.
@@ -33,17 +33,17 @@ pub struct Sample {
     pub pictures: usize,
     pub precision: Precision,
     pub threads: usize,
-    /// Numbers of classes of the wide heads to measure; see [`heads`].
+    /// Numbers of classes of the wide heads to measure; see [`wide_heads`].
     pub heads: Vec<usize>,
 }
 
 /// The wide heads to measure for a network with `classes` classes.
-pub fn heads(classes: usize) -> Vec<usize> {
-    let narrower = [CLASSES].into_iter().chain(WIDE);
-    WIDE.into_iter().zip(narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
+pub fn wide_heads(classes: usize) -> Vec<usize> {
+    let narrower = [CLASSES].into_iter().chain(WIDE_HEADS);
+    zip(WIDE_HEADS, narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
 }
 
-/// The name of `device`, as its engine reports it, and the measured rates. A rank has `memory_bytes` of memory.
+/// Measures `device`. Returns its name, as its engine reports it, and its rates. A rank has `memory_bytes` of memory.
 ///
 /// # Errors
 /// The network cannot be built, the device fails, or its engine cannot time operations.
@@ -70,7 +70,7 @@ pub fn measure(
             let values = vec![0.0; parameter.len()];
             initial.insert(parameter.name, HostTensor { shape: parameter.shape, values });
         }
-        if HEAD_MEMORY * head_bytes <= memory_bytes as usize {
+        if MEMORY_PER_HEAD * head_bytes <= memory_bytes as usize {
             let steps = time_steps(&wide, &initial, sample, device)?;
             rates.add_head(&wide, pictures, &steps.times, (steps.step_secs, steps.slots));
         }
@@ -134,9 +134,10 @@ fn time_steps(
         step_secs: fastest,
         times: engine.layer_times(),
         // CPU ranks round activations to bfloat16 when they multiply; they store and exchange float32.
-        value_bytes: match device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
-            true => 4,
-            false => 2,
+        value_bytes: if device.backend.needs().host_memory || engine.precision() == Precision::Fp32 {
+            4
+        } else {
+            2
         },
         slots: optimizer.slots().len() as f64,
     })
@@ -182,7 +183,7 @@ mod tests {
             (65_536, &[65_536][..]),
             (4_000_000, &[65_536, 524_288][..]),
         ] {
-            assert_eq!(heads(classes), expected, "{classes} classes");
+            assert_eq!(wide_heads(classes), expected, "{classes} classes");
         }
     }
 

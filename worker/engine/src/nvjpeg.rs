@@ -57,7 +57,7 @@ pub(crate) struct Nvjpeg {
     state_destroy: Destroy,
     header_create: Create,
     header_destroy: Destroy,
-    /// Missing in old versions.
+    /// `None` in old versions, like `pre_allocate`.
     info: Option<Info>,
     pre_allocate: Option<PreAllocate>,
     parse_header: ParseHeader,
@@ -82,13 +82,13 @@ impl Nvjpeg {
         // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
         let library = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) }
             .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
-        let loaded = Self::symbols(&library);
+        let loaded = Self::load_symbols(&library);
         // Never unloaded: symbols stay valid, and NVIDIA's libraries do not support unloading well.
         std::mem::forget(library);
         loaded.map_err(|error| format!("{shown}: {error}"))
     }
 
-    fn symbols(library: &Handle) -> Result<Self, String> {
+    fn load_symbols(library: &Handle) -> Result<Self, String> {
         fn symbol<T: Copy>(library: &Handle, name: &str) -> Result<T, String> {
             // SAFETY: each symbol has the type that nvjpeg.h gives it.
             unsafe { library.get::<T>(name.as_bytes()) }.map(|s| *s).map_err(|e| format!("{name}: {e}"))

@@ -47,15 +47,15 @@ pub fn encode(
         ir_version: IR_VERSION,
         producer_name: "lockstep".into(),
         producer_version: env!("CARGO_PKG_VERSION").into(),
-        graph: Some(graph(network, tensors, margin, fold_batch_norm)?),
+        graph: Some(build_graph(network, tensors, margin, fold_batch_norm)?),
         opset_import: vec![OperatorSetId { domain: String::new(), version: OPSET }],
         metadata_props: metadata.iter().map(entry).collect(),
     };
     Ok(model.encode_to_vec())
 }
 
-/// Nodes and their outputs have the names of [`Network::describe`]; the last output is `output`.
-fn graph(
+/// Builds the graph. Nodes and their outputs have the names of [`Network::describe`]; the last output is `output`.
+fn build_graph(
     network: &Network,
     tensors: &NamedTensors,
     margin: Option<&Margin>,

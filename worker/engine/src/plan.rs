@@ -45,14 +45,14 @@ const ANY_CLASSES: usize = 1 << 16;
 /// As for [`lower()`].
 pub fn check(spec: &JobSpec) -> Result<(), String> {
     let parallel = &spec.parallel;
-    let plan = match parallel.is_auto() {
+    let plan = if !parallel.is_auto() {
+        Plan::of(parallel)
+    } else if parallel.shard.is_empty() {
         // The search chooses the mesh, and there are no strategies to check.
-        true if parallel.shard.is_empty() => return Ok(()),
-        true => {
-            let mesh = Mesh { stage: 1, data: 1, height: 1, model: parallel.model.max(2) as usize };
-            Plan::on(mesh, parallel.shard.clone())
-        }
-        false => Plan::of(parallel),
+        return Ok(());
+    } else {
+        let mesh = Mesh { stage: 1, data: 1, height: 1, model: parallel.model.max(2) as usize };
+        Plan::on(mesh, parallel.shard.clone())
     };
     let side = spec.data.effective_validation_size().map_or(ANY_SIZE, |side| side as usize);
     // Other checks report an unsuitable image size.
@@ -100,9 +100,10 @@ impl Plan {
 
     /// The layers at which stages after the first begin.
     pub fn stage_begins(&self, network: &Network) -> Vec<String> {
-        let cuts = match self.cuts.is_empty() {
-            true => cuts(network, self.mesh.stage).unwrap_or_default(),
-            false => self.cuts.clone(),
+        let cuts = if self.cuts.is_empty() {
+            cuts(network, self.mesh.stage).unwrap_or_default()
+        } else {
+            self.cuts.clone()
         };
         let first = |cut: usize| match &network.ops[cut] {
             Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.clone()),
@@ -112,7 +113,7 @@ impl Plan {
     }
 
     /// A phrase for the log with the layers of [`Plan::stage_begins`]. Empty if there is one stage.
-    pub(crate) fn later_stages(&self, network: &Network) -> String {
+    pub(crate) fn later_stages_text(&self, network: &Network) -> String {
         let names = self.stage_begins(network);
         if names.is_empty() { String::new() } else { format!("; later stages begin at {}", names.join(", ")) }
     }

@@ -60,9 +60,10 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
 /// The machine has no such device. The error is a sentence.
 pub fn gpus(device: Device) -> Result<(Vec<String>, Option<String>), String> {
     let Devices { slots, why_no_gpus } = offer(Selection { device, ..Selection::default() })?;
-    match slots.is_empty() {
-        true => Err(why_no_gpus.unwrap_or_else(|| "this machine has no such device".into())),
-        false => Ok((slots.into_iter().filter_map(|slot| slot.uuid).collect(), why_no_gpus)),
+    if slots.is_empty() {
+        Err(why_no_gpus.unwrap_or_else(|| "this machine has no such device".into()))
+    } else {
+        Ok((slots.into_iter().filter_map(|slot| slot.uuid).collect(), why_no_gpus))
     }
 }
 

@@ -15,7 +15,7 @@ use std::{
 pub struct StateDict {
     /// Weights, biases and running statistics.
     pub parameters: NamedTensors,
-    /// The optimizer's named slots. `None`: loading this state does not change the engine's slots.
+    /// The optimizer's named slots. If `None`, loading this state does not change the engine's slots.
     pub optimizer: Option<OptimizerState>,
     /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes.
     /// `None` if this rank keeps no average.
@@ -64,7 +64,7 @@ impl Writers {
     /// their slots, even if other ranks write the slots. The slots of a parameter go to the ranks after its own rank, so that no rank
     /// writes all tensors of a very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots
     /// stay with their parameter.
-    pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
+    pub fn divide(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
         trained.sort_by_key(|parameter| Reverse(parameter.len()));
@@ -101,7 +101,7 @@ impl Writers {
     }
 
     /// Whether a rank writes anything.
-    pub fn include(&self, rank: u32) -> bool {
+    pub fn contains(&self, rank: u32) -> bool {
         if self.ranks.is_empty() { rank == 0 } else { self.ranks.contains(&rank) }
     }
 
@@ -155,7 +155,7 @@ mod tests {
             (AverageOn::FirstRank, &[0, 1]),
             (AverageOn::EveryRank, &[0, 2, 5]),
         ] {
-            let writers = Writers::deal(&network, &["momentum"], average, ranks);
+            let writers = Writers::divide(&network, &["momentum"], average, ranks);
             let state = StateDict {
                 parameters: parameters.clone(),
                 optimizer: Some(OptimizerState { slots: NamedTensors::clone(&slots), updates: 7 }),
@@ -188,10 +188,10 @@ mod tests {
                     "{average:?}: within 2 %: {loads:?}"
                 );
             }
-            assert!(writers.include(0) && !writers.include(9));
+            assert!(writers.contains(0) && !writers.contains(9));
         }
         let whole = Writers::default();
-        assert_eq!((whole.of("fc.weight"), whole.include(0), whole.include(1)), (0, true, false));
+        assert_eq!((whole.of("fc.weight"), whole.contains(0), whole.contains(1)), (0, true, false));
         assert_eq!(whole.part_of(0), None);
     }
 }

@@ -81,7 +81,7 @@ pub fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
     }
 }
 
-/// Overwrites `dx` `[batch, in]`.
+/// Overwrites `dx` `[batch, in]` with the gradient of the input.
 pub fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]) {
     let inputs = weight.len() / outputs;
     let weight = Matrix::new(weight, outputs, inputs);
@@ -90,14 +90,14 @@ pub fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]
     }
 }
 
-/// Overwrites `dweight` `[out, in]`.
+/// Overwrites `dweight` `[out, in]` with the gradient of the weights.
 pub fn backward_weight(x: &[f32], dy: &[f32], outputs: usize, dweight: &mut [f32]) {
     let batch = dy.len() / outputs;
     let inputs = dweight.len() / outputs;
     multiply(Matrix::new(dy, batch, outputs).transposed(), Matrix::new(x, batch, inputs), dweight);
 }
 
-/// Overwrites `dbias` `[out]`.
+/// Overwrites `dbias` `[out]` with the gradient of the bias.
 pub fn backward_bias(dy: &[f32], dbias: &mut [f32]) {
     dbias.fill(0.0);
     for row in dy.chunks_exact(dbias.len()) {

@@ -62,14 +62,14 @@ pub struct ParameterPolicy {
     pub rate: f32,
     /// Whether the update depends on the whole parameter: on the norms of the parameter and of its gradient or, with Muon, on the
     /// matrix of all filters.
-    pub adapted: bool,
+    pub is_adapted: bool,
     /// Whether the parameter and its optimizer slots never change.
-    pub frozen: bool,
+    pub is_frozen: bool,
 }
 
 impl ParameterPolicy {
     /// The policy of a parameter that never changes.
-    pub const FROZEN: Self = Self { decay: 0.0, rate: 0.0, adapted: false, frozen: true };
+    pub const FROZEN: Self = Self { decay: 0.0, rate: 0.0, is_adapted: false, is_frozen: true };
 }
 
 impl Default for Optimizer {
@@ -118,7 +118,7 @@ impl Optimizer {
             return plain;
         }
         let rate = match kind {
-            ParameterKind::Filters => return ParameterPolicy { decay: 0.0, adapted: true, ..plain },
+            ParameterKind::Filters => return ParameterPolicy { decay: 0.0, is_adapted: true, ..plain },
             ParameterKind::LinearWeight | ParameterKind::LinearBias => self.head_lr,
             ParameterKind::Vector => self.bias_lr,
         };
@@ -136,8 +136,8 @@ impl Optimizer {
         ParameterPolicy {
             decay: if decayed { self.weight_decay } else { 0.0 },
             rate: 1.0,
-            adapted: decayed && self.needs_norms(),
-            frozen: false,
+            is_adapted: decayed && self.needs_norms(),
+            is_frozen: false,
         }
     }
 }
@@ -251,8 +251,8 @@ impl Update {
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: the rate is `lr |w| / |r|`
     pub fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
-        let ParameterPolicy { decay, rate, adapted, .. } = policy;
-        if !adapted || self.optimizer.is_muon() {
+        let ParameterPolicy { decay, rate, is_adapted, .. } = policy;
+        if !is_adapted || self.optimizer.is_muon() {
             return (self.lr * rate, decay);
         }
         let [update_norm, weight_norm] = norms();
@@ -280,8 +280,8 @@ impl Update {
 
     #[inline(always)]
     fn prepare_inline(&self, policy: ParameterPolicy, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
-        let ParameterPolicy { decay, adapted, .. } = policy;
-        if self.optimizer.is_muon() && adapted {
+        let ParameterPolicy { decay, is_adapted, .. } = policy;
+        if self.optimizer.is_muon() && is_adapted {
             let momentum = self.optimizer.filter_momentum;
             for (g, v) in g.iter_mut().zip(m.iter_mut()) {
                 *v = momentum * *v + *g;
@@ -369,8 +369,8 @@ mod tests {
         let treat = |kind, decay_norm_and_bias, is_weight| {
             let optimizer =
                 Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
-            let ParameterPolicy { decay, adapted, .. } = optimizer.policy(is_weight);
-            (decay, adapted)
+            let ParameterPolicy { decay, is_adapted, .. } = optimizer.policy(is_weight);
+            (decay, is_adapted)
         };
         for kind in OptimizerKind::ALL {
             let layer_wise = matches!(kind, OptimizerKind::Lars | OptimizerKind::Lamb);

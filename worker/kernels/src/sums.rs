@@ -39,7 +39,7 @@ pub fn round(from: &[f64], to: &mut [f32]) {
     );
 }
 
-/// `to = from`.
+/// `to = from`, converted to float64.
 pub fn widen(from: &[f32], to: &mut [f64]) {
     with_simd(
         #[inline(always)]

@@ -117,7 +117,7 @@ fn one_line(text: &impl std::fmt::Display) -> String {
 
 /// Logs which pictures could not be read since the last call.
 pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
-    let (newly_broken, count) = data.newly_broken();
+    let (newly_broken, count) = data.take_newly_broken();
     let before = count - newly_broken.len();
     for file in newly_broken.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);

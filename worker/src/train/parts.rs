@@ -93,7 +93,7 @@ impl Parts {
         } else {
             AverageOn::FirstRank
         };
-        let writers = Writers::deal(&plan.network, slots(spec.train.optimizer), average, &ranks);
+        let writers = Writers::divide(&plan.network, slots(spec.train.optimizer), average, &ranks);
         let retention =
             training.is_first().then(|| Retention::new(directory, &spec.checkpoint, best.cloned()));
         Ok(Some(Self { writers, run_name, begun_count: 0, pending: None, retention }))

@@ -105,7 +105,7 @@ pub(super) fn initialize(
             engine.set_parameters(&weights)?;
         }
     }
-    let whitened = net::whitening::whitened(&plan.network).filter(|_| pretrained.is_none());
+    let whitened = net::whitening::whitened_parameter(&plan.network).filter(|_| pretrained.is_none());
     if let Some(name) = whitened
         && training.is_first()
     {

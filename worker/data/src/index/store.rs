@@ -130,7 +130,7 @@ impl IndexStore {
             part_path,
             part,
             progress_path: file("progress"),
-            published: None,
+            last_published: None,
             has_results: false,
             has_failed: false,
             _lock: lock,
@@ -218,10 +218,9 @@ pub(super) struct IndexBuilder {
     part_path: PathBuf,
     part: File,
     progress_path: PathBuf,
-    published: Option<Instant>,
+    last_published: Option<Instant>,
     /// Whether results were stored.
     has_results: bool,
-    /// Whether results could not be stored.
     /// Whether a result could not be stored. The index is then given up, which frees its lock.
     pub(super) has_failed: bool,
     _lock: File,
@@ -245,8 +244,8 @@ impl IndexBuilder {
 
     /// Publishes the progress, at most a few times per second.
     pub(super) fn publish(&mut self, progress: Progress) {
-        if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
-            self.published = Some(Instant::now());
+        if self.last_published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
+            self.last_published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
             let bytes = serde_json::to_vec(&progress).unwrap_or_default();
             let _ = lockstep_host::write_atomically(&self.progress_path, &bytes);

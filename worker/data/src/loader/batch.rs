@@ -145,8 +145,8 @@ impl BatchBuilder<'_> {
         };
         match self.device.filter(|device| device.is_in_use()) {
             Some(device) => {
-                let fill = |work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]| {
-                    pictures.fill(work, numbers, begun)
+                let fill = |work: Work, numbers: &[usize], partial: &[PartialPicture<'_>]| {
+                    pictures.fill(work, numbers, partial)
                 };
                 on_device::make(device, part, transform, chosen, epoch, workers, &fill)?;
             }
@@ -174,14 +174,14 @@ enum Outputs<'a> {
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures with the indices `numbers` in the batch. `begun` tells how far each picture of the batch is prepared. It is
-    /// empty if no picture is.
-    fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
+    /// Makes the pictures with the indices `numbers` in the batch. `partial` tells how far each picture of the batch is prepared. It is
+    /// empty if no picture has been prepared.
+    fn fill(&self, work: Work, numbers: &[usize], partial: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
         let made = workers.map(work, numbers, |number, scratch| {
-            let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
-            self.make_one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
+            let partial = partial.get(number).copied().unwrap_or(PartialPicture::Nothing);
+            self.make_one(number, partial, scratch, &mut |bytes, erased| match &self.outputs {
                 Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
                 Outputs::Normalised(outputs) => {
                     let mut out = lock(&outputs[number]);
@@ -199,7 +199,7 @@ impl Pictures<'_> {
     fn make_one(
         &self,
         number: usize,
-        begun: PartialPicture<'_>,
+        partial: PartialPicture<'_>,
         scratch: &mut Scratch,
         then: &mut dyn FnMut(&[u8], Option<Region>),
     ) -> Result<(), DataError> {
@@ -210,7 +210,7 @@ impl Pictures<'_> {
         let erased = params.as_ref().and_then(|params| params.erased);
         let [height, width, _] = part.split.size.map(|length| length as u32);
         let channels = transform.channels as u32;
-        let picture = match begun {
+        let picture = match partial {
             PartialPicture::Nothing => part.picture(position, opener)?,
             PartialPicture::Read(bytes) => part.decode(position, bytes, opener)?,
             PartialPicture::Picture(pixels) => PictureRef { width, height, channels, pixels },

@@ -44,12 +44,12 @@ impl DataSource {
             let Transform { side, channels, .. } = *builder.transform;
             let mix = mixing.draw(seed, plan.epoch, step_positions.start, side);
             // The picture with which the first picture is mixed comes last, and `Mix::apply` removes it from the batch.
-            let before = if positions.start > step_positions.start {
+            let previous = if positions.start > step_positions.start {
                 positions.start - 1
             } else {
                 step_positions.end - 1
             };
-            let positions = positions.chain(mix.as_ref().map(|_| before));
+            let positions = positions.chain(mix.as_ref().map(|_| previous));
             let part = builder.part;
             let chosen = positions.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
             let make = |chosen: &[u32]| builder.make(chosen, Some(plan.epoch));

@@ -16,7 +16,7 @@ pub struct Mix {
 pub struct MixParams {
     pub mix: Mix,
     /// The position in the split of the picture with which the first picture is mixed, as in `indices` of the batch.
-    pub before_index: u64,
+    pub previous_index: u64,
     /// The augmentation parameters of this picture, as in `augment_params` of the batch.
-    pub before_params: u32,
+    pub previous_params: u32,
 }

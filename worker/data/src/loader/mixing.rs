@@ -45,9 +45,10 @@ impl Mixing {
         let coin = random.below(2) == 1;
         let centre = [(); 2].map(|()| random.below(side as u64) as usize);
         let is_cutmix = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
-        Some(match is_cutmix {
-            true => Mix::cutmix(beta(&mut random, self.cutmix), centre, side),
-            false => Mix { lambda: beta(&mut random, self.mixup) as f32, cut: None },
+        Some(if is_cutmix {
+            Mix::cutmix(draw_beta(&mut random, self.cutmix), centre, side)
+        } else {
+            Mix { lambda: draw_beta(&mut random, self.mixup) as f32, cut: None }
         })
     }
 }
@@ -72,9 +73,9 @@ impl Mix {
         self.mix(&mut batch.bytes, side, channels, |own, other| {
             ((u32::from(own) * weight + u32::from(other) * (ONE - weight) + ONE / 2) / ONE) as u8
         });
-        let before_index = batch.indices.pop().unwrap_or_default();
-        if let Some(before_params) = batch.augment_params.pop() {
-            batch.mix_params = Some(MixParams { mix: self.clone(), before_index, before_params });
+        let previous_index = batch.indices.pop().unwrap_or_default();
+        if let Some(previous_params) = batch.augment_params.pop() {
+            batch.mix_params = Some(MixParams { mix: self.clone(), previous_index, previous_params });
         }
         if let Some(before) = batch.labels.pop() {
             let others = std::iter::once(before).chain(batch.labels.iter().copied());
@@ -120,15 +121,15 @@ impl Mix {
 }
 
 /// Draws from Beta(alpha, alpha), as a / (a + b) for two draws a and b from Gamma(alpha).
-fn beta(random: &mut Random, alpha: f64) -> f64 {
-    let [a, b] = [(); 2].map(|()| ln_gamma(random, alpha));
+fn draw_beta(random: &mut Random, alpha: f64) -> f64 {
+    let [a, b] = [(); 2].map(|()| draw_ln_gamma(random, alpha));
     1.0 / (1.0 + libm::exp(b - a))
 }
 
 /// Draws the logarithm of a Gamma(alpha, 1) variate (Marsaglia, Tsang 2000). For alpha below 1, the variate is obtained
 /// from Gamma(alpha + 1) and a power of a uniform variate. The logarithm is finite even if the variate would round to
 /// 0.
-fn ln_gamma(random: &mut Random, alpha: f64) -> f64 {
+fn draw_ln_gamma(random: &mut Random, alpha: f64) -> f64 {
     let positive = |random: &mut Random| 1.0 - random.uniform(0.0, 1.0);
     let (shape, boost) =
         if alpha < 1.0 { (alpha + 1.0, libm::log(positive(random)) / alpha) } else { (alpha, 0.0) };

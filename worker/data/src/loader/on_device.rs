@@ -95,7 +95,7 @@ pub(super) fn make(
     })?;
     let is_for_device = |number: &usize| matches!(files[*number], File::OnDevice(..));
     let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.into_iter().partition(is_for_device);
-    let read: Vec<PartialPicture<'_>> = files
+    let undecoded: Vec<PartialPicture<'_>> = files
         .iter()
         .map(|file| match file {
             File::Released => PartialPicture::Nothing,
@@ -103,11 +103,12 @@ pub(super) fn make(
         })
         .collect();
     if of_device.is_empty() {
-        return fill(Work::Decoding, &of_cores, &read);
+        return fill(Work::Decoding, &of_cores, &undecoded);
     }
     let has_failed = AtomicBool::new(false);
     let queue = Queue::new(of_device);
-    let work = DeviceWork { device, output: &output, files: &files, read: &read, queue, has_failed, fill };
+    let work =
+        DeviceWork { device, output: &output, files: &files, undecoded: &undecoded, queue, has_failed, fill };
     thread::scope(|scope| {
         let feeders: Vec<_> = (0..device.decoder.concurrent_calls())
             .map_while(|_| {
@@ -115,8 +116,8 @@ pub(super) fn make(
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
             })
             .collect();
-        let on_cores = fill(Work::Decoding, &of_cores, &read);
-        // The system may have refused to start the threads above.
+        let on_cores = fill(Work::Decoding, &of_cores, &undecoded);
+        // This thread helps, because the system may have refused to start the threads above.
         work.feed();
         for feeder in feeders {
             feeder.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -131,8 +132,8 @@ struct DeviceWork<'a> {
     device: &'a OnDevice,
     output: &'a OutputSpec,
     files: &'a [File],
-    /// The file of each picture of the batch.
-    read: &'a [PartialPicture<'a>],
+    /// Each picture of the batch before it is decoded.
+    undecoded: &'a [PartialPicture<'a>],
     queue: Queue,
     /// Whether the device has failed for some of the pictures.
     has_failed: AtomicBool,
@@ -165,7 +166,7 @@ impl DeviceWork<'_> {
                 }
                 filled = None;
             }
-            let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.read);
+            let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.undecoded);
             let result = filled.unwrap_or_else(on_cores);
             self.queue.record(claimed.get().0, result);
         }
@@ -186,16 +187,16 @@ impl DeviceWork<'_> {
     fn complete(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let decoded = made.iter().flatten().count() as u64;
         self.device.count_decoded(decoded, made.len() as u64 - decoded);
-        let mut begun = self.read.to_vec();
+        let mut partial = self.undecoded.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {
-                begun[*number] = if self.output.is_input {
+                partial[*number] = if self.output.is_input {
                     PartialPicture::Cropped(pixels)
                 } else {
                     PartialPicture::Picture(pixels)
                 };
             }
         }
-        (self.fill)(Work::AroundDevice, numbers, &begun)
+        (self.fill)(Work::AroundDevice, numbers, &partial)
     }
 }

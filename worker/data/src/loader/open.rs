@@ -56,7 +56,7 @@ impl DataSource {
         )
     }
 
-    /// As [`DataSource::open`], for an opened dataset. Splits of up to `max_cached_bytes` decoded pictures are kept in memory.
+    /// As [`DataSource::open`], for an opened dataset. Decoded splits of up to `max_cached_bytes` bytes are kept in memory.
     pub(super) fn of_catalog(
         mut catalog: Catalog,
         path: &Path,
@@ -81,8 +81,8 @@ impl DataSource {
                 names.join(", ")
             )));
         }
-        let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
-        catalog.splits.retain(|s| needed(&s.name));
+        let is_needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
+        catalog.splits.retain(|s| is_needed(&s.name));
         let mut skipped: Vec<String> = catalog.all_broken().map(ToString::to_string).collect();
         let common_size = common_size(&catalog, &skipped)?;
         let needs_whole = spec.random_resized_crop || spec.resize_size.is_some();
@@ -118,9 +118,10 @@ impl DataSource {
         let (training_sizes, side) = network_sizes(spec, height, width)?;
         let all_positions = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
-        let is_held_out = match division.holds_out() {
-            true => held_out::hold_out(&division, &train_identities, &train.labels),
-            false => vec![false; train.labels.len()],
+        let is_held_out = if division.holds_out() {
+            held_out::hold_out(&division, &train_identities, &train.labels)
+        } else {
+            vec![false; train.labels.len()]
         };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) = all_positions(train.labels.len())
             .into_iter()

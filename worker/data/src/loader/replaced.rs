@@ -65,8 +65,8 @@ impl Part {
         self.retry(readable, make, None)
     }
 
-    /// Makes a batch of the pictures at `positions`, which depend on the broken pictures, until no further picture is found
-    /// to be broken. Fails if too many of `requested` pictures are broken.
+    /// Makes a batch of the pictures at `positions`, which depend on the broken pictures, and makes it again if more
+    /// pictures are found to be broken. Fails if too many of `requested` pictures are broken.
     fn retry(
         &self,
         positions: impl Fn(&BTreeSet<u32>) -> Vec<u32>,
@@ -271,7 +271,7 @@ mod tests {
             batch.labels.iter().filter(|label| **label == 1).count() > 20,
             "replacements have other classes, too"
         );
-        assert_eq!(source.newly_broken().1, 14);
+        assert_eq!(source.take_newly_broken().1, 14);
     }
 
     #[test]
@@ -283,18 +283,18 @@ mod tests {
             batches.inspect(|count| assert_eq!(*count, 1)).sum()
         };
         let all = source.shape.validation_samples as usize;
-        assert_eq!((counted(), source.newly_broken()), (all, (vec![], 0)));
+        assert_eq!((counted(), source.take_newly_broken()), (all, (vec![], 0)));
         let held_out = source.validation(0, 1, 40, 1).next().unwrap().unwrap().indices;
         let index = held_out[7];
         let class = ["cat", "dog"][index as usize / 20];
         fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();
         assert_eq!(counted(), all - 1);
-        let (news, count) = source.newly_broken();
+        let (news, count) = source.take_newly_broken();
         assert!(
             count == 1 && news[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
             "{news:?}"
         );
-        assert_eq!((counted(), source.newly_broken()), (all - 1, (vec![], 1)));
+        assert_eq!((counted(), source.take_newly_broken()), (all - 1, (vec![], 1)));
     }
 
     #[test]

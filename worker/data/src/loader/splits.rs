@@ -47,9 +47,9 @@ pub(super) fn normalisation(spec: &DataSpec, train: &Opened) -> (Vec<f32>, Vec<f
 
 /// The width and height of the pictures, if all pictures have the same size.
 pub(super) fn common_size(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
-    let (mut first, mut same) = (None, true);
+    let (mut first, mut is_common) = (None, true);
     for split in &catalog.splits {
-        let mut add = |size: (u32, u32)| same &= *first.get_or_insert(size) == size;
+        let mut add = |size: (u32, u32)| is_common &= *first.get_or_insert(size) == size;
         match &split.samples {
             Samples::Memory { width, height, .. } => add((*width, *height)),
             Samples::Listed(listing) => (0..listing.len()).for_each(|i| add(listing.dimensions(i))),
@@ -58,7 +58,7 @@ pub(super) fn common_size(catalog: &Catalog, skipped: &[String]) -> Result<Optio
             return Err(no_readable_picture(&split.name, skipped));
         }
     }
-    Ok(first.filter(|_| same))
+    Ok(first.filter(|_| is_common))
 }
 
 fn no_readable_picture(split: &str, skipped: &[String]) -> DataError {
@@ -78,8 +78,8 @@ fn decode(files: &Listing, index: usize, square: Option<u32>) -> Result<Vec<u8>,
     })
 }
 
-/// Opens the splits. The split that contains the validation pictures has the identity of each picture. Splits that fit in
-/// `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
+/// Opens the splits. Identities are computed only for the pictures of the split that contains the validation pictures. Splits that fit
+/// in `max_cached_bytes` bytes are decoded, unless each step needs whole pictures (`needs_whole`).
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common_size: Option<(u32, u32)>,

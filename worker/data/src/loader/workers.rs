@@ -24,7 +24,7 @@ pub(super) enum Work {
 
 #[derive(Debug)]
 pub(super) struct Workers {
-    /// `None`: the calling thread does the work.
+    /// The threads that decode. `None` if the calling thread does all work.
     pool: Option<ThreadPool>,
     /// For work that must not wait for decoding on CPU cores: reading files for a device, and completing the device's
     /// pictures.
@@ -36,7 +36,7 @@ pub(super) struct Workers {
 impl Workers {
     /// Starts no threads. Up to `callers` calling threads do the work themselves.
     pub(super) fn without_threads(callers: usize) -> Self {
-        Self { pool: None, side_pool: None, scratch: scratch(callers) }
+        Self { pool: None, side_pool: None, scratch: new_scratch(callers) }
     }
 
     /// Starts `threads` threads, and half as many for [`Work::AroundDevice`] if a device decodes.
@@ -50,10 +50,10 @@ impl Workers {
         };
         let side_threads = threads.div_ceil(2);
         let side_pool = has_device.then(|| pool(side_threads)).transpose()?;
-        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + side_threads) })
+        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: new_scratch(threads + side_threads) })
     }
 
-    /// `None`: the calling thread does the work.
+    /// The threads that do `work`. `None` if the calling thread does it.
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {
             Work::Decoding => self.pool.as_ref(),
@@ -64,7 +64,7 @@ impl Workers {
     /// Calls `make` with each of `numbers`, and returns the results in this order.
     ///
     /// # Errors
-    /// The first error in the order of `numbers`, whichever occurred first.
+    /// Of several errors, the first in the order of `numbers`.
     pub(super) fn map<T: Send>(
         &self,
         work: Work,
@@ -73,18 +73,18 @@ impl Workers {
     ) -> Result<Vec<T>, DataError> {
         match self.threads(work) {
             None => {
-                let mut scratch = self.scratch();
+                let mut scratch = self.lock_scratch();
                 numbers.iter().map(|number| make(*number, &mut scratch)).collect()
             }
             Some(pool) => pool.install(|| {
                 let all = numbers.par_iter().with_max_len(1);
-                let made: Vec<_> = all.map(|number| make(*number, &mut self.scratch())).collect();
+                let made: Vec<_> = all.map(|number| make(*number, &mut self.lock_scratch())).collect();
                 made.into_iter().collect()
             }),
         }
     }
 
-    fn scratch(&self) -> MutexGuard<'_, Scratch> {
+    fn lock_scratch(&self) -> MutexGuard<'_, Scratch> {
         let own = rayon::current_thread_index().unwrap_or(0) % self.scratch.len();
         let others = (0..self.scratch.len()).map(|i| &self.scratch[(own + i) % self.scratch.len()]);
         let free = others.into_iter().find_map(|scratch| scratch.try_lock().ok());
@@ -92,6 +92,6 @@ impl Workers {
     }
 }
 
-fn scratch(count: usize) -> Vec<Mutex<Scratch>> {
+fn new_scratch(count: usize) -> Vec<Mutex<Scratch>> {
     (0..count.max(1)).map(|_| Mutex::default()).collect()
 }

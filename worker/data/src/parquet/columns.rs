@@ -52,7 +52,7 @@ pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
             with_columns("has no unambiguous column of classes (called label, of whole numbers or text)")
         })?;
     let names = match features.as_ref().map(|features| &features[top_name(all[label])]["names"]) {
-        Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
+        Some(Value::Array(names)) if is_class(all[label]) => Some(class_names(names)?),
         _ => None,
     };
     Ok(Columns { picture, label, names })
@@ -137,7 +137,7 @@ fn features(metadata: &FileMetaData) -> Result<Option<Value>, String> {
     Ok(parsed.get("info").and_then(|info| info.get("features")).cloned())
 }
 
-fn texts(names: &[Value]) -> Result<Vec<String>, String> {
+fn class_names(names: &[Value]) -> Result<Vec<String>, String> {
     if names.len() > MAX_CLASSES as usize {
         return Err(format!("names {} classes; at most {MAX_CLASSES} are allowed", names.len()));
     }

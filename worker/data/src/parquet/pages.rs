@@ -47,14 +47,14 @@ impl std::error::Error for TooLarge {}
 pub(super) struct Pages {
     source: Arc<Source>,
     /// Whether an offset index tells where pages are. Pages are then read together with their headers.
-    indexed: bool,
-    gzip: bool,
+    has_offset_index: bool,
+    is_gzip: bool,
     max_bytes: u64,
 }
 
 impl Pages {
-    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, max_bytes: u64) -> Self {
-        Self { source, indexed, gzip, max_bytes }
+    pub(super) fn new(source: Arc<Source>, has_offset_index: bool, is_gzip: bool, max_bytes: u64) -> Self {
+        Self { source, has_offset_index, is_gzip, max_bytes }
     }
 
     /// Decompresses gzip data to its end, whatever a header says. The stream follows the page header and, in pages of
@@ -97,8 +97,8 @@ impl ChunkReader for Pages {
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
         let bytes = self.source.get_bytes(start, length)?;
-        let header = if self.indexed { check_header(&bytes, self.max_bytes) } else { Ok(()) };
-        let checked = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
+        let header = if self.has_offset_index { check_header(&bytes, self.max_bytes) } else { Ok(()) };
+        let checked = if self.is_gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
         checked.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
         Ok(bytes)
     }

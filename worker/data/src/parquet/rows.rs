@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use std::{path::Path, sync::Arc};
 
 /// Number of rows that are read at once.
-const BATCH: usize = 256;
+const BATCH_ROWS: usize = 256;
 
 pub(super) const NO_PICTURE: &str =
     "has no picture: its bytes are null, and paths are not followed; write the pictures into the file";
@@ -64,10 +64,10 @@ impl ParquetFile {
         let mut labels =
             guard(|| Ok(get_column_reader(label, self.pages(source, group, self.columns.label)?)))?;
         while row < end {
-            let count = (end - row).min(BATCH as u64) as usize;
+            let count = (end - row).min(BATCH_ROWS as u64) as usize;
             let batch = guard(|| {
-                let pictures = next(&mut pictures, count)?;
-                Ok((pictures, next_labels(&mut labels, count)?))
+                let pictures = read_values(&mut pictures, count)?;
+                Ok((pictures, read_labels(&mut labels, count)?))
             })?;
             let numbered = (row..).zip(batch.0).zip(batch.1).collect::<Vec<_>>();
             let inspected: Vec<Entry> =
@@ -79,8 +79,8 @@ impl ParquetFile {
     }
 }
 
-/// The next `count` values. A value is `None` if it is null.
-pub(super) fn next<T: DataType>(
+/// Reads the next `count` values. A value is `None` if it is null.
+pub(super) fn read_values<T: DataType>(
     column: &mut ColumnReaderImpl<T>,
     count: usize,
 ) -> Result<Vec<Option<T::T>>, ParquetError> {
@@ -99,7 +99,7 @@ pub(super) fn next<T: DataType>(
     Ok(levels.iter().map(|level| if *level == level_of_values { values.next() } else { None }).collect())
 }
 
-fn next_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<String>>, ParquetError> {
+fn read_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<String>>, ParquetError> {
     let number = |value: i64| (value >= 0).then(|| value.to_string());
     let text = |value: ByteArray| {
         let text = std::str::from_utf8(value.data())
@@ -110,13 +110,13 @@ fn next_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<Str
     };
     Ok(match column {
         ColumnReader::Int32ColumnReader(column) => {
-            next(column, count)?.into_iter().map(|value| number(value?.into())).collect()
+            read_values(column, count)?.into_iter().map(|value| number(value?.into())).collect()
         }
         ColumnReader::Int64ColumnReader(column) => {
-            next(column, count)?.into_iter().map(|value| number(value?)).collect()
+            read_values(column, count)?.into_iter().map(|value| number(value?)).collect()
         }
         ColumnReader::ByteArrayColumnReader(column) => {
-            next::<ByteArrayType>(column, count)?.into_iter().map(|value| text(value?)).collect()
+            read_values::<ByteArrayType>(column, count)?.into_iter().map(|value| text(value?)).collect()
         }
         _ => return Err(ParquetError::General("a column of classes of another type".into())),
     })

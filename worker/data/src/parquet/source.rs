@@ -15,7 +15,7 @@ use std::{
 /// Number of bytes read for a page header.
 const HEADER_BYTES: usize = 4 << 10;
 
-/// Unlike `parquet`'s own file reader, this source has no file offset that threads share.
+/// A file and its size in bytes. Unlike in `parquet`'s own file reader, threads share no file offset.
 pub(super) struct Source {
     file: Arc<File>,
     size: u64,

@@ -8,7 +8,7 @@
 use super::{
     MAX_BYTES, PictureRef, format_of,
     jpeg::{CpuDecodeReason, Frame, Stored},
-    not_a_picture_detail, too_large, whole,
+    not_a_picture_detail, size_refusal, whole,
 };
 use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use jpeg_decoder::PixelFormat;
@@ -76,7 +76,7 @@ fn jpeg_header(bytes: &[u8]) -> Result<Header<'_>, String> {
     }
     let Frame { mut width, mut height, exif, .. } = frame;
     let side = |length: u32, shift: u32| length.div_ceil(1 << shift);
-    let fits = |shift: &u32| too_large(side(width, *shift), side(height, *shift)).is_none();
+    let fits = |shift: &u32| size_refusal(side(width, *shift), side(height, *shift)).is_none();
     let shift = (0..=3).find(fits).filter(|_| frame.is_sequential()).unwrap_or(0);
     let body = if shift == 0 && frame.is_decoded_by_zune() {
         let options = DecoderOptions::default()
@@ -95,7 +95,7 @@ fn jpeg_header(bytes: &[u8]) -> Result<Header<'_>, String> {
         (width, height) = (scaled.0.into(), scaled.1.into());
         Body::RareJpeg(Box::new(decoder))
     };
-    if let Some(words) = too_large(width, height) {
+    if let Some(words) = size_refusal(width, height) {
         return Err(format!("{words}: save it as baseline JPEG, which is scaled down as it is read"));
     }
     Ok(Header { format: ImageFormat::Jpeg, width, height, orientation: orientation(exif), body })
@@ -138,7 +138,7 @@ fn other_header(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String>
         _ => cannot_be_decoded(error),
     })?;
     let (width, height) = decoder.dimensions();
-    if let Some(words) = too_large(width, height) {
+    if let Some(words) = size_refusal(width, height) {
         return Err(format!(
             "{words}: scale it down, or save it as baseline JPEG, which is scaled down as it is read"
         ));

@@ -179,7 +179,7 @@ impl<'a> Frame<'a> {
                     let count = usize::from(*segment.first().ok_or(CpuDecodeReason::Damaged)?);
                     frame.scan = segment.get(1..1 + 2 * count).ok_or(CpuDecodeReason::Damaged)?;
                     frame.data = at;
-                    // The same decision as in libjpeg and `zune-jpeg`.
+                    // Whether libjpeg and whether `zune-jpeg` take three channels for RGB, and four for CMYK.
                     let is_named_rgb = frame.channels.iter().step_by(3).eq(b"RGB");
                     let (as_libjpeg, as_zune) = match (frame.channels.len() / 3, adobe) {
                         (4, _) => (adobe.is_none_or(|transform| transform == 0), adobe != Some(2)),

@@ -29,7 +29,7 @@ impl ScaleTable {
         let radius = scale.max(1.0);
         let inverse_radius = 1.0 / radius;
         let max_taps = radius.ceil() as usize * 2 + 1;
-        // The first input and the weights of each output.
+        // The first input, the number of inputs and the weights of each output.
         let (mut starts, mut counts) = (Vec::with_capacity(to as usize), Vec::with_capacity(to as usize));
         let mut weights = Vec::with_capacity(to as usize * max_taps);
         for out in 0..to {

@@ -11,19 +11,19 @@ pub(super) fn has_end_marker(format: ImageFormat) -> bool {
     matches!(format, ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)
 }
 
-/// False if the picture is certainly truncated.
+/// Whether the picture is complete according to its markers. True for formats without an end marker.
 pub(super) fn is_whole(format: ImageFormat, bytes: &[u8]) -> bool {
     match format {
-        ImageFormat::Jpeg => jpeg(bytes),
-        ImageFormat::Png => png(bytes),
-        ImageFormat::WebP => webp(bytes),
+        ImageFormat::Jpeg => is_whole_jpeg(bytes),
+        ImageFormat::Png => is_whole_png(bytes),
+        ImageFormat::WebP => is_whole_webp(bytes),
         _ => true,
     }
 }
 
 /// Follows the markers (ITU-T T.81, annex B) to "end of image". A segment is skipped by its length, so that the end
 /// of a thumbnail does not count. Between segments is the data of a scan, which contains only restart markers.
-fn jpeg(bytes: &[u8]) -> bool {
+fn is_whole_jpeg(bytes: &[u8]) -> bool {
     // After "start of image".
     let mut at = 2;
     while let Some(offset) = bytes.get(at..).and_then(|rest| rest.iter().position(|b| *b == 0xff)) {
@@ -47,7 +47,7 @@ fn jpeg(bytes: &[u8]) -> bool {
 }
 
 /// Follows the chunks (ISO/IEC 15948, section 5.3) to the last chunk, which must be complete.
-fn png(bytes: &[u8]) -> bool {
+fn is_whole_png(bytes: &[u8]) -> bool {
     let mut at = 8;
     while let Some(head) = bytes.get(at..at + 8) {
         let length = u32::from_be_bytes([head[0], head[1], head[2], head[3]]) as usize;
@@ -61,7 +61,7 @@ fn png(bytes: &[u8]) -> bool {
 }
 
 /// Compares the length with the header (RFC 9649, section 2.4).
-fn webp(bytes: &[u8]) -> bool {
+fn is_whole_webp(bytes: &[u8]) -> bool {
     let size = bytes.get(4..8).map(|s| u32::from_le_bytes([s[0], s[1], s[2], s[3]]));
     size.is_some_and(|size| size as usize + 8 <= bytes.len())
 }
@@ -103,9 +103,9 @@ mod tests {
         let thumbnail = encode(ImageFormat::Jpeg);
         let length = u16::try_from(thumbnail.len() + 2).unwrap().to_be_bytes();
         let with_thumbnail = [&whole[..2], &[0xff, 0xe1], &length, &thumbnail, &whole[2..]].concat();
-        assert!(jpeg(&with_thumbnail));
-        assert!(!jpeg(&with_thumbnail[..with_thumbnail.len() - 2]));
+        assert!(is_whole_jpeg(&with_thumbnail));
+        assert!(!is_whole_jpeg(&with_thumbnail[..with_thumbnail.len() - 2]));
         // A truncated picture, followed by another complete picture.
-        assert!(!jpeg(&[&whole[..whole.len() / 2], &whole[..]].concat()));
+        assert!(!is_whole_jpeg(&[&whole[..whole.len() / 2], &whole[..]].concat()));
     }
 }

@@ -18,13 +18,13 @@ pub(super) const WINDOW: usize = 1024;
 /// `per_shard` pictures.
 pub(super) fn shuffle(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
     if listing.has_parquet_rows() {
-        in_runs(split, listing.len(), per_shard.max(1) as usize)
+        shuffle_runs(split, listing.len(), per_shard.max(1) as usize)
     } else {
         Random::new(&[ORDER_SEED, split as u64]).permutation(listing.len())
     }
 }
 
-fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
+fn shuffle_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     let runs = Random::new(&[ORDER_SEED, split as u64]).permutation(count.div_ceil(RUN));
     let run = |index: u32| {
         let first = index as usize * RUN;
@@ -52,15 +52,15 @@ mod tests {
     #[test]
     fn each_row_occurs_once_in_random_order_and_windows_have_whole_runs() {
         for (count, per_shard) in [(1, 1), (63, 7), (20_000, 5000), (20_001, 20_001)] {
-            let order = in_runs(0, count, per_shard);
+            let order = shuffle_runs(0, count, per_shard);
             let mut sorted = order.clone();
             sorted.sort_unstable();
             assert!(sorted.into_iter().eq(0..count as u32));
-            assert_eq!(in_runs(0, count, per_shard), order, "the same in every copy");
+            assert_eq!(shuffle_runs(0, count, per_shard), order, "the same in every copy");
             if count < 1000 {
                 continue;
             }
-            assert_ne!(in_runs(1, count, per_shard), order);
+            assert_ne!(shuffle_runs(1, count, per_shard), order);
             // Neighbours in the copy are rarely close in the split.
             let near = order.windows(2).filter(|two| two[0].abs_diff(two[1]) < RUN as u32).count();
             assert!(near < count / 4, "{near} of {count}");

@@ -2,7 +2,7 @@
 
 use super::DataError;
 use crate::{
-    copy::{Finished, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED, VERSION, is_of_another_version},
+    copy::{FinishedShard, MAX_BYTES, PREPARED, Plan, Record, UNFINISHED, VERSION, is_of_another_version},
     pattern,
 };
 use lockstep_host::{files, write_atomically};
@@ -91,8 +91,8 @@ impl Destination {
         if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
             return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
         }
-        let begun = [UNFINISHED, PREPARED].into_iter().find(|name| dir.join(name).exists());
-        let record = match begun {
+        let record_name = [UNFINISHED, PREPARED].into_iter().find(|name| dir.join(name).exists());
+        let record = match record_name {
             Some(name) => {
                 let bytes = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
                 if is_of_another_version(&bytes) {
@@ -117,7 +117,7 @@ impl Destination {
             }
         };
         let destination = Self { dir, record, _lock: lock };
-        if begun.is_none() {
+        if record_name.is_none() {
             destination.save()?;
         }
         Ok(destination)
@@ -128,7 +128,7 @@ impl Destination {
     }
 
     /// The record of a shard, if the shard exists and is complete.
-    pub(super) fn find_finished(&self, file: &str) -> Option<Finished> {
+    pub(super) fn find_finished(&self, file: &str) -> Option<FinishedShard> {
         let found = self.record.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
         let has_size = shard.metadata().is_ok_and(|status| status.is_file() && status.len() == found.bytes);
@@ -136,7 +136,7 @@ impl Destination {
         (has_size && has_checksum()).then(|| found.clone())
     }
 
-    pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
+    pub(super) fn add(&mut self, file: &str, shard: FinishedShard) -> Result<(), DataError> {
         self.record.shards.insert(file.to_owned(), shard);
         self.save()
     }

@@ -6,7 +6,7 @@ use super::{
     record::sample_checksum,
     unread_detail,
 };
-use crate::{DataError, copy::Finished, listing::Listing, loader::replaced::too_many};
+use crate::{DataError, copy::FinishedShard, listing::Listing, loader::replaced::too_many};
 use lockstep_host::files;
 use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
 use rayon::prelude::*;
@@ -51,7 +51,7 @@ impl Task<'_> {
         settings: &PrepareSettings,
         left_out: usize,
         report: &impl Fn(usize),
-    ) -> Result<Finished, DataError> {
+    ) -> Result<FinishedShard, DataError> {
         let (path, temporary) = (to.join(self.file), to.join(format!("{}.part", self.file)));
         let written = self.write_temporary(&temporary, settings, left_out, report).and_then(|finished| {
             fs::rename(&temporary, &path).map_err(|error| cannot_be_written(&path, &error))?;
@@ -70,11 +70,11 @@ impl Task<'_> {
         settings: &PrepareSettings,
         left_out: usize,
         report: &impl Fn(usize),
-    ) -> Result<Finished, DataError> {
+    ) -> Result<FinishedShard, DataError> {
         let unwritten = |error: io::Error| cannot_be_written(path, &error);
         let file = File::create(path).map_err(unwritten)?;
         let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
-        let mut finished = Finished::default();
+        let mut finished = FinishedShard::default();
         let (mut waiting, mut done) = (Vec::new(), 0);
         let at_once = if self.listing.has_parquet_rows() {
             WINDOW
@@ -85,7 +85,7 @@ impl Task<'_> {
             let first = self.first + done;
             let (made, written) = rayon::join(
                 || self.make(chunk, first, settings),
-                || append(&mut tar, std::mem::take(&mut waiting)),
+                || append_samples(&mut tar, std::mem::take(&mut waiting)),
             );
             written.map_err(unwritten)?;
             for sample in made {
@@ -112,7 +112,7 @@ impl Task<'_> {
             done += chunk.len();
             report(done);
         }
-        append(&mut tar, waiting).map_err(unwritten)?;
+        append_samples(&mut tar, waiting).map_err(unwritten)?;
         let written =
             tar.into_inner().and_then(|file| file.into_inner().map_err(io::IntoInnerError::into_error));
         let file = written.map_err(unwritten)?;
@@ -150,15 +150,15 @@ impl Task<'_> {
     }
 }
 
-fn append(tar: &mut tar::Builder<BufWriter<File>>, samples: Vec<Sample>) -> io::Result<()> {
+fn append_samples(tar: &mut tar::Builder<BufWriter<File>>, samples: Vec<Sample>) -> io::Result<()> {
     for (number, label, picture) in samples {
-        member(tar, &format!("{number:09}.jpg"), &picture)?;
-        member(tar, &format!("{number:09}.cls"), label.to_string().as_bytes())?;
+        append_member(tar, &format!("{number:09}.jpg"), &picture)?;
+        append_member(tar, &format!("{number:09}.cls"), label.to_string().as_bytes())?;
     }
     Ok(())
 }
 
-fn member(tar: &mut tar::Builder<BufWriter<File>>, name: &str, content: &[u8]) -> io::Result<()> {
+fn append_member(tar: &mut tar::Builder<BufWriter<File>>, name: &str, content: &[u8]) -> io::Result<()> {
     // No owner and no time, so that the same pictures give the same bytes.
     let mut header = tar::Header::new_ustar();
     header.set_mode(0o644);

@@ -20,7 +20,7 @@ impl Classes {
 }
 
 /// The class names stored in the files, which must be equal in all files.
-pub(super) fn class_names<'a>(
+pub(super) fn common_class_names<'a>(
     root: &Path,
     mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
 ) -> Result<Option<Vec<String>>, DataError> {
@@ -46,7 +46,7 @@ pub(super) fn is_negative(label: &str) -> bool {
 /// If all labels are numbers (outside the training split, negative numbers are ignored), classes are numbered, and
 /// named by `names` or `classes.txt` if either exists. Otherwise the classes are the names in the training split, in
 /// alphabetical order.
-pub(super) fn classes(
+pub(super) fn find_classes(
     root: &Path,
     names: Option<Vec<String>>,
     splits: &BTreeMap<&str, SplitContents>,

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
 
-/// The kinds of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Tar,
@@ -43,8 +42,8 @@ impl Kind {
 }
 
 /// Whether a folder contains only compressed shards.
-pub(crate) fn only_compressed(dir: &Path) -> bool {
-    contents(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
+pub(crate) fn has_only_compressed(dir: &Path) -> bool {
+    list_contents(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
 }
 
 /// Usual extensions of compressed archives.
@@ -70,7 +69,7 @@ pub(super) struct FolderContents {
     pub(super) unread: Vec<BrokenFile>,
 }
 
-pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String> {
+pub(super) fn list_contents(kind: Kind, dir: &Path) -> Result<FolderContents, String> {
     let is_shard = |path: &Path| Kind::of(path) == Some(kind);
     // Parquet files are compressed internally.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
@@ -124,6 +123,6 @@ pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
 }
 
 /// Whether shards whose names begin with `name` are read as the split `name`.
-pub(crate) fn names_split(name: &str) -> bool {
+pub(crate) fn is_split_prefix(name: &str) -> bool {
     split_in_path(Path::new(name)) == Some(name)
 }

@@ -41,7 +41,7 @@ pub(super) fn read_members(path: &Path) -> Members {
             return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
         }
     };
-    let (mut samples, end) = samples(&file, size);
+    let (mut samples, end) = read_samples(&file, size);
     report_scattered(&mut samples);
     let (shard_error, is_transient) = match end {
         End::Whole => (None, false),
@@ -79,7 +79,7 @@ struct Sample {
     broken: Option<String>,
 }
 
-fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
+fn read_samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     let mut samples: Vec<Sample> = Vec::new();
     let mut archive = tar::Archive::new(file);
     let members = match archive.entries_with_seek() {
@@ -100,10 +100,8 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         };
         let kind = member.header().entry_type();
         // For a sparse file, only the stored bytes count.
-        let length = match kind.is_gnu_sparse() {
-            true => member.header().entry_size().unwrap_or(0),
-            false => member.size(),
-        };
+        let length =
+            if kind.is_gnu_sparse() { member.header().entry_size().unwrap_or(0) } else { member.size() };
         let offset = member.raw_file_position();
         let name = member.path_bytes().into_owned();
         if name.len() > MEMBER_NAME_BYTES {
@@ -141,7 +139,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             samples.push(Sample { key, ..Sample::default() });
         }
         if let Some(sample) = samples.last_mut() {
-            let read = |limit: u64| text(&mut member, length, limit);
+            let read = |limit: u64| read_text(&mut member, length, limit);
             if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unusable, read) {
                 return (samples, End::Unread(error));
             }
@@ -155,12 +153,12 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         Err(error) => return (samples, End::Unread(error)),
     }
-    match (size, end + BLOCK_BYTES > size) {
-        (0, _) => (samples, End::Damaged("is empty".into())),
-        (_, true) => {
-            (samples, End::Damaged("ends without a tar's closing blocks: it is cut off; get it again".into()))
-        }
-        _ => (samples, End::Whole),
+    if size == 0 {
+        (samples, End::Damaged("is empty".into()))
+    } else if end + BLOCK_BYTES > size {
+        (samples, End::Damaged("ends without a tar's closing blocks: it is cut off; get it again".into()))
+    } else {
+        (samples, End::Whole)
     }
 }
 
@@ -222,7 +220,7 @@ fn split_name(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
 }
 
 /// The text of a short member. `None` if it is longer than `limit` or not UTF-8.
-fn text(member: &mut impl Read, length: u64, limit: u64) -> io::Result<Option<String>> {
+fn read_text(member: &mut impl Read, length: u64, limit: u64) -> io::Result<Option<String>> {
     if length > limit {
         return Ok(None);
     }

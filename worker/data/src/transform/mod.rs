@@ -32,7 +32,7 @@ pub(super) struct Transform {
     pub(super) side: usize,
     /// The first step of the training transform.
     pub(super) crop: Crop,
-    /// In evaluation, the length of the short side before the centre crop. `None`: pictures are scaled as a whole.
+    /// In evaluation, the length of the short side before the centre crop. `None` if pictures are scaled as a whole.
     pub(super) resize: Option<u32>,
     /// Whether the border of a padded crop mirrors the picture; else it is black.
     pub(super) reflects: bool,

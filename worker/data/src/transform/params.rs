@@ -40,7 +40,7 @@ pub(crate) struct AugmentParams {
 }
 
 impl AugmentParams {
-    /// `epoch` counts from 0, and `position` is the picture's position in its split.
+    /// Draws the augmentation of the picture at `position` in its split, in `epoch` (from 0).
     pub(crate) fn new(transform: &Transform, epoch: u32, position: u64) -> Self {
         let stream = |purpose: u64| Random::new(&[transform.seed, purpose, u64::from(epoch), position]);
         let mut random = stream(CROP_AND_FLIP);
@@ -58,7 +58,7 @@ impl AugmentParams {
         }
         flip &= transform.horizontal_flip;
         let vertical_flip = transform.vertical_flip && stream(VERTICAL_FLIP).below(2) == 1;
-        let mut ops = color_jitter(transform.color_jitter, &mut stream(COLOR_JITTER));
+        let mut ops = draw_color_jitter(transform.color_jitter, &mut stream(COLOR_JITTER));
         if let Some(policy) = transform.augment {
             ops.extend(policy.draw(&mut stream(AUTO_AUGMENT), transform.side));
         }
@@ -84,7 +84,7 @@ impl AugmentParams {
 
 /// torchvision's `ColorJitter`: up to four changes in random order. Factors are between 1 - `strength` (at least 0)
 /// and 1 + `strength`; the hue changes by at most its strength.
-fn color_jitter(strengths: [f64; 4], random: &mut Random) -> Vec<Op> {
+fn draw_color_jitter(strengths: [f64; 4], random: &mut Random) -> Vec<Op> {
     let order = random.permutation(strengths.len());
     let mut ops = Vec::new();
     let around_one =

@@ -27,7 +27,7 @@ impl Pipeline {
                 let is_cropped = padding > 0 || params.flip;
                 let is_scaled = height != side || width != side;
                 if is_cropped {
-                    self.padded_crop(transform, padding, picture.pixels, params);
+                    self.crop_padded(transform, padding, picture.pixels, params);
                 }
                 let cropped = if is_cropped { &self.cropped } else { picture.pixels };
                 if !is_scaled && !transform.changes_after_crop() {
@@ -84,7 +84,7 @@ impl Pipeline {
     }
 
     /// Copies the window of the padded picture that `params` determine to `cropped`, flipped if `params.flip`.
-    fn padded_crop(&mut self, transform: &Transform, padding: usize, pixels: &[u8], params: &AugmentParams) {
+    fn crop_padded(&mut self, transform: &Transform, padding: usize, pixels: &[u8], params: &AugmentParams) {
         let Transform { height, width, channels, .. } = *transform;
         let AugmentParams { top, left, flip, .. } = *params;
         self.cropped.clear();
@@ -119,7 +119,7 @@ impl Pipeline {
 }
 
 /// Copies a window of the size of `picture` (height, width, channels) that is shifted by `down` and `right` pixels, mirrored left to
-/// right with `flip`. Beyond its border the picture is mirrored, as in PyTorch's `reflect` padding. A shift must be less than the
+/// right if `flip`. Beyond its border the picture is mirrored, as in PyTorch's `reflect` padding. A shift must be less than the
 /// picture's side.
 pub(crate) fn reflected_window<T: Copy>(
     picture: &[T],

@@ -76,10 +76,10 @@ impl Executor {
             let x = &self.current.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
             let keep = second.is_some() || shortcut.is_some();
-            let mask = match (relu, shortcut) {
-                (false, _) => Mask::None,
-                (true, None) => Mask::Input,
-                (true, Some(_)) => Mask::Output(&self.current.activations[*output][..len(*output)]),
+            let mask = match shortcut {
+                _ if !relu => Mask::None,
+                None => Mask::Input,
+                Some(_) => Mask::Output(&self.current.activations[*output][..len(*output)]),
             };
             // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
             let mut sums = vec![0.0; 2 * gamma.len()];
@@ -89,7 +89,7 @@ impl Executor {
             }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
             if self.config.sync_batch_norm && !frozen {
-                self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
+                self.reducer.sum_statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
             let values_per_channel =
                 if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.stat_pictures) };

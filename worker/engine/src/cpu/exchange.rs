@@ -31,7 +31,7 @@ impl Region {
     }
 
     /// Calls `visit` with the range, in this box's values, of each contiguous run of values of `inner`, a box inside this one.
-    fn runs(&self, inner: &Self, mut visit: impl FnMut(Range<usize>)) {
+    fn for_each_run(&self, inner: &Self, mut visit: impl FnMut(Range<usize>)) {
         if inner.len() == 0 {
             return;
         }
@@ -52,7 +52,7 @@ impl Region {
 /// Rank `r` of `group` has the region `from[r]` and gets the region `to[r]`. A value that several ranks have is summed over these
 /// ranks. `x` has the values of this rank's `from` region; `y` is overwritten with those of its `to` region.
 ///
-/// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
+/// In each round every rank exchanges with at most one other rank, so there are no chains of waiting ranks.
 pub(super) fn exchange(
     group: &Group,
     (from, to): (&[Region], &[Region]),
@@ -67,7 +67,7 @@ pub(super) fn exchange(
         let (outgoing, incoming) = (from[rank].intersection(&to[peer]), from[peer].intersection(&to[rank]));
         let send = |buffer: &mut Vec<f32>| {
             buffer.clear();
-            from[rank].runs(&outgoing, |range| buffer.extend_from_slice(&x[range]));
+            from[rank].for_each_run(&outgoing, |range| buffer.extend_from_slice(&x[range]));
             if peer == rank { Ok(()) } else { group.send((&*buffer).into(), peer as u32) }
         };
         if rank <= peer {
@@ -79,7 +79,7 @@ pub(super) fn exchange(
             send(&mut buffer)?;
         }
         let mut values = if peer == rank { &buffer[..] } else { &received[..] };
-        to[rank].runs(&incoming, |range| {
+        to[rank].for_each_run(&incoming, |range| {
             let (run, rest) = values.split_at(range.len());
             y[range].iter_mut().zip(run).for_each(|(y, v)| *y += v);
             values = rest;

@@ -297,7 +297,7 @@ impl Executor {
     /// gradients, so the sample includes the labels of all ranks and of all micro-batches.
     pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
         let loss = &self.config.loss;
-        if !loss.samples() {
+        if !loss.samples_classes() {
             return Ok(None);
         }
         let labels = batches.iter().flat_map(|batch| batch.labels.iter().chain(&batch.mixed_labels));
@@ -308,7 +308,8 @@ impl Executor {
         }
         let own = self.own_classes();
         let order = Order::new(loss.seed, self.state.updates, own.start, own.len());
-        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|index| order.class(index)).collect();
+        let mut rows: Vec<u32> =
+            (0..loss.drawn_count(own.len()) as u32).map(|index| order.class(index)).collect();
         let labels = gathered.iter().flat_map(|labels| labels.as_chunks::<4>().0);
         let labels = labels.map(|label| u32::from_le_bytes(*label) as usize);
         rows.extend(labels.filter(|label| own.contains(label)).map(|label| (label - own.start) as u32));

@@ -63,7 +63,9 @@ impl Executor {
                 let [from, to] = [*input, *output].map(|tensor| self.network.placement(tensor));
                 self.redistribute(*input, (from, to), x(*input), y)?;
             }
-            FusedOp::Halo { input, lowest, .. } => self.halo(*input, op.output(), *lowest, x(*input), y)?,
+            FusedOp::Halo { input, lowest, .. } => {
+                self.exchange_halo(*input, op.output(), *lowest, x(*input), y)?
+            }
             FusedOp::MeanOfRows { input, .. } => self.mean_of_rows(*input, x(*input), y)?,
             _ if pictures == 0 => {}
             FusedOp::GlobalAveragePool { input, .. } if shapes[*input].is_empty() => y.fill(0.0),
@@ -133,7 +135,7 @@ impl Executor {
                     sums = batch_norm::sums(x(*input), channels);
                 }
                 if self.config.sync_batch_norm {
-                    self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
+                    self.reducer.sum_statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
                 let count = self.statistics_count(*input, stat_pictures);
                 if count == 0.0 {
@@ -176,7 +178,8 @@ impl Executor {
         x: &[f32],
         y: &mut [f32],
     ) -> Result<(), EngineError> {
-        let (Some(groups), true) = (&self.groups, self.current.pictures.total() > 0) else { return Ok(()) };
+        let groups = self.groups.as_ref().filter(|_| self.current.pictures.total() > 0);
+        let Some(groups) = groups else { return Ok(()) };
         let shape = self.network.tensors[tensor];
         let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
         Ok(self.current.pictures.redistribute(&groups.model, placements, shape, x, y)?)
@@ -211,7 +214,7 @@ impl Executor {
 
     /// Fetches from other ranks the rows of `input` that this rank's windows reach. Rows outside the picture become 0, or
     /// minus infinity if `lowest`.
-    fn halo(
+    fn exchange_halo(
         &self,
         input: TensorId,
         output: TensorId,

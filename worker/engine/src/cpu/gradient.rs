@@ -38,16 +38,15 @@ impl Executor {
         match self.state.gradient(bucket) {
             Bucket::F32(values) => {
                 let out = &mut values[range];
-                match (pictures, micro_batch.is_first) {
-                    (0, true) => out.fill(0.0),
-                    (0, false) => {}
-                    (_, true) => compute(0..pictures, out, &mut self.scratch),
-                    (_, false) => {
-                        let mut part = self.pool.alloc(out.len());
-                        compute(0..pictures, &mut part, &mut self.scratch);
-                        sums::add(out, &part);
-                        self.pool.free(part);
-                    }
+                if micro_batch.is_first && pictures == 0 {
+                    out.fill(0.0);
+                } else if micro_batch.is_first {
+                    compute(0..pictures, out, &mut self.scratch);
+                } else if pictures > 0 {
+                    let mut part = self.pool.alloc(out.len());
+                    compute(0..pictures, &mut part, &mut self.scratch);
+                    sums::add(out, &part);
+                    self.pool.free(part);
                 }
             }
             Bucket::F64(values) => {

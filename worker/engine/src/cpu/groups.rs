@@ -17,14 +17,14 @@ pub(super) struct Group {
     comm: Arc<dyn ProcessGroup>,
     ranks: Arc<[u32]>,
     /// Nanoseconds spent in calls since the last [`Group::take_waited`].
-    waited: Arc<AtomicU64>,
+    waited_ns: Arc<AtomicU64>,
 }
 
 impl Group {
     /// The group of all of the job's ranks.
     pub(super) fn of_all_ranks(comm: Arc<dyn ProcessGroup>) -> Self {
         let ranks = (0..comm.size()).collect();
-        Self { comm, ranks, waited: Arc::default() }
+        Self { comm, ranks, waited_ns: Arc::default() }
     }
 
     /// This process's rank in the group.
@@ -55,7 +55,7 @@ impl Group {
 
     /// Time spent in this group's calls since the last call of this function.
     pub(super) fn take_waited(&self) -> Duration {
-        Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
+        Duration::from_nanos(self.waited_ns.swap(0, Ordering::Relaxed))
     }
 
     /// Makes a call of the group, and counts its time.
@@ -65,7 +65,7 @@ impl Group {
     ) -> Result<T, CommError> {
         let began = Instant::now();
         let result = call(self.comm.as_ref());
-        self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.waited_ns.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         result.map_err(|error| error.in_parent(&self.ranks))
     }
 }
@@ -147,7 +147,7 @@ impl Groups {
         let split_by = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
-            Ok(Group { comm: all.split(own as u32)?, ranks, waited: Arc::default() })
+            Ok(Group { comm: all.split(own as u32)?, ranks, waited_ns: Arc::default() })
         };
         let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
         let stage = |rank| mesh.stage_rank(rank);
@@ -155,7 +155,7 @@ impl Groups {
             let data =
                 split_by(&|rank| (stage(rank) * mesh.height + height(rank)) * mesh.model + model(rank))?;
             let with_model = split_by(&|rank| stage(rank) * mesh.height + height(rank))?;
-            // With a single rank on the axis `height`, both groups are the same.
+            // With a single rank on the axis `height`, groups with and without this axis are the same.
             Ok(ByAxes(Arc::new(match mesh.height {
                 1 => [data.clone(), with_model.clone(), data, with_model],
                 _ => [

@@ -131,7 +131,6 @@ impl Layout {
         layout
     }
 
-    /// Closes the current bucket.
     fn close_bucket(&mut self, bucket: &mut Range<usize>, axes: Axes) {
         self.last_parameters.push(self.parameters.len() - 1);
         self.axes.push(axes);

@@ -109,9 +109,10 @@ mod tests {
         for angle in [0.01, 0.3, 1.0, 1.57, 2.0, 2.6, 2.7, 3.0] {
             let cos = f64::cos(angle);
             let (logit, slope) = arcface.label_logit((64.0 * cos) as f32);
-            let (target, expected_slope) = match angle + 0.5 < PI {
-                true => ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin()),
-                false => (cos - 0.5 * 0.5f64.sin(), 1.0),
+            let (target, expected_slope) = if angle + 0.5 < PI {
+                ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin())
+            } else {
+                (cos - 0.5 * 0.5f64.sin(), 1.0)
             };
             assert!((f64::from(logit) - 64.0 * target).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * target);
             assert!((slope / expected_slope - 1.0).abs() < 1e-2, "{angle}: {slope} {expected_slope}");

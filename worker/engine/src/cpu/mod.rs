@@ -182,7 +182,7 @@ impl Engine for CpuEngine {
         let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
             Some(average) => self.threads.install(|| average.update(decay, &state.weights, norms)),
-            none => *none = Some(Average::new(&state.weights, norms)),
+            None => self.average = Some(Average::new(&state.weights, norms)),
         }
         Ok(())
     }
@@ -244,7 +244,7 @@ impl Engine for CpuEngine {
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         let optimizer = &self.executor.config.optimizer;
-        distribution.contribution(self, writers, optimizer, |keep| self.gathered_optimizer_state(keep))
+        distribution.contribution(self, writers, optimizer, |keep| self.gather_optimizer_state(keep))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
@@ -305,13 +305,13 @@ impl Engine for CpuEngine {
 
     fn exchange(&self) -> String {
         let Executor { layout, state, config, .. } = &self.executor;
-        let saving = match (self.plan.optimizer_sharding, self.comm.size()) {
-            (false, _) | (_, 1) => String::new(),
-            _ if state.is_sharded() => format!("; {}", state.memory_saving_text(layout.whole_len)),
-            _ => {
-                let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
-                format!("; they also share one copy of the optimizer state, {:.2} MB", bytes as f64 / 1e6)
-            }
+        let saving = if !self.plan.optimizer_sharding || self.comm.size() == 1 {
+            String::new()
+        } else if state.is_sharded() {
+            format!("; {}", state.memory_saving_text(layout.whole_len))
+        } else {
+            let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
+            format!("; they also share one copy of the optimizer state, {:.2} MB", bytes as f64 / 1e6)
         };
         if !self.plan.is_data() {
             let is_exchange =
@@ -320,7 +320,7 @@ impl Engine for CpuEngine {
                 0 => String::new(),
                 n => format!("; {} to exchange activations", plural(n as u64, "operation")),
             };
-            let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages(&self.network));
+            let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages_text(&self.network));
             return format!("a mesh of {mesh}{exchanges}{later_stages}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
@@ -359,11 +359,11 @@ impl CpuEngine {
     }
 
     /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
-    fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
+    fn gather_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
         for (slot, &name) in config.optimizer.slots().iter().enumerate() {
-            if let Some(flat) = state.gathered_slot(slot, keep)? {
+            if let Some(flat) = state.gather_slot(slot, keep)? {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }

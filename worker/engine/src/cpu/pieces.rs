@@ -20,7 +20,6 @@ pub(super) struct Piece {
     pub(super) in_slots: Range<usize>,
 }
 
-/// The work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// The only pass: the sum over the ranks, and the update.
@@ -40,7 +39,7 @@ pub(super) struct Task {
     pub(super) piece: usize,
     pub(super) work: Work,
     /// Number of leading tasks that must be done before this one: for an update, up to the last sum of its bucket.
-    pub(super) after: usize,
+    pub(super) required_tasks: usize,
 }
 
 /// The pieces of this rank's share of every bucket, in order. A piece has values of only one parameter. A parameter without values on this
@@ -79,23 +78,24 @@ pub(super) enum Passes {
 /// The tasks of a step. `is_matrix` tells which parameters have one task for the update of the whole parameter.
 pub(super) fn tasks(pieces: &[Piece], passes: Passes, is_matrix: impl Fn(usize) -> bool) -> Vec<Task> {
     if passes == Passes::One {
-        return (0..pieces.len()).map(|piece| Task { piece, work: Work::SumAndUpdate, after: 0 }).collect();
+        return (0..pieces.len())
+            .map(|piece| Task { piece, work: Work::SumAndUpdate, required_tasks: 0 })
+            .collect();
     }
     let mut tasks = Vec::new();
     let mut first = 0;
     for chunk in pieces.chunk_by(|a, b| passes == Passes::TwoPerStep || a.bucket == b.bucket) {
         let indices = first..first + chunk.len();
         first = indices.end;
-        tasks.extend(indices.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
-        let after = tasks.len();
+        tasks.extend(indices.clone().map(|piece| Task { piece, work: Work::Sum, required_tasks: 0 }));
+        let required_tasks = tasks.len();
         tasks.extend(indices.filter_map(|piece| {
             let parameter = pieces[piece].parameter;
-            let work = match is_matrix(parameter) {
-                true if piece > 0 && pieces[piece - 1].parameter == parameter => return None,
-                true => Work::Orthogonalise,
-                false => Work::Update,
-            };
-            Some(Task { piece, work, after })
+            if !is_matrix(parameter) {
+                return Some(Task { piece, work: Work::Update, required_tasks });
+            }
+            let is_first = piece == 0 || pieces[piece - 1].parameter != parameter;
+            is_first.then_some(Task { piece, work: Work::Orthogonalise, required_tasks })
         }));
     }
     tasks

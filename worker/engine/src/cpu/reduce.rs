@@ -93,7 +93,7 @@ impl Reducer {
 
     /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory, it calls `idle`, which does some
     /// other work. `idle` returns false if there is no other work.
-    pub(super) fn statistics(
+    pub(super) fn sum_statistics(
         &mut self,
         values: &mut Vec<f64>,
         axes: Axes,

@@ -100,11 +100,10 @@ pub(super) struct State {
     /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
     /// Indices of split parameters.
-    split: Vec<usize>,
+    split_parameters: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
-    /// Number of buckets.
-    buckets: usize,
+    bucket_count: usize,
     /// Number of finished steps.
     steps: u64,
 }
@@ -158,14 +157,16 @@ impl State {
         let policies: Vec<ParameterPolicy> =
             layout.parameters.iter().map(|parameter| policy(&optimizer, parameter)).collect();
         let filters: Vec<_> = std::iter::zip(&layout.parameters, &policies)
-            .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.adapted))
+            .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.is_adapted))
             .collect();
         // Where ranks have parts of a parameter, they add the parts' squares between the two passes.
         let is_divided = model_group.is_some() || sharding.is_some();
-        let passes = match optimizer.needs_norms() || optimizer.is_muon() {
-            false => Passes::One,
-            true if is_divided => Passes::TwoPerStep,
-            true => Passes::TwoPerBucket,
+        let passes = if !optimizer.needs_norms() && !optimizer.is_muon() {
+            Passes::One
+        } else if is_divided {
+            Passes::TwoPerStep
+        } else {
+            Passes::TwoPerBucket
         };
         let tasks = pieces::tasks(&pieces, passes, |parameter| filters[parameter].is_some());
         let mut parameter_pieces = vec![0..0; layout.parameters.len()];
@@ -176,9 +177,9 @@ impl State {
         let (weights, optimizer_slots, gradients, counts, squares) = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the order in the module's documentation prevents data races.
             Some(memory) => unsafe {
-                let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
-                    true => Bucket::F64(memory.view(*at, range.len())),
-                    false => Bucket::F32(memory.view(*at, range.len())),
+                let bucket = |(at, range): (&usize, &Range<usize>)| match value_bytes {
+                    8 => Bucket::F64(memory.view(*at, range.len())),
+                    _ => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
                 (
@@ -193,9 +194,9 @@ impl State {
                 // Padded to parts of equal length.
                 let bucket = |(range, share): (&Range<usize>, &Share)| {
                     let len = share.part_len(range.len()) * share.ranks;
-                    match f64_gradients {
-                        true => Bucket::F64(vec![0.0; len].into()),
-                        false => Bucket::F32(vec![0.0; len].into()),
+                    match value_bytes {
+                        8 => Bucket::F64(vec![0.0; len].into()),
+                        _ => Bucket::F32(vec![0.0; len].into()),
                     }
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
@@ -231,11 +232,11 @@ impl State {
             open_tasks: tasks.len(),
             tasks,
             model_group,
-            split: (0..layout.parameters.len())
+            split_parameters: (0..layout.parameters.len())
                 .filter(|parameter| layout.parameters[*parameter].is_split)
                 .collect(),
             sharding,
-            buckets: layout.buckets.len(),
+            bucket_count: layout.buckets.len(),
             steps: 0,
         };
         Ok((state, shm_unavailable_reason))
@@ -254,8 +255,8 @@ impl State {
 
     /// Marks this rank's gradients of a bucket as complete. The rank must not read the bucket's weights again in this step.
     pub(super) fn complete(&self, bucket: usize) {
-        let complete = self.steps * self.buckets as u64 + bucket as u64 + 1;
-        self.counts[self.own].buckets.store(complete, Ordering::Release);
+        let completed = self.steps * self.bucket_count as u64 + bucket as u64 + 1;
+        self.counts[self.own].buckets.store(completed, Ordering::Release);
         if let Some(memory) = &self.memory {
             memory.notify_all();
         }
@@ -313,10 +314,10 @@ impl State {
     /// The rank for which the others wait: a rank with an unfinished task, else the rank with the fewest completed buckets.
     fn awaited_rank(&self) -> usize {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
+        let is_busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
         let ranks = || self.counts.iter().enumerate();
-        let stuck = ranks().find(|(rank, c)| *rank != self.own && busy(c));
-        stuck.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
+        let busy = ranks().find(|(rank, c)| *rank != self.own && is_busy(c));
+        busy.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
     }
 
     /// Index of the next task, if it is ready, and the number of tasks taken so far, in all steps.
@@ -325,11 +326,12 @@ impl State {
         let taken = self.counts[0].taken.load(Ordering::Acquire);
         let index = usize::try_from(taken.checked_sub(earlier_tasks)?).ok()?;
         let task = self.tasks[..self.open_tasks].get(index)?;
-        let complete = self.steps * self.buckets as u64 + self.pieces[task.piece].bucket as u64 + 1;
-        let ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= complete)
-            && (task.after == 0
-                || self.counts[0].done.load(Ordering::Acquire) >= earlier_tasks + task.after as u64);
-        ready.then_some((index, taken))
+        let required_buckets =
+            self.steps * self.bucket_count as u64 + self.pieces[task.piece].bucket as u64 + 1;
+        let is_ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= required_buckets)
+            && (task.required_tasks == 0
+                || self.counts[0].done.load(Ordering::Acquire) >= earlier_tasks + task.required_tasks as u64);
+        is_ready.then_some((index, taken))
     }
 
     /// Takes and runs one task. Returns false if none is ready.
@@ -391,7 +393,7 @@ impl State {
                 read_part(&self.gradients[0][piece.bucket], in_bucket.clone(), gradient);
             } else {
                 sum_over_ranks(&self.gradients, piece.bucket, in_bucket.clone(), gradient);
-                if !policy.frozen {
+                if !policy.is_frozen {
                     squares.add(gradient);
                 }
                 if let Some(reduced) = reduced.get_mut(from..to) {
@@ -401,7 +403,7 @@ impl State {
             let weights = &mut weights[from..to];
             // Slots that the optimizer does not have are empty.
             let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-            if policy.frozen {
+            if policy.is_frozen {
                 // The norm excludes gradients of parameters that are not trained.
             } else if work == Work::Sum {
                 weight_squares.add(weights);
@@ -458,10 +460,7 @@ impl State {
 }
 
 fn policy(optimizer: &Optimizer, parameter: &ParameterPlace) -> ParameterPolicy {
-    match parameter.is_frozen {
-        true => ParameterPolicy::FROZEN,
-        false => optimizer.policy_of(parameter.kind),
-    }
+    if parameter.is_frozen { ParameterPolicy::FROZEN } else { optimizer.policy_of(parameter.kind) }
 }
 
 fn load_f64(bits: &AtomicU64) -> f64 {

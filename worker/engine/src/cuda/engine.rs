@@ -215,7 +215,7 @@ impl Engine for CudaEngine {
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         distribution.contribution(self, writers, &self.config.optimizer, |keep| {
-            self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keep))
+            self.read(|state| state.gather_optimizer_state(self.comm.as_ref(), keep))
         })
     }
 
@@ -233,7 +233,7 @@ impl Engine for CudaEngine {
     }
 
     fn exchange(&self) -> String {
-        let stages = self.plan.later_stages(&self.network);
+        let stages = self.plan.later_stages_text(&self.network);
         let saving = self.program.state.memory_saving_text();
         self.program
             .reducer

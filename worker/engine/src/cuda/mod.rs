@@ -104,7 +104,7 @@ fn build(
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let groups = Groups::split(plan.mesh, comm.as_ref())?;
-    if config.loss.samples() {
+    if config.loss.samples_classes() {
         let model = plan.mesh.model as u32;
         check_sample(comm.size(), model, config.accumulate as u32).map_err(CudaError::Unsupported)?;
     }

@@ -39,7 +39,7 @@ pub(super) struct Control {
     pub(super) lambda: f32,
     /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first picture. Each
     /// other picture is mixed with its predecessor.
-    pub(super) before: [u32; 2],
+    pub(super) previous: [u32; 2],
     /// With cutmix: first row of the other picture's rectangle, and the row after its last. Zeros with mixup.
     pub(super) cut_rows: [u32; 2],
     /// The same for columns.
@@ -49,11 +49,11 @@ pub(super) struct Control {
 impl Control {
     /// Adds the values with which the GPU mixes pictures of the dataset.
     pub(super) fn with_mix(self, params: Option<&MixParams>) -> Self {
-        let Some(MixParams { mix, before_index, before_params }) = params else { return self };
+        let Some(MixParams { mix, previous_index, previous_params }) = params else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
-        Self { before: [*before_index as u32, *before_params], cut_rows, cut_columns, ..self }
+        Self { previous: [*previous_index as u32, *previous_params], cut_rows, cut_columns, ..self }
     }
 }
 

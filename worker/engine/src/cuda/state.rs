@@ -429,7 +429,7 @@ impl State {
     }
 
     /// The whole optimizer state; `None` on ranks without `keep`. Collective if ranks divide the optimizer's state.
-    pub(super) fn gathered_optimizer_state(
+    pub(super) fn gather_optimizer_state(
         &self,
         comm: &dyn ProcessGroup,
         keep: bool,

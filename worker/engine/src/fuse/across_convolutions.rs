@@ -99,14 +99,14 @@ fn fuse_with_block_end(ops: &mut [FusedOp], index: usize) {
 /// Moves the dgrad of a block's first convolution into the batch norm at the end of the preceding block.
 fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], index: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, index) else { return };
-    let block_end =
+    let is_block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
     // If two convolutions read the tensor, one of the two gradients would have to be stored.
-    let pointwise = ops
+    let pointwise_readers = ops
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))
         .count();
-    if !block_end || pointwise != 1 || count_reads(network, input) > 2 {
+    if !is_block_end || pointwise_readers != 1 || count_reads(network, input) > 2 {
         return;
     }
     if let FusedOp::Conv(conv) = &mut ops[index] {

@@ -9,8 +9,8 @@ use lockstep_kernels::conv::ConvShape;
 
 /// The operations of `network`, with fused batch norms.
 pub(super) fn fuse(network: &Network, capabilities: Capabilities) -> Vec<FusedOp> {
-    let mut fusion =
-        Fusion { network, capabilities, ops: Vec::new(), norms: 0, waiting: Vec::new(), relus: Vec::new() };
+    let (ops, waiting, fused_relus) = (Vec::new(), Vec::new(), Vec::new());
+    let mut fusion = Fusion { network, capabilities, ops, norm_count: 0, waiting, fused_relus };
     network.ops.iter().for_each(|op| fusion.push(op));
     fusion.ops
 }
@@ -35,11 +35,11 @@ struct Fusion<'a> {
     capabilities: Capabilities,
     ops: Vec<FusedOp>,
     /// Number of batch norms so far.
-    norms: usize,
+    norm_count: usize,
     /// Batch norms that will be fused with a later addition.
     waiting: Vec<Norm>,
     /// Outputs of ReLUs that are fused with a batch norm.
-    relus: Vec<TensorId>,
+    fused_relus: Vec<TensorId>,
 }
 
 impl Fusion<'_> {
@@ -72,7 +72,7 @@ impl Fusion<'_> {
                 })
             }
             Op::BatchNorm { ref name, input, output } => return self.push_batch_norm(name, input, output),
-            Op::Relu { output, .. } if self.relus.contains(&output) => return,
+            Op::Relu { output, .. } if self.fused_relus.contains(&output) => return,
             Op::Relu { input, output } => FusedOp::Relu { input, output },
             Op::Gelu { ref bias, input, output } => FusedOp::Gelu { bias: bias.clone(), input, output },
             Op::Add { branch, shortcut, output } => {
@@ -88,13 +88,13 @@ impl Fusion<'_> {
                 FusedOp::MaxPool { input, output, kernel, stride, padding }
             }
             Op::GlobalAveragePool { input, output } => {
-                let block_end = |op: &FusedOp| match op {
+                let is_block_end = |op: &FusedOp| match op {
                     FusedOp::Norm(norm) => norm.output == input && norm.relu && norm.shortcut.is_some(),
                     _ => false,
                 };
                 let gradient_in_norm = self.capabilities.norm_average_pool
                     && count_reads(self.network, input) == 1
-                    && self.ops.iter().any(block_end);
+                    && self.ops.iter().any(is_block_end);
                 FusedOp::GlobalAveragePool { input, output, gradient_in_norm }
             }
             Op::Linear { ref name, input, output } => {
@@ -109,28 +109,25 @@ impl Fusion<'_> {
     }
 
     fn push_batch_norm(&mut self, name: &str, input: TensorId, output: TensorId) {
-        let from_relu =
+        let is_from_relu =
             self.ops.iter().any(|op| matches!(op, FusedOp::Relu { output, .. } if *output == input));
         let norm = Norm {
             name: name.into(),
-            norm: self.norms,
+            norm: self.norm_count,
             input,
             output,
             shortcut: None,
             relu: false,
             pooled: false,
-            statistics: match self.network.frozen_norm {
-                true => StatisticsIn::Frozen,
-                false => StatisticsIn::Norm,
-            },
+            statistics: if self.network.frozen_norm { StatisticsIn::Frozen } else { StatisticsIn::Norm },
             forward: NormForward::Here,
             backward_in_conv: false,
             // The backward pass of a ReLU that is not fused reads the ReLU's output.
             overwrites_input: count_reads(self.network, input) == 1
                 && input != self.network.input()
-                && !from_relu,
+                && !is_from_relu,
         };
-        self.norms += 1;
+        self.norm_count += 1;
         match readers(self.network, output)[..] {
             [Op::Add { branch, shortcut, .. }]
                 if self.capabilities.norm_add_relu && *branch == output && shortcut != branch =>
@@ -153,14 +150,14 @@ impl Fusion<'_> {
         if let [Op::Relu { output, .. }] = readers(self.network, norm.output)[..]
             && self.capabilities.norm_add_relu
         {
-            self.relus.push(*output);
+            self.fused_relus.push(*output);
             (norm.relu, norm.output) = (true, *output);
         }
         self.ops.push(FusedOp::Norm(norm));
     }
 
-    /// Defers the batch norm that produces `tensor` to the addition that reads `tensor`. `None`: `tensor` has other readers, or the
-    /// batch norm is fused already.
+    /// Defers the batch norm that produces `tensor` to the addition that reads `tensor`. Returns `None` if `tensor` has other readers,
+    /// or if the batch norm is fused already.
     fn defer(&mut self, tensor: TensorId) -> Option<DeferredNorm> {
         let has_one_reader = count_reads(self.network, tensor) == 1;
         self.ops.iter_mut().find_map(|op| match op {

@@ -69,7 +69,7 @@ impl Network {
     }
 }
 
-/// Initial values of a weight or bias; `None`: as in other networks.
+/// Initial values of a weight or bias. `None` if they are the same as in other networks.
 pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Draw> {
     let len = parameter.len();
     match (parameter.role, &parameter.shape[..]) {

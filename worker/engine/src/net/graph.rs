@@ -136,7 +136,7 @@ pub struct Parameter {
     /// a model group.
     pub shape: Vec<usize>,
     pub role: Role,
-    /// This rank's part of the parameter. `None`: every rank has the whole parameter.
+    /// This rank's part of the parameter. `None` if every rank has the whole parameter.
     pub slice: Option<Slice>,
     /// The axes over which the gradient is summed.
     pub axes: Axes,
@@ -238,7 +238,7 @@ impl Network {
         Axes { model: *self.placement(tensor) == Placement::Batch, height: self.rows(tensor).is_some() }
     }
 
-    /// The rows of an activation that each rank of a height group has. `None`: every rank has all rows.
+    /// The rows of an activation that each rank of a height group has. `None` if every rank has all rows.
     pub fn rows(&self, tensor: TensorId) -> Option<&Rows> {
         self.part.as_ref().and_then(|part| part.rows[tensor].as_ref())
     }

@@ -62,9 +62,12 @@ impl Rows {
     #[must_use]
     pub fn reached(&self, output: &Self, kernel: usize, stride: usize, padding: usize) -> Self {
         let [kernel, stride, padding] = [kernel, stride, padding].map(|n| n as isize);
-        let reached = |rows: &Range<isize>| match rows.is_empty() {
-            true => rows.start * stride..rows.start * stride,
-            false => rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel,
+        let reached = |rows: &Range<isize>| {
+            if rows.is_empty() {
+                rows.start * stride..rows.start * stride
+            } else {
+                rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel
+            }
         };
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(reached).collect() }
     }
@@ -93,7 +96,7 @@ pub struct NetworkPart {
     pub placements: Vec<Placement>,
     /// This process's rank in its height group.
     pub height_rank: usize,
-    /// By tensor; `None`: this rank has all rows.
+    /// By tensor. `None` if this rank has all rows.
     pub rows: Vec<Option<Rows>>,
     /// Index of this rank's stage. The rank has no operation and no parameter of other stages.
     pub stage: usize,
@@ -129,7 +132,7 @@ pub struct Slice {
 impl Slice {
     /// Divides the range `own` of this part's values into runs that are contiguous in the whole parameter. Calls `visit` with each
     /// run's range in the part, and with the index of the run's first value in the whole parameter.
-    fn runs(&self, own: Range<usize>, mut visit: impl FnMut(Range<usize>, usize)) {
+    fn for_each_run(&self, own: Range<usize>, mut visit: impl FnMut(Range<usize>, usize)) {
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
         let run_len = self.range.len() * inner;
         let mut index = own.start;
@@ -144,14 +147,14 @@ impl Slice {
     /// Fills `values` with the part's values from index `from` on. `read` gets an index in the whole parameter and a slice, and
     /// must fill the slice with the whole parameter's values from that index on.
     pub fn read(&self, from: usize, values: &mut [f32], mut read: impl FnMut(usize, &mut [f32])) {
-        self.runs(from..from + values.len(), |own, whole| {
+        self.for_each_run(from..from + values.len(), |own, whole| {
             read(whole, &mut values[own.start - from..own.end - from]);
         });
     }
 
     /// Copies `values`, the part's values from index `from` on, to their places in the `whole` parameter.
     pub fn write(&self, from: usize, values: &[f32], whole: &mut [f32]) {
-        self.runs(from..from + values.len(), |own, start| {
+        self.for_each_run(from..from + values.len(), |own, start| {
             whole[start..start + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
         });
     }

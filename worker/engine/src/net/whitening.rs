@@ -13,7 +13,7 @@ const EPSILON: f64 = 5e-4;
 const SWEEPS: usize = 50;
 
 /// Name of the parameter that is computed from training pictures by [`Patches::filters`], if `network` has such a parameter.
-pub fn whitened(network: &Network) -> Option<&str> {
+pub fn whitened_parameter(network: &Network) -> Option<&str> {
     network.fixed.iter().map(String::as_str).find(|name| *name == WHITENED)
 }
 

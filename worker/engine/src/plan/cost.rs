@@ -92,7 +92,7 @@ pub struct LinearRate {
 }
 
 impl LinearRate {
-    /// In proportion to the number of weights.
+    /// The size of the layer: this number is proportional to the number of weights.
     fn operations_per_picture(&self) -> f64 {
         self.operations / self.pictures
     }
@@ -464,10 +464,10 @@ impl StageModel<'_> {
             }
             let (mut spent, weights) = (std::mem::take(&mut input_exchange), weights_of(local, op));
             self.add_compute(op, &mut spent);
-            let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
+            let is_trained = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut input_bytes));
             let mut reduction_secs = 0.0;
-            if trains {
+            if is_trained {
                 // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
                 // first one. On a device, another pass adds the gradient to the sum.
                 let later = work.accumulate.saturating_sub(1) as f64;
@@ -542,25 +542,28 @@ impl StageModel<'_> {
         if self.work.accumulate > 1 || self.exchanges_between_kernels() {
             return reduction;
         }
-        // When the backward pass of an operation and the reduction of its gradient end.
-        let (mut now, mut reduced, mut slowdown) = (0.0, 0.0, 0.0);
+        // The times at which the backward pass of an operation and the reduction of its gradient end.
+        let (mut pass_end, mut reduction_end, mut slowdown) = (0.0, 0.0, 0.0);
         for &[backward, reduction] in reductions.iter().rev() {
-            let concurrent = f64::min(backward, f64::max(0.0, reduced - now) / (1.0 + REDUCTION_SLOWDOWN));
+            let overlap = f64::max(0.0, reduction_end - pass_end);
+            let concurrent = f64::min(backward, overlap / (1.0 + REDUCTION_SLOWDOWN));
             slowdown += REDUCTION_SLOWDOWN * concurrent;
-            now += backward + REDUCTION_SLOWDOWN * concurrent;
+            pass_end += backward + REDUCTION_SLOWDOWN * concurrent;
             if reduction > 0.0 {
-                reduced = f64::max(reduced, now) + reduction;
+                reduction_end = f64::max(reduction_end, pass_end) + reduction;
             }
         }
-        slowdown + f64::max(0.0, reduced - now)
+        slowdown + f64::max(0.0, reduction_end - pass_end)
     }
 
     /// Number of parts into which ranks divide the optimizer's state of the operation with this output.
     fn state_parts(&self, output: TensorId) -> f64 {
-        match (self.shares_memory(), self.plan.optimizer_sharding) {
-            (true, _) => self.plan.mesh.ranks() as f64,
-            (false, true) => self.pictures_group(self.local.axes(output)).ranks as f64,
-            (false, false) => 1.0,
+        if self.shares_memory() {
+            self.plan.mesh.ranks() as f64
+        } else if self.plan.optimizer_sharding {
+            self.pictures_group(self.local.axes(output)).ranks as f64
+        } else {
+            1.0
         }
     }
 
@@ -598,10 +601,11 @@ impl StageModel<'_> {
             // Two sums per channel, in the forward and in the backward pass.
             let bytes = 2.0 * channels * STATISTIC_BYTES;
             let sent_bytes = (group.ranks - 1) as f64 * bytes;
-            (0..2).for_each(|_| match self.uses_peer_memory(group) {
-                true => self.add_transfer(group, 1.0, sent_bytes, spent),
-                false => self.add_all_reduce(group, bytes, spent),
-            });
+            if self.uses_peer_memory(group) {
+                (0..2).for_each(|_| self.add_transfer(group, 1.0, sent_bytes, spent));
+            } else {
+                (0..2).for_each(|_| self.add_all_reduce(group, bytes, spent));
+            }
         }
     }
 

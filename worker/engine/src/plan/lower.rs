@@ -185,8 +185,8 @@ struct Lowering<'a> {
 impl Lowering<'_> {
     fn push(&mut self, op: &Op) {
         let (inputs, placement) = match *op {
-            Op::Conv { ref name, groups, .. } => self.operator(name, groups, op),
-            Op::Linear { ref name, .. } => self.operator(name, 1, op),
+            Op::Conv { ref name, groups, .. } => self.place_operator(name, groups, op),
+            Op::Linear { ref name, .. } => self.place_operator(name, 1, op),
             Op::Add { branch, shortcut, .. } => {
                 let branch = self.without_partial(self.local_ids[branch]);
                 let placement = self.part.placements[branch].clone();
@@ -204,7 +204,7 @@ impl Lowering<'_> {
                 (vec![input], self.part.placements[input].clone())
             }
         };
-        let (inputs, rows) = self.rows(op, inputs);
+        let (inputs, rows) = self.extend_rows(op, inputs);
         let mut output = self.add_tensor(op.output(), placement.clone(), rows);
         let mut local = op.on(&inputs, output);
         if let Op::Conv { input, groups, .. } = &mut local {
@@ -222,7 +222,7 @@ impl Lowering<'_> {
     }
 
     /// The operation's inputs, extended by all rows that its windows reach, and the rows of its output.
-    fn rows(&mut self, op: &Op, inputs: Vec<TensorId>) -> (Vec<TensorId>, Option<Rows>) {
+    fn extend_rows(&mut self, op: &Op, inputs: Vec<TensorId>) -> (Vec<TensorId>, Option<Rows>) {
         let Some(rows) = self.part.rows[inputs[0]].clone() else { return (inputs, None) };
         let (kernel, stride, padding, lowest) = match *op {
             Op::Conv { kernel, stride, padding, .. } => (kernel, stride, padding, false),
@@ -251,7 +251,7 @@ impl Lowering<'_> {
     }
 
     /// The input of a convolution or linear layer in the placement that its strategy requires, and the placement of its output.
-    fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
+    fn place_operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
         let (model, input) = (self.plan.mesh.model, self.local_ids[op.inputs()[0]]);
         let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
         let (required, produced) = match self.plan.split_of(self.whole, name) {

@@ -18,7 +18,7 @@ pub enum Mask<'a> {
 /// First pass: for each channel the sum of g and the sum of g (x - mean), where g is the gradient of the ReLU's input.
 /// Returns `2 * channels` values.
 ///
-/// `dy` plus `second` is the gradient of the output. With `keep`, `dy` becomes g.
+/// `dy` plus `second` is the gradient of the output. If `keep`, `dy` becomes g.
 pub fn backward_sums(
     x: &[f32],
     affine: Affine<'_>,
@@ -126,7 +126,7 @@ pub fn parameter_gradients(sums: &[f64], statistics: &Statistics) -> (Vec<f64>, 
     (gamma.collect(), sum.to_vec())
 }
 
-/// Per lane: dx = scale (g - offset - slope (x - mean)).
+/// The coefficients of dx = scale (g - offset - slope (x - mean)), by lane.
 struct Slopes {
     lanes: Lanes,
     offset: Vec<f32>,
@@ -146,21 +146,21 @@ impl Slopes {
 
 /// Second pass, in place: `g` becomes the gradient of the input.
 ///
-/// `sums` are the results of [`backward_sums`], summed over all `count` rows of the statistics. With `masked`,
-/// the ReLU's mask has not been applied to `g` yet ([`Mask::Input`]).
+/// `sums` are the results of [`backward_sums`], summed over all `count` rows of the statistics. If `applies_mask`,
+/// the ReLU's mask, which has not been applied to `g` yet, is applied first ([`Mask::Input`]).
 pub fn backward_input_in_place(
     x: &[f32],
     affine: Affine<'_>,
     sums: &[f64],
     count: f64,
-    masked: bool,
+    applies_mask: bool,
     g: &mut [f32],
 ) {
     let tiling = Tiling::new(affine.gamma.len());
     let slopes = Slopes::new(affine, tiling, sums, count);
     let chunk = tiling.chunk();
     g.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).for_each(|(g, x)| {
-        if masked {
+        if applies_mask {
             tiled!(tiling, in_place_chunk(tiling, &slopes, x, g, |n| n > 0.0));
         } else {
             tiled!(tiling, in_place_chunk(tiling, &slopes, x, g, |_| true));

@@ -21,7 +21,7 @@ const TASKS: usize = 10;
 /// Maximum number of tasks that divide the blocks of output channels.
 const WEIGHT_TASKS: usize = 16;
 
-/// `dst[n, p, :] = sum over taps t: src[n, meets(p, t), :] * w[t]`.
+/// `dst[n, p, :] = sum over taps t: src[n, q, :] * w[t]`, where q is the source position that tap t covers at position p.
 pub(super) struct Pass {
     batch: usize,
     /// Height, width and channels of the source.
@@ -39,8 +39,8 @@ pub(super) struct Pass {
 struct Axis(Vec<Vec<(usize, usize)>>);
 
 impl Axis {
-    fn new(dst: usize, kernel: usize, meets: impl Fn(usize, usize) -> Option<usize>) -> Self {
-        let pairs = |d| (0..kernel).filter_map(|k| meets(d, k).map(|s| (k, s))).collect();
+    fn new(dst: usize, kernel: usize, source_of: impl Fn(usize, usize) -> Option<usize>) -> Self {
+        let pairs = |d| (0..kernel).filter_map(|k| source_of(d, k).map(|s| (k, s))).collect();
         Axis((0..dst).map(pairs).collect())
     }
 
@@ -167,9 +167,9 @@ impl Pass {
 
     /// The kernel offsets that are inside the picture at some position.
     fn used_taps(&self) -> Vec<usize> {
-        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(other, _)| *other == k);
+        let is_used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(other, _)| *other == k);
         let (rows, columns) = (0..self.kernel)
-            .map(|k| (used(&self.rows, k), used(&self.columns, k)))
+            .map(|k| (is_used(&self.rows, k), is_used(&self.columns, k)))
             .unzip::<_, _, Vec<_>, Vec<_>>();
         let taps = 0..self.kernel * self.kernel;
         taps.filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]).collect()

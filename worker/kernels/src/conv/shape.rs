@@ -3,7 +3,6 @@
 /// A convolution with a square kernel over `batch` pictures, with the same stride for rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvShape {
-    /// Pictures.
     pub batch: usize,
     /// Height of the input in pixels.
     pub in_h: usize,

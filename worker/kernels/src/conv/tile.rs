@@ -147,7 +147,6 @@ pub enum Format {
 }
 
 impl Format {
-    /// Both formats.
     pub const ALL: [Format; 2] = [Format::Float32, Format::Bfloat16];
 
     /// Whether this machine has instructions for the format: AVX512-BF16 for bfloat16. Without them, bfloat16 is many times slower than

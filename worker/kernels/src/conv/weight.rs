@@ -224,7 +224,7 @@ impl Plan<'_> {
         (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
     }
 
-    /// Adds a chunk's part of the gradient of one block of a group's input channels and one panel. Without `add`, the
+    /// Adds a chunk's part of the gradient of one block of a group's input channels and one panel. Unless `add`, the
     /// chunk's first piece overwrites the gradient.
     ///
     /// # Safety

@@ -103,7 +103,7 @@ impl Engine for Scripted {
         Ok(())
     }
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        if !writers.include(self.replica) {
+        if !writers.contains(self.replica) {
             return Ok(Contribution::Replica);
         }
         let mut state = self.own_state()?;

@@ -132,14 +132,18 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 assert_eq!((&batch.labels, &batch.indices), (&expected.labels, &expected.indices));
                 assert_eq!((&batch.mixed_labels, batch.lambda), (&expected.mixed_labels, expected.lambda));
                 assert_eq!((batch.augment_params.len(), &expected.mix_params), (batch.labels.len(), &None));
-                let MixParams { mix, before_index, before_params } = batch.mix_params.clone().expect("mixed");
+                let params = batch.mix_params.clone().expect("mixed");
+                let MixParams { mix, previous_index, previous_params } = params;
                 assert_eq!(mix.lambda, batch.lambda);
-                let given =
-                    batch.indices.iter().zip(&batch.augment_params).chain([(&before_index, &before_params)]);
+                let given = batch
+                    .indices
+                    .iter()
+                    .zip(&batch.augment_params)
+                    .chain([(&previous_index, &previous_params)]);
                 for (index, draw) in given {
                     assert_eq!(draws[index], *draw, "picture {index}");
                 }
-                let mut before = before_index;
+                let mut before = previous_index;
                 for (index, expected) in batch.indices.iter().zip(expected.images.chunks_exact(size)) {
                     for (place, expected) in expected.iter().enumerate() {
                         let (y, x) = (place / 28, place % 28);

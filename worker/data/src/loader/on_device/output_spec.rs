@@ -33,15 +33,15 @@ enum Kind {
 
 impl OutputSpec {
     /// Selects the same steps as [`Part::picture`] and [`crate::transform::Pipeline`].
-    pub(super) fn new(part: &Part, transform: &Transform, training: bool) -> Self {
+    pub(super) fn new(part: &Part, transform: &Transform, is_training: bool) -> Self {
         let side = transform.side as u32;
         let [height, width, _] = part.split.size.map(|length| length as u32);
         let input = |kind| Self { kind, size: (side, side), is_input: true };
         match (transform.crop, transform.resize, part.square()) {
-            (Crop::RandomResized { scale, ratio }, ..) if training => {
+            (Crop::RandomResized { scale, ratio }, ..) if is_training => {
                 input(Kind::RandomResizedCrop { scale, ratio })
             }
-            (_, Some(resize), _) if !training => input(Kind::CentreCrop { resize }),
+            (_, Some(resize), _) if !is_training => input(Kind::CentreCrop { resize }),
             (_, _, Some(square)) => {
                 Self { kind: Kind::CentreSquare, size: (square, square), is_input: false }
             }

@@ -81,13 +81,13 @@ struct Bits<'a> {
     next: u64,
     /// The number of valid bits in `next`.
     count: u32,
-    /// The number of bits that were added after the end of the data.
-    beyond: u32,
+    /// The number of zero bits that were added after the end of the data.
+    padding_bits: u32,
 }
 
 impl<'a> Bits<'a> {
     fn new(data: &'a [u8]) -> Self {
-        Self { data, at: 0, next: 0, count: 0, beyond: 0 }
+        Self { data, at: 0, next: 0, count: 0, padding_bits: 0 }
     }
 
     /// Ensures that there are at least 32 bits.
@@ -119,7 +119,7 @@ impl<'a> Bits<'a> {
                 }
                 // A marker, or the end of the file.
                 _ => {
-                    self.beyond += 8;
+                    self.padding_bits += 8;
                     0
                 }
             };
@@ -149,7 +149,7 @@ impl<'a> Bits<'a> {
 
     /// Whether no bits after the end of the data were used.
     fn is_within_data(&self) -> bool {
-        self.beyond <= self.count
+        self.padding_bits <= self.count
     }
 
     /// Skips the restart marker with this number, from 0. `None` if another marker comes first.

@@ -12,9 +12,7 @@ pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, range: Ra
     for (rank, buckets) in gradients.iter().enumerate() {
         match &buckets[bucket] {
             Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[range.clone()]),
-            Bucket::F32(values) => {
-                sums::add(out, &values[range.clone()]);
-            }
+            Bucket::F32(values) => sums::add(out, &values[range.clone()]),
             Bucket::F64(values) => {
                 sums::add_f64(in_f64, &values[range.clone()]);
                 if rank + 1 == gradients.len() {

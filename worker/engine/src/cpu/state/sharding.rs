@@ -78,7 +78,7 @@ impl State {
             }
         }
         match &self.model_group {
-            Some(group) => self.reduce_squares_of(&self.split, group),
+            Some(group) => self.reduce_squares_of(&self.split_parameters, group),
             None => Ok(()),
         }
     }
@@ -116,15 +116,11 @@ impl State {
         flat
     }
 
-    /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` without `keep`.
+    /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` unless `keep`.
     ///
     /// # Errors
     /// Another rank is gone.
-    pub(in crate::cpu) fn gathered_slot(
-        &self,
-        slot: usize,
-        keep: bool,
-    ) -> Result<Option<Vec<f32>>, CommError> {
+    pub(in crate::cpu) fn gather_slot(&self, slot: usize, keep: bool) -> Result<Option<Vec<f32>>, CommError> {
         let Some(sharding) = &self.sharding else { return Ok(keep.then(|| self.optimizer_slot(slot))) };
         let (mut rest, mut all) = (&self.optimizer_slots[slot][..], Vec::new());
         let mut flat = Vec::new();

@@ -96,8 +96,8 @@ impl Program {
             .iter()
             .flat_map(|ranges| ranges.iter().zip(parameters))
             .flat_map(|(range, parameter)| {
-                let adapted = config.optimizer.policy_of(parameter.kind).adapted && !parameter.is_fixed;
-                [range.start as u64, range.len() as u64, u64::from(adapted)]
+                let is_adapted = config.optimizer.policy_of(parameter.kind).is_adapted && !parameter.is_fixed;
+                [range.start as u64, range.len() as u64, u64::from(is_adapted)]
             })
             .collect();
         let count = parameters.len();

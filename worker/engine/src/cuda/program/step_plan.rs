@@ -180,13 +180,13 @@ impl StepPlan {
     /// The same plan with the margin of `loss`. If `loss` samples classes, training steps sample the classes of a split head.
     pub(in crate::cuda) fn with_loss(mut self, loss: &LossConfig) -> Self {
         self.margin = loss.margin;
-        if loss.samples()
+        if loss.samples_classes()
             && let Some(head) = &mut self.head
         {
             // In the worst case none of the group's labels, two for each picture, is among the drawn classes. The capacity is the same on
             // every rank.
-            let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
-            let drawn = loss.drawn(head.own_classes().len());
+            let capacity = loss.drawn_count(head.max_classes()) + 2 * head.ranks * self.batch;
+            let drawn = loss.drawn_count(head.own_classes().len());
             let chunks = chunk_count(&self.network, capacity);
             let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunks);
             head.sampled_classes = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });

@@ -42,7 +42,7 @@ fn trained(
         }
         let description = engine.exchange();
         assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
-        let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
+        let both = Writers::divide(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
         (losses, checksum, states)

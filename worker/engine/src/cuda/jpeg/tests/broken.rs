@@ -52,7 +52,7 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
     assert!(batches(&on_device) == expected);
     assert!(expected.iter().all(|batch| !batch.indices.contains(&5) && !batch.indices.contains(&11)));
     for data in [&on_cores, &on_device] {
-        let (mut broken, count) = data.newly_broken();
+        let (mut broken, count) = data.take_newly_broken();
         broken.sort();
         assert_eq!(count, 2, "{broken:?}");
         assert!(

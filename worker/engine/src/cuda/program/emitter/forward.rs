@@ -279,7 +279,7 @@ impl<'a> GraphEmitter<'a> {
         let shortcut = match node.shortcut {
             None => ops::Shortcut::None,
             Some(shortcut) => {
-                let x = self.activation(shortcut.read())?.operand();
+                let x = self.activation(shortcut.stored_tensor())?.operand();
                 match shortcut.deferred {
                     None => ops::Shortcut::Plain(x),
                     Some(DeferredNorm { norm, .. }) => {

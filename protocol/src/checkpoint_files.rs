@@ -74,7 +74,7 @@ pub fn kind(name: &str) -> Option<&'static str> {
     [MODEL, OPTIMIZER, AVERAGE].into_iter().find(|file| name == *file || name == index(file) || is_part(file))
 }
 
-/// The first required file of a checkpoint for which `has` is false. An index replaces its file.
+/// The first required file that a checkpoint lacks. `has`: whether the checkpoint has a file of this name. An index replaces its file.
 pub fn missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
     [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index(file)))
 }

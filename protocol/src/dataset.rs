@@ -270,7 +270,7 @@ pub fn held_out_share(samples: u64) -> f64 {
 }
 
 /// Maximum number of class names in a sentence.
-const NAMED: usize = 5;
+const MAX_NAMES: usize = 5;
 
 /// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
 pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
@@ -284,8 +284,8 @@ pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
 
 /// `"cat", "dog"`, with the number of further names of a long list.
 fn first_names(names: &[&String]) -> String {
-    let named: Vec<_> = names.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
-    let more = names.len().saturating_sub(NAMED);
+    let named: Vec<_> = names.iter().take(MAX_NAMES).map(|name| format!("{name:?}")).collect();
+    let more = names.len().saturating_sub(MAX_NAMES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     named.join(", ") + &more
 }

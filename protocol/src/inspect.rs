@@ -9,9 +9,9 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// An agent has separate queues for long requests, short requests, predictions and datasets. Maximum number of requests of one queue that
-/// it handles at the same time; further requests wait.
-pub const CONCURRENT_REQUESTS: usize = 2;
+/// Maximum number of requests of one [`RequestQueue`](crate::agent::RequestQueue) that an agent handles at the same time; further
+/// requests of this queue wait.
+pub const MAX_CONCURRENT_REQUESTS: usize = 2;
 
 /// The beginning of an agent's error if the process that handles requests ended without a reply.
 pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
@@ -122,7 +122,7 @@ pub struct ModelEvaluation {
 }
 
 /// Default number of neighbours that vote on a picture.
-pub const NEIGHBOURS: u32 = 20;
+pub const DEFAULT_NEIGHBOURS: u32 = 20;
 /// Maximum number of neighbours that vote on a picture.
 pub const MAX_NEIGHBOURS: u32 = 1000;
 

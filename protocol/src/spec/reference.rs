@@ -10,7 +10,7 @@ use super::{
     shard::MAX_SHARDS,
     sweep::{MIN_EPOCHS, REDUCTION, RUNGS, SweepSpec},
 };
-use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
+use crate::limits::{MAX_TAGS, NOTES_BYTES, PROJECT_CHARS, TAG_CHARS};
 use serde_json::Value;
 use utoipa::PartialSchema;
 
@@ -146,7 +146,9 @@ impl Kind {
             Kind::Project => {
                 format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first not a dot")
             }
-            Kind::Tags => format!("list of at most {TAGS} texts of {TAG_CHARS} characters, without commas"),
+            Kind::Tags => {
+                format!("list of at most {MAX_TAGS} texts of {TAG_CHARS} characters, without commas")
+            }
             Kind::Notes => {
                 format!("text of at most {} bytes, also over several lines", grouped(NOTES_BYTES as i64))
             }

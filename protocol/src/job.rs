@@ -405,7 +405,7 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// When the value was measured: `epoch 3`, or `step 120` if the epoch is unknown. The same as `measuredAt` in `static/job/checkpoints.js`.
+    /// When the value was measured: `epoch 3`, or `step 120` if the epoch is unknown. As `measuredAt` in `static/job/checkpoints.js`.
     pub fn epoch_or_step(&self) -> String {
         if self.epoch > 0 { format!("epoch {}", self.epoch) } else { format!("step {}", self.step) }
     }

@@ -1,7 +1,7 @@
 //! Limits of input: depths, lengths and counts, in one place. Each limit is far above normal use and far below
 //! values that cause problems. Each limit has a test at the limit and a test one beyond it.
 
-/// Maximum number of parts of a key's path (`train.lr` has two).
+/// Maximum number of parts of a key's path; `train.lr` has two.
 pub const MAX_KEY_PARTS: usize = 8;
 /// Maximum length of a key's whole path, in bytes.
 pub const KEY_BYTES: usize = 256;

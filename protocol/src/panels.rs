@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 const MAX_SMOOTHING: f32 = 0.99;
 /// The largest width (in columns of the page) and height (in rows) of a panel.
 const MAX_SPAN: u8 = 3;
-/// Axes of a panel: one at each side.
+/// Number of vertical axes of a panel: one at each side.
 const AXES: usize = 2;
 
 /// A chart of one or several metrics of a job.

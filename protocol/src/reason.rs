@@ -10,11 +10,11 @@ use utoipa::ToSchema;
 /// Maximum length of a text in a reason, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
-/// Maximum number of jobs that a reason names as the jobs for which slots are kept.
+/// Maximum number of jobs in [`SlotWait::kept_for`].
 pub const MAX_KEPT_FOR: usize = 16;
 
-/// Maximum number of machines whose slots the words of a reason name. [`SlotWait::slots_on`] may have one more: the words then say that
-/// there are others.
+/// Maximum number of machines whose slots a reason's words name. [`SlotWait::slots_on`] may have one more machine: the words then say
+/// that there are others.
 pub const MAX_SLOTS_ON: usize = 8;
 
 /// A text in a reason: at most 2000 bytes, the rest is cut off.
@@ -68,7 +68,7 @@ pub enum ReasonKind {
     RankExited { rank: u32, step: u64, exit_status: i32, detail: Option<Text> },
     /// A rank was killed by a signal.
     RankKilled { rank: u32, step: u64, signal: i32 },
-    /// A rank was asked to stop, but not by its agent.
+    /// A rank got a signal to stop that its agent had not sent.
     RankStopped { rank: u32, step: u64 },
     /// A rank ended while no agent watched it.
     RankVanished { rank: u32, step: u64 },

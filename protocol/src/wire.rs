@@ -36,7 +36,7 @@ pub struct Part {
 }
 
 /// Encodes a message as one frame or, if it is longer than [`PART_BYTES`], as several frames, each a message that `wrap`
-/// makes from a part. `number` counts the messages that were sent in parts.
+/// makes from a part. `number` counts the messages that the connection has sent in parts.
 ///
 /// # Errors
 /// As [`encode`].

@@ -199,7 +199,7 @@ const SYNONYMS: [(&str, &str); 3] =
     [("learning_rate", "lr"), ("num_epochs", "epochs"), ("max_epochs", "epochs")];
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
-    let meant = SYNONYMS.iter().find(|(name, _)| *name == key).map_or(key, |(_, meant)| *meant);
+    let meant = SYNONYMS.iter().find(|(synonym, _)| *synonym == key).map_or(key, |(_, meant)| *meant);
     let others = || KEYS.iter().filter(move |s| s.name != section);
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {

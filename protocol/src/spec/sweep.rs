@@ -151,8 +151,8 @@ pub(super) const REDUCTION: u32 = 3;
 pub(super) const MIN_EPOCHS: u32 = 1;
 pub(super) const RUNGS: u32 = 5;
 
-fn mistake(below: &str, detail: String) -> SpecError {
-    SpecError { pointer: format!("/sweep{below}"), detail }
+fn mistake(pointer: &str, detail: String) -> SpecError {
+    SpecError { pointer: format!("/sweep{pointer}"), detail }
 }
 
 fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetric {
@@ -193,16 +193,16 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
     parameters
 }
 
-/// Collects the parameters of a table. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr` as a
-/// table in a table. Both name the parameter `train.lr`.
+/// Collects the parameters of the table at the path `prefix`. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr`
+/// as a table in a table. Both name the parameter `train.lr`.
 fn flatten(
     table: &Map<String, Value>,
-    above: &str,
+    prefix: &str,
     parameters: &mut BTreeMap<String, Parameter>,
     errors: &mut Vec<SpecError>,
 ) {
     for (key, value) in table {
-        let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
         let outcome = match value {
             Value::Object(inner)
                 if !inner.is_empty() && !inner.keys().any(|key| PARAMETER_KEYS.contains(&&**key)) =>

@@ -50,11 +50,9 @@ impl LayerHistograms {
         if self.step == 0 || i64::try_from(self.step).is_err() {
             return Err(format!("histograms of step {}: steps count from 1", self.step));
         }
-        if self.layers.len() > MAX_HISTOGRAM_LAYERS {
-            let count = self.layers.len();
-            return Err(format!(
-                "{count} histograms of one step; at most {MAX_HISTOGRAM_LAYERS} are allowed"
-            ));
+        let (count, limit) = (self.layers.len(), MAX_HISTOGRAM_LAYERS);
+        if count > limit {
+            return Err(format!("{count} histograms of one step; at most {limit} are allowed"));
         }
         self.layers.iter().try_for_each(LayerHistogram::check)?;
         let mut known = HashSet::new();

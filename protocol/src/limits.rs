@@ -2,10 +2,10 @@
 //! values that cause problems. Each limit has a test at the limit and a test one beyond it.
 
 /// Maximum number of parts of a key's path; `train.lr` has two.
-pub const MAX_KEY_PARTS: usize = 8;
+pub const KEY_PARTS: usize = 8;
 /// Maximum length of a key's whole path, in bytes.
 pub const KEY_BYTES: usize = 256;
-/// Maximum nesting of lists and tables in a TOML document. At each level, a key's path may have [`MAX_KEY_PARTS`] parts.
+/// Maximum nesting of lists and tables in a TOML document. At each level, a key's path may have [`KEY_PARTS`] parts.
 pub const TOML_NESTING: usize = 8;
 /// Maximum nesting of lists and objects in a JSON body.
 pub const JSON_NESTING: usize = 32;

@@ -2,7 +2,7 @@
 //! limited before values are built, because nested values are also copied, compared and dropped by recursion.
 
 use super::mistake::{SpecError, shortened};
-use crate::limits::{KEY_BYTES, MAX_KEY_PARTS, TOML_NESTING};
+use crate::limits::{KEY_BYTES, KEY_PARTS, TOML_NESTING};
 use serde_json::{Map, Value};
 use toml_parser::{Source, lexer::TokenKind};
 
@@ -39,8 +39,8 @@ fn check_nesting(text: &str) -> Result<(), (usize, String)> {
             }
             _ => parts = 1,
         }
-        if parts > MAX_KEY_PARTS {
-            return Err((token.span().start(), format!("a key has more than {MAX_KEY_PARTS} parts")));
+        if parts > KEY_PARTS {
+            return Err((token.span().start(), format!("a key has more than {KEY_PARTS} parts")));
         }
         if nesting > TOML_NESTING {
             let detail = format!("lists and tables are nested more than {TOML_NESTING} deep");
@@ -93,9 +93,9 @@ pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
 pub fn key_parts(path: &str) -> Result<Vec<&str>, String> {
     let shown = shortened(path);
     // The parts are counted before they are collected.
-    if path.len() > KEY_BYTES || path.split('.').count() > MAX_KEY_PARTS {
+    if path.len() > KEY_BYTES || path.split('.').count() > KEY_PARTS {
         return Err(format!(
-            "{shown:?} names no key: a path has at most {MAX_KEY_PARTS} parts and {KEY_BYTES} bytes"
+            "{shown:?} names no key: a path has at most {KEY_PARTS} parts and {KEY_BYTES} bytes"
         ));
     }
     if path.split('.').any(str::is_empty) {

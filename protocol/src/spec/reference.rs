@@ -31,7 +31,6 @@ pub struct KeyReference {
     pub values: String,
     /// The default in TOML; `None` if a job without the key has no value for it.
     pub default: Option<String>,
-    /// One paragraph.
     pub meaning: String,
 }
 
@@ -82,7 +81,6 @@ pub fn sweep_reference() -> SectionReference {
     SectionReference { name: SWEEP.name, meaning: description(&schema), keys }
 }
 
-/// Every recipe.
 pub fn recipes() -> Vec<RecipeReference> {
     let of_recipe = |recipe: Recipe| {
         let settings = recipe.settings();

@@ -110,9 +110,8 @@ impl RunFiles {
         let mut others = self.list()?;
         others.retain(|file| file.path != path);
         if others.len() >= MAX_RUN_FILES {
-            return Err(FileError::Full(format!(
-                "a run has at most {MAX_RUN_FILES} files: delete some first"
-            )));
+            let detail = format!("a run has at most {MAX_RUN_FILES} files: delete some first");
+            return Err(FileError::Full(detail));
         }
         Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
     }

@@ -204,25 +204,27 @@ fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
 }
 
 fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> CommentedKeys {
-    let (why, arch) = match (is_small, prefers_large_network, side) {
-        // The other networks need at least 16 pixels.
-        (true, _, Some(side)) if side <= 32 && (!prefers_large_network || side < 16) => (
+    // Networks outside the CIFAR family need at least 16 pixels.
+    let suits_cifar_family = side.is_some_and(|side| side < 16 || (side <= 32 && !prefers_large_network));
+    let (why, arch) = if suits_cifar_family {
+        (
             "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and \
              takes ten times as long.",
             "resnet20",
-        ),
-        (true, ..) => (
+        )
+    } else if is_small {
+        (
             "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
             "resnet18",
-        ),
-        (false, false, _) => (
+        )
+    } else if prefers_large_network {
+        ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
+    } else {
+        (
             "A small network for photographs, which suits this number of pictures. With trained weights (pretrained = \
              \"FILE.safetensors\" here and recipe = \"finetune\" below) a few hundred pictures suffice.",
             "resnet18",
-        ),
-        (false, true, _) => {
-            ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
-        }
+        )
     };
     CommentedKeys { comment: why.into(), toml: format!("arch = {arch:?}") }
 }

@@ -49,7 +49,7 @@ pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     }
     let spec = match serde_json::from_value::<JobSpec>(document) {
         Ok(mut spec) => {
-            if let (Some(recipe), false) = (recipe, has_lr) {
+            if let Some(recipe) = recipe.filter(|_| !has_lr) {
                 spec.train.lr = scaled_lr(recipe, &spec, &mut errors);
             }
             spec
@@ -400,8 +400,8 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let DataSpec { image_size, validation_size, resize_size, .. } = &spec.data;
     let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
     let smallest = sizes.first().map(|first| first.size).or(*validation_size);
-    if let (Some(size), false) = (smallest, spec.model.arch.is_cifar_family())
-        && size < 16
+    if let Some(size) = smallest.filter(|size| *size < 16)
+        && !spec.model.arch.is_cifar_family()
     {
         mistake(
             "/data/image_size",

@@ -339,7 +339,7 @@ impl Job {
     }
 
     /// Number of ranks of the running attempt, which may have fewer ranks than the job.
-    pub fn current_rank_count(&self) -> u32 {
+    pub fn rank_count_now(&self) -> u32 {
         match self.cause.as_ref().map(Reason::kind) {
             Some(ReasonKind::FewerRanks { ranks, .. }) if self.state.is_active() => *ranks,
             _ => self.ranks,

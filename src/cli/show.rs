@@ -123,7 +123,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
         format!("place {}{waits}", queue.place)
     });
-    let ranks = match job.current_rank_count() {
+    let ranks = match job.rank_count_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
         fewer if fewer < job.ranks => format!("{fewer} of {}", job.ranks),
         ranks => ranks.to_string(),

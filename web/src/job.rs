@@ -124,7 +124,7 @@ impl JobPage {
         if job.attempt > 0 {
             parts.push(format!("attempt {}", job.attempt));
         }
-        let ranks = match job.current_rank_count() {
+        let ranks = match job.rank_count_now() {
             now if now < job.ranks => format!("{now} of {} ranks", job.ranks),
             _ => plural(job.ranks.into(), "rank"),
         };
@@ -331,7 +331,7 @@ impl JobPage {
                 (None, Some(time_left)) => (clock(time_left), empty()),
                 (None, None) => (dash(), empty()),
             },
-            speed: match (job.images_per_second, job.current_rank_count()) {
+            speed: match (job.images_per_second, job.rank_count_now()) {
                 (None, _) => (dash(), empty()),
                 (Some(all), ..=1) => (rate(all), empty()),
                 (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),

@@ -33,7 +33,7 @@ impl Progress {
     pub(super) fn new(job: &Job, as_json: bool) -> Self {
         let mut this = Self {
             as_json,
-            bar: TrainingBar::new(job.state.to_string(), job.current_rank_count() as usize),
+            bar: TrainingBar::new(job.state.to_string(), job.rank_count_now() as usize),
             state: job.state,
             last_text: String::new(),
             ranks: job.ranks,

@@ -338,7 +338,7 @@ impl Job {
         }
     }
 
-    /// Number of ranks of the running attempt, which may have fewer ranks than the job.
+    /// Number of ranks of the running attempt, which may have fewer ranks than the job; the job's number if no attempt runs.
     pub fn rank_count_now(&self) -> u32 {
         match self.cause.as_ref().map(Reason::kind) {
             Some(ReasonKind::FewerRanks { ranks, .. }) if self.state.is_active() => *ranks,

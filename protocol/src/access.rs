@@ -54,7 +54,7 @@ pub struct Token {
     /// Id of the person's token with which this token was made. This token is revoked together with that token.
     pub made_with: Option<String>,
     pub created_at: jiff::Timestamp,
-    /// Absent: the token does not expire.
+    /// Time at which the token expires; absent if it does not expire.
     pub expires_at: Option<jiff::Timestamp>,
     pub revoked_at: Option<jiff::Timestamp>,
     /// Time of the last use, to the minute.

@@ -34,7 +34,7 @@ pub type Files = BTreeMap<String, ManifestFile>;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     pub size_bytes: u64,
-    /// Hexadecimal.
+    /// SHA-256 of the file, hexadecimal.
     pub sha256: String,
 }
 

@@ -61,7 +61,7 @@ pub struct Sample {
     pub epoch: Option<u32>,
     /// The picture's file; absent if a file has several pictures.
     pub file: Option<String>,
-    /// PNG, base64.
+    /// The picture as PNG, base64.
     pub png: String,
 }
 
@@ -105,7 +105,7 @@ pub struct ModelEvaluation {
     /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// 0 to 1.
+    /// Fraction of the pictures that were classified correctly, 0 to 1.
     pub accuracy: f64,
     /// The 95 % confidence interval of `accuracy` (Wilson 1927): both ends, 0 to 1.
     pub interval: [f64; 2],
@@ -188,7 +188,7 @@ pub struct Prediction {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Probability {
     pub class: String,
-    /// 0 to 1; all classes sum to 1.
+    /// Probability, 0 to 1; the probabilities of all classes sum to 1.
     pub probability: f32,
 }
 

@@ -242,7 +242,7 @@ pub struct External {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Alert {
     pub title: String,
-    /// May be empty.
+    /// The message; may be empty.
     #[serde(default)]
     pub text: String,
     #[serde(default)]

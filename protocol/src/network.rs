@@ -41,7 +41,7 @@ pub struct PlanDescription {
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Absent if the machine of rank 0 has no measurements; `lockstep plan` measures the machine.
+    /// The predictions; absent if the machine of rank 0 has no measurements. `lockstep plan` measures the machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.

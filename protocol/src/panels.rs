@@ -19,7 +19,7 @@ const AXES: usize = 2;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
-    /// 1 to 80 characters.
+    /// Title of the panel, 1 to 80 characters.
     pub title: String,
     /// Names of 1 to 6 different metrics, of at most two quantities. Metrics of the first quantity use the left axis,
     /// the others the right axis.

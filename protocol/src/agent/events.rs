@@ -178,7 +178,7 @@ pub struct Evaluation {
     pub epoch: u32,
     pub step: u64,
     pub samples: u64,
-    /// 0 to 1.
+    /// Fraction of the samples that were classified correctly, 0 to 1.
     #[serde(deserialize_with = "nan_if_null")]
     pub accuracy: f64,
     #[serde(deserialize_with = "nan_if_null")]

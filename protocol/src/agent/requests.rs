@@ -129,7 +129,7 @@ pub enum AgentReply {
     Fingerprint {
         found: PicturesFingerprint,
     },
-    /// Absent if no picture validates the job.
+    /// The validation pictures; `found` is absent if no picture validates the job.
     ValidationSet {
         found: Option<ValidationSet>,
     },

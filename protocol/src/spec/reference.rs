@@ -17,7 +17,7 @@ use utoipa::PartialSchema;
 /// A table of the job file.
 #[derive(Debug, Clone)]
 pub struct SectionReference {
-    /// Empty for the top of the document.
+    /// Name of the table; empty for the top of the document.
     pub name: &'static str,
     pub meaning: String,
     pub keys: Vec<KeyReference>,

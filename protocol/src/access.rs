@@ -46,7 +46,7 @@ pub struct Token {
     pub scope: Scope,
     /// With the scope `agent`: name of the agent that may use the token.
     pub agent: Option<String>,
-    /// Id of this agent; absent until a new agent uses the token for the first time.
+    /// Id of this agent; absent until an agent has used the token.
     pub agent_id: Option<String>,
     /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program
     /// or a machine.
@@ -54,7 +54,7 @@ pub struct Token {
     /// Id of the person's token with which this token was made. This token is revoked together with that token.
     pub made_with: Option<String>,
     pub created_at: jiff::Timestamp,
-    /// Absent: the token does not expire.
+    /// Time at which the token expires; absent if it does not expire.
     pub expires_at: Option<jiff::Timestamp>,
     pub revoked_at: Option<jiff::Timestamp>,
     /// Time of the last use, to the minute.

@@ -26,7 +26,7 @@ use crate::{job::JobId, spec::JobSpec, wire::Part};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Raised when a message changes so that older programs cannot read it. A server accepts only agents of its own version.
+/// Version of these messages, raised when older programs cannot read them. A server accepts only agents with the same version.
 pub const PROTOCOL_VERSION: u32 = 6;
 
 /// A slot, on which one rank can run: a GPU, or a share of CPU cores.
@@ -82,7 +82,7 @@ pub enum FromAgent {
         slots: Vec<Slot>,
         /// Attempts whose ranks are alive on this machine.
         attempts: Vec<AttemptRef>,
-        /// Serve only this job.
+        /// The only job that the agent serves; absent if it serves any job.
         only_job: Option<JobId>,
         /// Why the agent accepts no new work, as text for people; absent if the agent accepts work. Running ranks continue.
         no_work: Option<String>,
@@ -95,8 +95,8 @@ pub enum FromAgent {
     },
     /// The agent did not carry out the order to start this attempt, has no ranks of the attempt, and accepts no work for this reason.
     Declined { attempt: AttemptRef, reason: String },
-    /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
-    /// are acknowledged. Records below the acknowledged number are ignored by the server.
+    /// Records `first..first + events.len()` of one source of an attempt. The server stores them before it acknowledges them, and ignores
+    /// records that it has acknowledged.
     Report { attempt: AttemptRef, source: Source, first: u64, events: Vec<AttemptEvent> },
     /// The reply to `Request`. An error is a sentence for people.
     Reply {
@@ -108,8 +108,8 @@ pub enum FromAgent {
     Sample(Box<MachineSample>),
     /// Findings of `doctor`'s quick checks at the agent's start.
     Findings { findings: Vec<MachineWarning> },
-    /// For an attempt on several machines: this machine's preflight check is done. Its ranks start at `Launch`. Sent
-    /// again on every connection.
+    /// For an attempt on several machines: this machine's preflight check is done, and its ranks wait for `Launch`. Sent again on every
+    /// connection.
     Ready {
         attempt: AttemptRef,
         /// The port on which rank 0 will listen; only rank 0's agent sends it.

@@ -15,11 +15,11 @@ pub struct AllowedFolders {
 }
 
 impl AllowedFolders {
-    /// Whether a path without links is allowed. `real` returns a folder's path without links, if it exists.
-    pub fn contain(&self, path: &Path, real: impl Fn(&Path) -> Option<PathBuf>) -> bool {
+    /// Whether a path without links is allowed. `resolve` returns a folder's path without links, if the folder exists.
+    pub fn contain(&self, path: &Path, resolve: impl Fn(&Path) -> Option<PathBuf>) -> bool {
         let is_in = |folder: &String| {
             let folder = Path::new(folder);
-            path.starts_with(folder) || real(folder).is_some_and(|real| path.starts_with(real))
+            path.starts_with(folder) || resolve(folder).is_some_and(|resolved| path.starts_with(resolved))
         };
         self.below.iter().any(is_in) && !self.except.iter().any(is_in)
     }

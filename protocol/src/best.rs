@@ -3,8 +3,8 @@
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
 
-/// Whether a network with this validation `value` and `loss` is better than the one `before`. A higher value is better;
-/// with equal values, the lower loss; with equal losses, the newer network.
+/// Whether a network with this validation `value` and `loss` is better than an earlier network with the value and loss `before`. A higher
+/// value is better; of equal values, the lower loss; of equal losses, the newer network.
 pub fn is_better(value: f64, loss: Option<f64>, before: (f64, Option<f64>)) -> bool {
     let has_lower_loss = || loss.zip(before.1).is_none_or(|(loss, before)| loss <= before);
     value > before.0 || (value == before.0 && has_lower_loss())
@@ -23,8 +23,8 @@ pub fn best_checkpoint<'a>(
 pub fn best_words<'a>(best: Measured, checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> String {
     let shown = percent(best.value);
     let kept = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
-    let kept = kept.filter(|kept| *kept != shown).map(|kept| format!(", best checkpoint {kept}"));
-    format!("best {shown} at {}{}", best.at(), kept.unwrap_or_default())
+    let addition = kept.filter(|kept| *kept != shown).map(|kept| format!(", best checkpoint {kept}"));
+    format!("best {shown} at {}{}", best.epoch_or_step(), addition.unwrap_or_default())
 }
 
 #[cfg(test)]

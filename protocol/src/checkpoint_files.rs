@@ -34,7 +34,7 @@ pub type Files = BTreeMap<String, ManifestFile>;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     pub size_bytes: u64,
-    /// Hexadecimal.
+    /// SHA-256 of the file, hexadecimal.
     pub sha256: String,
 }
 
@@ -52,31 +52,31 @@ pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
 }
 
 /// The name of part `number` (from 1) of `count` parts of `file`: `model-00002-of-00004.safetensors`.
-pub fn part(file: &str, number: usize, count: usize) -> String {
+pub fn part_name(file: &str, number: usize, count: usize) -> String {
     let kind = file.trim_end_matches(".safetensors");
     format!("{kind}-{number:05}-of-{count:05}.safetensors")
 }
 
 /// The name of the index for the parts of `file`: `model.safetensors.index.json`.
-pub fn index(file: &str) -> String {
+pub fn index_name(file: &str) -> String {
     format!("{file}.index.json")
 }
 
 /// The kind of a file, [`MODEL`], [`OPTIMIZER`] or [`AVERAGE`], if `name` is that file, a part of it, or its index.
-pub fn kind(name: &str) -> Option<&'static str> {
-    let is_part = |file: &str| {
-        let numbers =
-            name.split_once('-').and_then(|(_, rest)| rest.split_once(".safetensors")?.0.split_once("-of-"));
-        let numbers = numbers.and_then(|(number, count)| Some((number.parse().ok()?, count.parse().ok()?)));
-        numbers
-            .is_some_and(|(number, count)| (1..=count).contains(&number) && part(file, number, count) == name)
+pub fn kind_of(name: &str) -> Option<&'static str> {
+    let numbers = || {
+        let (number, count) = name.split_once('-')?.1.split_once(".safetensors")?.0.split_once("-of-")?;
+        Some((number.parse::<usize>().ok()?, count.parse::<usize>().ok()?))
     };
-    [MODEL, OPTIMIZER, AVERAGE].into_iter().find(|file| name == *file || name == index(file) || is_part(file))
+    let numbers = numbers().filter(|(number, count)| (1..=*count).contains(number));
+    let is_part = |file: &str| numbers.is_some_and(|(number, count)| part_name(file, number, count) == name);
+    let is_of_kind = |file: &&str| name == *file || name == index_name(file) || is_part(file);
+    [MODEL, OPTIMIZER, AVERAGE].into_iter().find(is_of_kind)
 }
 
-/// The first required file of a checkpoint for which `has` is false. An index replaces its file.
-pub fn missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
-    [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index(file)))
+/// The first required file that a checkpoint lacks. `has`: whether the checkpoint has a file of this name. An index replaces its file.
+pub fn first_missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
+    [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index_name(file)))
 }
 
 #[cfg(test)]
@@ -101,9 +101,10 @@ mod tests {
             ("../model.safetensors", None),
             ("", None),
         ] {
-            assert_eq!(kind(name), is, "{name}");
+            assert_eq!(kind_of(name), is, "{name}");
         }
-        assert_eq!(missing(|name| [MODEL, STATE, "optimizer.safetensors.index.json"].contains(&name)), None);
-        assert_eq!(missing(|name| [OPTIMIZER, STATE].contains(&name)), Some(MODEL));
+        let missing = |names: &[&str]| first_missing(|name| names.contains(&name));
+        assert_eq!(missing(&[MODEL, STATE, "optimizer.safetensors.index.json"]), None);
+        assert_eq!(missing(&[OPTIMIZER, STATE]), Some(MODEL));
     }
 }

@@ -17,7 +17,7 @@ fn nearest_start(all: &[char], target: usize, range: std::ops::RangeInclusive<us
 }
 
 /// Shortens `text` to at most `max` characters: the beginning, `…` and the end, both cut between two words if possible.
-pub fn middle(text: &str, max: usize) -> String {
+pub fn shorten_middle(text: &str, max: usize) -> String {
     // Fewer than three characters would leave nothing of the name.
     let max = max.max(3);
     let all: Vec<char> = text.chars().collect();
@@ -35,11 +35,11 @@ pub fn middle(text: &str, max: usize) -> String {
 }
 
 /// Maximum length of a path or name in a sentence on a page, in characters.
-pub const WORD: usize = 48;
+pub const MAX_WORD_CHARS: usize = 48;
 
-/// A sentence with each of its long words (paths, names) shortened to [`WORD`] characters.
-pub fn long_words(sentence: &str) -> String {
-    sentence.split(' ').map(|word| middle(word, WORD)).collect::<Vec<_>>().join(" ")
+/// A sentence with each of its long words (paths, names) shortened to [`MAX_WORD_CHARS`] characters.
+pub fn shorten_long_words(sentence: &str) -> String {
+    sentence.split(' ').map(|word| shorten_middle(word, MAX_WORD_CHARS)).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -48,27 +48,27 @@ mod tests {
 
     #[test]
     fn at_least_three_characters_are_kept() {
-        assert_eq!([middle("abc", 1), middle("abcd", 1)], ["abc", "a…d"]);
+        assert_eq!([shorten_middle("abc", 1), shorten_middle("abcd", 1)], ["abc", "a…d"]);
     }
 
     #[test]
     fn shortened_text_never_exceeds_its_limit() {
         for text in ["/".repeat(100), "a/".repeat(50), "a".repeat(100), "-a".repeat(51), " ".repeat(60)] {
             for most in 3..=60 {
-                let cut = middle(&text, most).chars().count();
+                let cut = shorten_middle(&text, most).chars().count();
                 assert!(cut <= most, "{cut} of {most}: {text}");
             }
-            assert_eq!(middle(&text, text.chars().count()), text, "at its length it is whole");
+            assert_eq!(shorten_middle(&text, text.chars().count()), text, "at its length it is whole");
         }
     }
 
     #[test]
     fn only_long_words_of_a_sentence_are_shortened() {
         let path = format!("/data/{}/train", "a".repeat(60));
-        let cut = long_words(&format!("{path} cannot be read: no such file"));
+        let cut = shorten_long_words(&format!("{path} cannot be read: no such file"));
         assert!(cut.starts_with("/data") && cut.ends_with("/train cannot be read: no such file"), "{cut}");
-        assert_eq!(cut.split(' ').next().map(|word| word.chars().count()), Some(WORD), "{cut}");
-        let short = format!("{} cannot be read", "a".repeat(WORD));
-        assert_eq!(long_words(&short), short);
+        assert_eq!(cut.split(' ').next().map(|word| word.chars().count()), Some(MAX_WORD_CHARS), "{cut}");
+        let short = format!("{} cannot be read", "a".repeat(MAX_WORD_CHARS));
+        assert_eq!(shorten_long_words(&short), short);
     }
 }

@@ -59,7 +59,7 @@ impl DatasetInfo {
         is_counted.then(|| held_out.per_class.iter().sum())
     }
 
-    /// Why the training pictures are too few, to be appended to the dataset's name; `None` if they are enough.
+    /// Why there are too few training pictures, to be appended to the dataset's name; `None` if there are enough.
     pub fn too_few_pictures(&self) -> Option<String> {
         let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples >= 2 {
@@ -90,8 +90,8 @@ impl DatasetInfo {
         has_long_hash.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
     }
 
-    /// A sentence about splits that are left out because they have no labels, and the pictures that can validate jobs instead; `None`
-    /// without such splits.
+    /// A sentence that names the splits without labels, which are left out, and the pictures that can validate jobs instead; `None` without
+    /// such splits.
     pub fn unlabelled_note(&self) -> Option<String> {
         let (first, rest) = self.unlabelled.split_first()?;
         let names = rest.iter().fold(first.clone(), |all, name| format!("{all} and {name}"));
@@ -130,7 +130,7 @@ impl BrokenFile {
     }
 }
 
-/// Why these classes are not enough for training, to be appended to the dataset's name; `None` if they are enough.
+/// Why there are too few classes for training, to be appended to the dataset's name; `None` if there are enough.
 pub fn too_few_classes(classes: &[String]) -> Option<String> {
     match classes {
         [] => Some("has no class: there is nothing to tell apart".into()),
@@ -270,7 +270,7 @@ pub fn held_out_share(samples: u64) -> f64 {
 }
 
 /// Maximum number of class names in a sentence.
-const NAMED: usize = 5;
+const MAX_NAMES: usize = 5;
 
 /// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
 pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
@@ -284,8 +284,8 @@ pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
 
 /// `"cat", "dog"`, with the number of further names of a long list.
 fn first_names(names: &[&String]) -> String {
-    let named: Vec<_> = names.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
-    let more = names.len().saturating_sub(NAMED);
+    let named: Vec<_> = names.iter().take(MAX_NAMES).map(|name| format!("{name:?}")).collect();
+    let more = names.len().saturating_sub(MAX_NAMES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     named.join(", ") + &more
 }

@@ -1,14 +1,14 @@
 //! Histograms of a network's weights and gradients, layer by layer. Rank 0 reports them every `log.histograms` steps.
 
 use crate::{
-    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES},
+    limits::{HISTOGRAM_BINS, LAYER_NAME_BYTES, MAX_HISTOGRAM_LAYERS},
     spec::named::words,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use utoipa::ToSchema;
 
-/// The histograms of one step: at most [`HISTOGRAM_LAYERS`], weights and gradients together.
+/// The histograms of one step: at most [`MAX_HISTOGRAM_LAYERS`] histograms, of weights and gradients together.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerHistograms {
     /// The optimizer step, from 1. The weights are those after this step, the gradients those of this step.
@@ -19,7 +19,7 @@ pub struct LayerHistograms {
 /// The histogram of one layer at one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerHistogram {
-    /// Name in the state dict: `layer1.0.conv1.weight`. At most [`LAYER_NAME_BYTES`].
+    /// Name in the state dict: `layer1.0.conv1.weight`. At most [`LAYER_NAME_BYTES`] bytes.
     pub name: String,
     pub kind: HistogramKind,
     /// The smallest finite value; 0 without finite values.
@@ -50,9 +50,9 @@ impl LayerHistograms {
         if self.step == 0 || i64::try_from(self.step).is_err() {
             return Err(format!("histograms of step {}: steps count from 1", self.step));
         }
-        if self.layers.len() > HISTOGRAM_LAYERS {
-            let count = self.layers.len();
-            return Err(format!("{count} histograms of one step; at most {HISTOGRAM_LAYERS} are allowed"));
+        let (count, limit) = (self.layers.len(), MAX_HISTOGRAM_LAYERS);
+        if count > limit {
+            return Err(format!("{count} histograms of one step; at most {limit} are allowed"));
         }
         self.layers.iter().try_for_each(LayerHistogram::check)?;
         let mut known = HashSet::new();
@@ -105,8 +105,8 @@ mod tests {
     #[test]
     fn histograms_have_a_maximum_of_layers_bins_and_bytes() {
         let many = |count: usize| with_layers((0..count).map(|n| layer(&format!("layer{n}"))).collect());
-        assert_eq!(many(HISTOGRAM_LAYERS).check(), Ok(()));
-        assert!(many(HISTOGRAM_LAYERS + 1).check().is_err());
+        assert_eq!(many(MAX_HISTOGRAM_LAYERS).check(), Ok(()));
+        assert!(many(MAX_HISTOGRAM_LAYERS + 1).check().is_err());
         for bins in [0, HISTOGRAM_BINS - 1, HISTOGRAM_BINS + 1] {
             let wrong = LayerHistogram { counts: vec![1; bins], ..layer("a") };
             assert!(with_layers(vec![wrong]).check().is_err(), "{bins}");

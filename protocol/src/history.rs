@@ -31,7 +31,7 @@ pub struct History {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Relative {
     pub job: String,
-    /// Absent if the job was deleted.
+    /// Name of the job; absent if the job was deleted.
     pub name: Option<String>,
     pub state: Option<JobState>,
     /// Id of the checkpoint from which the fork began.

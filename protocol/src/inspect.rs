@@ -9,9 +9,9 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// An agent has separate queues for long requests, short requests, predictions and datasets. Maximum number of requests of one queue that
-/// it handles at the same time; further requests wait.
-pub const CONCURRENT_REQUESTS: usize = 2;
+/// Maximum number of requests of one [`RequestQueue`](crate::agent::RequestQueue) that an agent handles at the same time; further
+/// requests of this queue wait.
+pub const MAX_CONCURRENT_REQUESTS: usize = 2;
 
 /// The beginning of an agent's error if the process that handles requests ended without a reply.
 pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
@@ -61,7 +61,7 @@ pub struct Sample {
     pub epoch: Option<u32>,
     /// The picture's file; absent if a file has several pictures.
     pub file: Option<String>,
-    /// PNG, base64.
+    /// The picture as PNG, base64.
     pub png: String,
 }
 
@@ -105,7 +105,7 @@ pub struct ModelEvaluation {
     /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// 0 to 1.
+    /// Fraction of the pictures that were classified correctly, 0 to 1.
     pub accuracy: f64,
     /// The 95 % confidence interval of `accuracy` (Wilson 1927): both ends, 0 to 1.
     pub interval: [f64; 2],
@@ -122,7 +122,7 @@ pub struct ModelEvaluation {
 }
 
 /// Default number of neighbours that vote on a picture.
-pub const NEIGHBOURS: u32 = 20;
+pub const DEFAULT_NEIGHBOURS: u32 = 20;
 /// Maximum number of neighbours that vote on a picture.
 pub const MAX_NEIGHBOURS: u32 = 1000;
 
@@ -188,7 +188,7 @@ pub struct Prediction {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Probability {
     pub class: String,
-    /// 0 to 1; all classes sum to 1.
+    /// Probability, 0 to 1; the probabilities of all classes sum to 1.
     pub probability: f32,
 }
 

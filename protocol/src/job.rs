@@ -242,7 +242,7 @@ pub struct External {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Alert {
     pub title: String,
-    /// May be empty.
+    /// The message; may be empty.
     #[serde(default)]
     pub text: String,
     #[serde(default)]
@@ -338,8 +338,8 @@ impl Job {
         }
     }
 
-    /// Number of ranks of the running attempt, which may have fewer ranks than the job.
-    pub fn ranks_now(&self) -> u32 {
+    /// Number of ranks of the running attempt, which may have fewer ranks than the job; the job's number if no attempt runs.
+    pub fn rank_count_now(&self) -> u32 {
         match self.cause.as_ref().map(Reason::kind) {
             Some(ReasonKind::FewerRanks { ranks, .. }) if self.state.is_active() => *ranks,
             _ => self.ranks,
@@ -400,13 +400,13 @@ pub struct Measured {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<f64>,
     pub step: u64,
-    /// 0 if unknown.
+    /// The epoch, from 1; 0 if unknown.
     pub epoch: u32,
 }
 
 impl Measured {
-    /// `epoch 3`; `step 120` if the epoch is unknown. The same as `measuredAt` in `static/job/checkpoints.js`.
-    pub fn at(&self) -> String {
+    /// When the value was measured: `epoch 3`, or `step 120` if the epoch is unknown. As `measuredAt` in `static/job/checkpoints.js`.
+    pub fn epoch_or_step(&self) -> String {
         if self.epoch > 0 { format!("epoch {}", self.epoch) } else { format!("step {}", self.step) }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     invisible::first_invisible,
-    limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS},
+    limits::{MAX_TAGS, NOTES_BYTES, PROJECT_CHARS, TAG_CHARS},
 };
 
 /// The project of a job that does not name one.
@@ -48,9 +48,9 @@ pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
         let tag = tag.as_ref().trim();
         tag.chars().count() > TAG_CHARS || tag.contains(',') || first_invisible(tag).is_some()
     };
-    (tags.len() > TAGS || tags.iter().any(is_invalid)).then(|| {
+    (tags.len() > MAX_TAGS || tags.iter().any(is_invalid)).then(|| {
         format!(
-            "must be at most {TAGS} tags, each of at most {TAG_CHARS} characters, without commas and invisible characters"
+            "must be at most {MAX_TAGS} tags, each of at most {TAG_CHARS} characters, without commas and invisible characters"
         )
     })
 }
@@ -87,8 +87,8 @@ mod tests {
     #[test]
     fn tags_and_notes_have_limits() {
         let tags = |count: usize, chars: usize| vec!["ü".repeat(chars); count];
-        assert_eq!(tags_mistake(&tags(TAGS, TAG_CHARS)), None);
-        assert!(tags_mistake(&tags(TAGS + 1, 1)).is_some());
+        assert_eq!(tags_mistake(&tags(MAX_TAGS, TAG_CHARS)), None);
+        assert!(tags_mistake(&tags(MAX_TAGS + 1, 1)).is_some());
         assert!(tags_mistake(&tags(1, TAG_CHARS + 1)).is_some());
         assert!(tags_mistake(&["a,b"]).is_some() && tags_mistake(&["a\u{200b}"]).is_some());
         assert_eq!(normalise_tags(&[" b".into(), "a".into(), "b ".into(), " ".into()]), ["a", "b"]);

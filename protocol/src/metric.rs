@@ -83,8 +83,8 @@ pub struct MetricColumn {
 }
 
 impl MetricColumn {
-    /// The lowest and the highest step.
-    pub fn ends(&self) -> Option<(u64, u64)> {
+    /// The lowest and the highest step; `None` without points.
+    pub fn step_range(&self) -> Option<(u64, u64)> {
         Some((*self.steps.iter().min()?, *self.steps.iter().max()?))
     }
 }

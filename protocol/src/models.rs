@@ -96,7 +96,7 @@ pub enum Which {
 }
 
 impl Which {
-    /// Whether this identifies `version`, a version of the same model.
+    /// Whether this number or alias identifies `version`, which belongs to the same model.
     pub fn matches(&self, version: &ModelVersion) -> bool {
         match self {
             Which::Number(number) => version.version == *number,

@@ -2,7 +2,7 @@
 //! after measurements.
 
 use crate::{
-    limits::{LAYER_NAME_BYTES, NETWORK_LAYERS, PLAN_TEXT_BYTES},
+    limits::{LAYER_NAME_BYTES, MAX_NETWORK_LAYERS, PLAN_TEXT_BYTES},
     spec::{MAX_SHARDS, ShardSpec},
 };
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 /// Maximum number of dimensions of a layer's output.
 const DIMENSIONS: usize = 8;
 
-/// The layers of a network: at most [`NETWORK_LAYERS`].
+/// The layers of a network: at most 4096.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NetworkDescription {
     pub layers: Vec<LayerDescription>,
@@ -26,7 +26,7 @@ pub struct NetworkDescription {
 /// How a network is divided over ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PlanDescription {
-    /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], like all texts in this type.
+    /// In words: `data parallel on 4 ranks`. At most 16,384 bytes, like all texts in this type.
     pub words: String,
     /// Number of stages of the network.
     pub pipeline: u32,
@@ -41,7 +41,7 @@ pub struct PlanDescription {
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Absent if the machine of rank 0 has no measurements; `lockstep plan` measures the machine.
+    /// The predictions; absent if the machine of rank 0 has no measurements. `lockstep plan` measures the machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.
@@ -84,9 +84,9 @@ pub struct LayerPlan {
 /// One layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LayerDescription {
-    /// Name in the state dict: `layer1.0.conv1`. At most [`LAYER_NAME_BYTES`].
+    /// Name in the state dict: `layer1.0.conv1`. At most 200 bytes.
     pub name: String,
-    /// The layer's operation: `conv 3x3`, `batch_norm`, `relu`, `linear`. At most [`LAYER_NAME_BYTES`].
+    /// The layer's operation: `conv 3x3`, `batch_norm`, `relu`, `linear`. At most 200 bytes.
     pub kind: String,
     /// Shape for one picture, without the batch: channels, height, width.
     pub output_shape: Vec<u32>,
@@ -107,8 +107,8 @@ impl NetworkDescription {
     /// A sentence that says what is too long or too many.
     pub fn check(&self) -> Result<(), String> {
         let count = self.layers.len();
-        if count > NETWORK_LAYERS {
-            return Err(format!("a network of {count} layers; at most {NETWORK_LAYERS} are allowed"));
+        if count > MAX_NETWORK_LAYERS {
+            return Err(format!("a network of {count} layers; at most {MAX_NETWORK_LAYERS} are allowed"));
         }
         for layer in &self.layers {
             let name = &layer.name;
@@ -149,10 +149,10 @@ impl PlanDescription {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
         let is_name = |name: &String| is_line(name, LAYER_NAME_BYTES);
-        if self.later_stages.len() > NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
+        if self.later_stages.len() > MAX_NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
             return Err("the plan has too many stages, or a stage with an invalid name".into());
         }
-        if self.shard.len() > MAX_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
+        if self.shard.len() > MAX_SHARDS || self.shard.iter().any(|shard| !shard.has_valid_pattern()) {
             return Err(format!("the plan has more than {MAX_SHARDS} strategies, or an invalid pattern"));
         }
         let times = predicted.into_iter().flat_map(|plan| [plan.step_ms, plan.images_per_second]);
@@ -224,8 +224,8 @@ mod tests {
     #[test]
     fn descriptions_have_a_maximum_of_layers_and_bytes() {
         let many = |count| NetworkDescription { layers: vec![layer(); count], ..Default::default() };
-        assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
-        assert!(many(NETWORK_LAYERS + 1).check().is_err());
+        assert_eq!(many(MAX_NETWORK_LAYERS).check(), Ok(()));
+        assert!(many(MAX_NETWORK_LAYERS + 1).check().is_err());
         let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
         assert_eq!(network(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
         assert!(network(LayerDescription { name: more.clone(), ..layer() }).check().is_err());

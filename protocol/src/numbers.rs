@@ -86,10 +86,10 @@ pub fn plural(n: u64, noun: &str) -> String {
 /// Only the noun: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
 pub fn nouns(n: u64, noun: &str) -> String {
     let needs_es = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
-    match (n, needs_es) {
-        (1, _) => noun.to_owned(),
-        (_, true) => format!("{noun}es"),
-        (_, false) => format!("{noun}s"),
+    match n {
+        1 => noun.to_owned(),
+        _ if needs_es => format!("{noun}es"),
+        _ => format!("{noun}s"),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Panels: charts of a job's page that people configure.
 
 use crate::{
-    limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS},
+    limits::{MAX_PANEL_METRICS, MAX_PANELS, PANEL_TITLE_CHARS},
     metric,
     spec::{SpecError, nearest, shortened},
 };
@@ -12,14 +12,14 @@ use utoipa::ToSchema;
 const MAX_SMOOTHING: f32 = 0.99;
 /// The largest width (in columns of the page) and height (in rows) of a panel.
 const MAX_SPAN: u8 = 3;
-/// Axes of a panel: one at each side.
+/// Number of vertical axes of a panel: one at each side.
 const AXES: usize = 2;
 
 /// A chart of one or several metrics of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
-    /// 1 to 80 characters.
+    /// Title of the panel, 1 to 80 characters.
     pub title: String,
     /// Names of 1 to 6 different metrics, of at most two quantities. Metrics of the first quantity use the left axis,
     /// the others the right axis.
@@ -72,8 +72,8 @@ fn one() -> u8 {
 /// which choose the names of their metrics.
 pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
     let mut errors = Vec::new();
-    if panels.len() > PANELS {
-        let detail = format!("has {} panels; at most {PANELS} are allowed", panels.len());
+    if panels.len() > MAX_PANELS {
+        let detail = format!("has {} panels; at most {MAX_PANELS} are allowed", panels.len());
         errors.push(SpecError { pointer: "/panels".into(), detail });
         return errors;
     }
@@ -121,8 +121,8 @@ impl Panel {
 
     fn metrics_mistake(&self, allows_any_metric: bool) -> Option<String> {
         let count = self.metrics.len();
-        if count == 0 || count > PANEL_METRICS {
-            return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
+        if count == 0 || count > MAX_PANEL_METRICS {
+            return Some(format!("has {count} metrics; 1 to {MAX_PANEL_METRICS} are allowed"));
         }
         let mut quantities: Vec<&str> = Vec::new();
         for (index, name) in self.metrics.iter().enumerate() {
@@ -171,14 +171,14 @@ mod tests {
 
     #[test]
     fn panels_metrics_and_titles_have_limits() {
-        assert_eq!(mistakes(&vec![panel(); PANELS], false), []);
-        assert_eq!(mistakes(&vec![panel(); PANELS + 1], false)[0].pointer, "/panels");
+        assert_eq!(mistakes(&vec![panel(); MAX_PANELS], false), []);
+        assert_eq!(mistakes(&vec![panel(); MAX_PANELS + 1], false)[0].pointer, "/panels");
         let with_quantities = |quantities: [&str; 2]| {
             let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
             Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
         };
         let (most, more) = (with_quantities(["time", "bytes"]), with_quantities(["time", "bytes/s"]));
-        assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
+        assert_eq!((most.metrics.len(), more.metrics.len()), (MAX_PANEL_METRICS, MAX_PANEL_METRICS + 1));
         assert!(bad_keys(most).is_empty());
         assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
         assert_eq!(bad_keys(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);

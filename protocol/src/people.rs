@@ -40,7 +40,7 @@ pub struct Person {
     pub name: String,
     pub role: Role,
     pub created_at: jiff::Timestamp,
-    /// Absent if the person may sign in.
+    /// Time since which the person may not sign in; absent if the person may sign in.
     pub disabled_at: Option<jiff::Timestamp>,
     /// The account at an OpenID provider that signs in as the person.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -7,9 +7,9 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Why a job waits. If the job's own reason describes the end of its last attempt, that text follows. The same
+/// Why a job waits. If the job's own reason describes the end of its last attempt, this reason follows. The same
 /// as `#waitingBanner` in `static/job/facts.js`.
-pub fn waits_for(job: &Job) -> Option<String> {
+pub fn reason_for_waiting(job: &Job) -> Option<String> {
     let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
     match (now, job.reason.as_deref()) {
         (Some(now), Some(before)) if now != before && job.attempt > 0 => {

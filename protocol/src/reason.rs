@@ -10,12 +10,12 @@ use utoipa::ToSchema;
 /// Maximum length of a text in a reason, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
-/// Maximum number of jobs that a reason names as the jobs for which slots are kept.
-pub const KEPT_FOR: usize = 16;
+/// Maximum number of jobs in [`SlotWait::kept_for`].
+pub const MAX_KEPT_FOR: usize = 16;
 
-/// Maximum number of machines whose slots the words of a reason name. [`SlotWait::slots_on`] may have one more: the words then say that
-/// there are others.
-pub const SLOTS_ON: usize = 8;
+/// Maximum number of machines whose slots a reason's words name. [`SlotWait::slots_on`] may have one more machine: the words then say
+/// that there are others.
+pub const MAX_SLOTS_ON: usize = 8;
 
 /// A text in a reason: at most 2000 bytes, the rest is cut off.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -68,7 +68,7 @@ pub enum ReasonKind {
     RankExited { rank: u32, step: u64, exit_status: i32, detail: Option<Text> },
     /// A rank was killed by a signal.
     RankKilled { rank: u32, step: u64, signal: i32 },
-    /// A rank was asked to stop, but not by its agent.
+    /// A rank got a signal to stop that its agent had not sent.
     RankStopped { rank: u32, step: u64 },
     /// A rank ended while no agent watched it.
     RankVanished { rank: u32, step: u64 },
@@ -229,8 +229,8 @@ pub enum FailureCode {
 }
 
 impl FailureCode {
-    /// The reason of an attempt in which a rank reports this failure.
-    pub fn of_rank(self, rank: u32, step: u64, detail: Text) -> ReasonKind {
+    /// Why an attempt failed in which a rank reports this failure.
+    pub fn reason_kind(self, rank: u32, step: u64, detail: Text) -> ReasonKind {
         match self {
             FailureCode::Diverged => ReasonKind::Diverged { rank, step, detail },
             FailureCode::PrecisionTooNarrow => ReasonKind::PrecisionTooNarrow { rank, step, detail },
@@ -255,7 +255,7 @@ impl fmt::Display for ReasonKind {
                 write!(f, "rank {rank} was killed by signal {signal} at step {step}")
             }
             RankExited { rank, step, exit_status, detail } => {
-                let why = after(": ", detail);
+                let why = with_separator(": ", detail);
                 write!(f, "rank {rank} ended with exit status {exit_status} at step {step}{why}")
             }
             RankStopped { rank, step } => {
@@ -265,7 +265,7 @@ impl fmt::Display for ReasonKind {
                 write!(f, "rank {rank} ended at step {step} while its agent was not running")
             }
             Stalled { rank, step, secs: Some(secs), detail } => {
-                write!(f, "rank {rank} made no progress for {secs} s at step {step}{}", after("; ", detail))
+                write!(f, "rank {rank} made no progress for {secs} s at step {step}{}", with_separator("; ", detail))
             }
             OutOfMemory { signal: Some(_), detail, .. } => write!(
                 f,
@@ -273,7 +273,7 @@ impl fmt::Display for ReasonKind {
                  memory"
             ),
             Stalled { rank, step, secs: None, detail } => {
-                write!(f, "rank {rank} failed at step {step}{}", after(": ", detail))
+                write!(f, "rank {rank} failed at step {step}{}", with_separator(": ", detail))
             }
             RankFailed { rank, step, detail }
             | PrecisionTooNarrow { rank, step, detail }
@@ -309,7 +309,7 @@ impl fmt::Display for ReasonKind {
                 write!(f, "agent {agent:?} was restarted before it had started the ranks")
             }
             Unexplained => f.write_str("the ranks ended, and none of them reported why"),
-            CancelledByUser { detail } => write!(f, "cancelled on request{}", after("; ", detail)),
+            CancelledByUser { detail } => write!(f, "cancelled on request{}", with_separator("; ", detail)),
             Cancelling => f.write_str("being cancelled: its ranks are stopping"),
             PausedByUser { detail } => write!(f, "paused on request{}", in_parentheses(detail)),
             Pausing => f.write_str("being paused: its ranks finish their step and write a checkpoint"),
@@ -337,7 +337,7 @@ impl fmt::Display for ReasonKind {
             }
             AgentLost { agent, step, secs, detail, .. } => {
                 let at = at_step(*step);
-                write!(f, "agent {agent:?} was silent for {secs} s{at}{}", after("; ", detail))
+                write!(f, "agent {agent:?} was silent for {secs} s{at}{}", with_separator("; ", detail))
             }
             AgentWithoutRanks { agent, attempt, step } => {
                 write!(f, "agent {agent:?} has no ranks of attempt {attempt}{}", at_step(*step))
@@ -373,8 +373,8 @@ impl fmt::Display for ReasonKind {
                     detail.as_deref().map_or(String::new(), |names| format!("; {}", undrain_advice(names)));
                 write!(f, "no online agent takes this job{drained}")
             }
-            TooFewSlots(wait) => wait.too_few(f),
-            WaitingForSlots(wait) => wait.waiting(f),
+            TooFewSlots(wait) => wait.write_too_few(f),
+            WaitingForSlots(wait) => wait.write_waiting(f),
             MachinesApart { device, slots_needed, detail } => {
                 let needed = slots(*device, *slots_needed);
                 let start = if detail.contains(", ") { "these agents" } else { "that agent" };
@@ -385,7 +385,7 @@ impl fmt::Display for ReasonKind {
                 )
             }
             WaitingForCheckpoint { checkpoint, agent: None, detail } => {
-                let failed = after("; the last try failed: ", detail);
+                let failed = with_separator("; the last try failed: ", detail);
                 write!(f, "waits for checkpoint {checkpoint} from the object store{failed}")
             }
             WaitingForCheckpoint { checkpoint, agent: Some(agent), .. } => {
@@ -395,7 +395,7 @@ impl fmt::Display for ReasonKind {
                 f,
                 "trains with {ranks} of {slots_needed} ranks, because for {secs} s there were not enough free slots for \
                  all{}",
-                after("; the last attempt: ", detail)
+                with_separator("; the last attempt: ", detail)
             ),
             RunSilent { secs } => {
                 write!(f, "its program has sent nothing for {secs} s; the run continues when it sends again")
@@ -408,7 +408,7 @@ impl fmt::Display for ReasonKind {
     }
 }
 
-fn after(separator: &str, detail: &Option<Text>) -> String {
+fn with_separator(separator: &str, detail: &Option<Text>) -> String {
     detail.as_ref().map_or(String::new(), |detail| format!("{separator}{detail}"))
 }
 
@@ -429,7 +429,7 @@ fn other_job(job: &Option<Text>, priority: i32) -> String {
     }
 }
 
-/// Advice for drained machines with these names.
+/// Advice about drained machines, with their names.
 pub fn undrain_advice(names: &str) -> String {
     format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
@@ -439,9 +439,9 @@ fn slots(device: Device, count: u32) -> String {
 }
 
 impl SlotWait {
-    fn too_few(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_too_few(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { slots_free: free, slots_total: total, detail, .. } = self;
-        let (by_machine, more) = (self.by_machine(), after("; ", detail));
+        let (by_machine, more) = (self.free_by_machine(), with_separator("; ", detail));
         write!(f, "needs {}", slots(self.device, self.slots_needed))?;
         match (self.machines, &self.agent) {
             _ if *total == 0 => {
@@ -460,7 +460,7 @@ impl SlotWait {
         }
     }
 
-    fn waiting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_waiting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let on = match self.machines {
             Some(machines) => format!("{machines} machines"),
             None => format!("{:?}", self.agent.as_deref().unwrap_or_default()),
@@ -471,14 +471,14 @@ impl SlotWait {
             slots(self.device, self.slots_needed),
             self.slots_free,
             self.slots_total,
-            self.kept(),
-            self.by_machine(),
-            after("; ", &self.detail)
+            self.kept_in_words(),
+            self.free_by_machine(),
+            with_separator("; ", &self.detail)
         )
     }
 
-    /// The jobs for which free slots are kept, in words.
-    fn kept(&self) -> String {
+    /// `, 1 of them kept for "a"`: the jobs for which free slots are kept. Empty without such jobs.
+    fn kept_in_words(&self) -> String {
         let name = |name: &Text| if name.is_empty() { "another job".to_owned() } else { format!("{name:?}") };
         let names = match self.kept_for.as_slice() {
             [] => return String::new(),
@@ -492,15 +492,15 @@ impl SlotWait {
         }
     }
 
-    /// `; free on each machine: 1 of 2 on "a", 0 of 4 on "b"`.
-    fn by_machine(&self) -> String {
+    /// `; free on each machine: 1 of 2 on "a", 0 of 4 on "b"`. Empty if a single machine takes the job.
+    fn free_by_machine(&self) -> String {
         if self.slots_on.is_empty() {
             return String::new();
         }
-        let named = self.slots_on.iter().take(SLOTS_ON);
+        let named = self.slots_on.iter().take(MAX_SLOTS_ON);
         let named: Vec<_> =
             named.map(|on| format!("{} of {} on {:?}", on.free, on.total, on.agent)).collect();
-        let others = if self.slots_on.len() > SLOTS_ON { ", and others" } else { "" };
+        let others = if self.slots_on.len() > MAX_SLOTS_ON { ", and others" } else { "" };
         format!("; free on each machine: {}{others}", named.join(", "))
     }
 }

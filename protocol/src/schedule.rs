@@ -4,7 +4,7 @@ use crate::spec::{ScheduleKind, TrainSpec};
 
 /// How the learning rate changes over a run.
 ///
-/// In the first `warmup` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup`. In the `n` steps
+/// In the first `warmup_steps` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup_steps`. In the `n` steps
 /// after that, step `i` (from 0) has, with `end = lr * final_lr_fraction`:
 /// - `constant`: `lr`
 /// - `step`: `lr * gamma^k`, where `k` is the number of milestones (in epochs from the start of the run) that are over
@@ -13,17 +13,17 @@ use crate::spec::{ScheduleKind, TrainSpec};
 #[derive(Debug, Clone)]
 pub struct Schedule {
     spec: TrainSpec,
-    warmup: u64,
-    total: u64,
+    warmup_steps: u64,
+    total_steps: u64,
     steps_per_epoch: u64,
 }
 
 impl Schedule {
-    /// The schedule of a run of `total` steps.
-    pub fn new(spec: &TrainSpec, steps_per_epoch: u64, total: u64) -> Self {
-        let warmup = (f64::from(spec.warmup_epochs) * steps_per_epoch as f64).round() as u64;
-        let (warmup, steps_per_epoch) = (warmup.min(total), steps_per_epoch.max(1));
-        Self { spec: spec.clone(), warmup, total, steps_per_epoch }
+    /// The schedule of a run of `total_steps` steps.
+    pub fn new(spec: &TrainSpec, steps_per_epoch: u64, total_steps: u64) -> Self {
+        let warmup_steps = (f64::from(spec.warmup_epochs) * steps_per_epoch as f64).round() as u64;
+        let warmup_steps = warmup_steps.min(total_steps);
+        Self { spec: spec.clone(), warmup_steps, total_steps, steps_per_epoch: steps_per_epoch.max(1) }
     }
 
     /// The decay of the weights' moving average in the update after step `step`, counted from 1; `None` if no update
@@ -34,7 +34,7 @@ impl Schedule {
         if spec.ema_decay <= 0.0 || !step.is_multiple_of(spec.ema_steps) {
             return None;
         }
-        let is_copy = self.warmup > 0 && step.saturating_sub(spec.ema_steps) <= self.warmup;
+        let is_copy = self.warmup_steps > 0 && step.saturating_sub(spec.ema_steps) <= self.warmup_steps;
         Some(if is_copy { 0.0 } else { spec.ema_decay })
     }
 
@@ -43,11 +43,11 @@ impl Schedule {
         let spec = &self.spec;
         let highest = f64::from(spec.lr);
         let end = highest * f64::from(spec.final_lr_fraction);
-        if step < self.warmup {
-            return (highest * (step + 1) as f64 / self.warmup as f64) as f32;
+        if step < self.warmup_steps {
+            return (highest * (step + 1) as f64 / self.warmup_steps as f64) as f32;
         }
-        let steps = self.total - self.warmup;
-        let index = step - self.warmup;
+        let steps = self.total_steps - self.warmup_steps;
+        let index = step - self.warmup_steps;
         // 0 at the first step, 1 at the last.
         let progress = |index: u64, count: u64| {
             if count > 1 { (index as f64 / (count - 1) as f64).min(1.0) } else { 0.0 }
@@ -80,7 +80,7 @@ impl Schedule {
 /// Describes how the learning rate changes if a run with schedule `new` continues at step `new_step`, after `step`
 /// steps of a run with schedule `old`. `None` if it does not change.
 pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64) -> Option<String> {
-    if step == 0 || new_step == 0 || new_step >= new.total {
+    if step == 0 || new_step == 0 || new_step >= new.total_steps {
         return None;
     }
     let (old_lr, new_lr) = (old.lr(step - 1), new.lr(new_step - 1));
@@ -89,7 +89,7 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
     if f64::from((new_lr - old_lr).abs()) <= f64::from(old.spec.lr.max(new.spec.lr)) / 20.0 {
         return None;
     }
-    let middle = new_step + (new.total - new_step) / 2;
+    let middle = new_step + (new.total_steps - new_step) / 2;
     Some(format!(
         "the learning rate changes where the run continues: from {} at step {step} of the earlier run to {} at step {}. It is {} at \
          step {middle} and {} at the last step, {} ({} over {} steps). To change this, set train.schedule, train.lr or train.epochs",
@@ -97,10 +97,10 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
         three_digits(new.lr(new_step)),
         new_step + 1,
         three_digits(new.lr(middle.saturating_sub(1))),
-        three_digits(new.lr(new.total - 1)),
-        new.total,
+        three_digits(new.lr(new.total_steps - 1)),
+        new.total_steps,
         new.spec.schedule.as_str(),
-        new.total,
+        new.total_steps,
     ))
 }
 

@@ -92,9 +92,9 @@ pub struct ParallelSpec {
     pub ranks: u32,
     /// Device that ranks compute on. `auto`: GPUs if the machine has some, otherwise CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and its own pictures. `hybrid`: ranks share the network as `model`, `height`, `pipeline`
-    /// and `shard` say. `auto`: the ranks search at their start for the fastest plan that fits into memory; `model`, `height`, `pipeline`
-    /// and `shard` fix parts of the plan.
+    /// How ranks divide the work. `data`: every rank has the whole network and its own pictures. `hybrid`: ranks share the network as
+    /// `model`, `height`, `pipeline` and `shard` say. `auto`: the ranks search at their start for the fastest plan that fits into memory;
+    /// `model`, `height`, `pipeline` and `shard` fix parts of the plan.
     pub mode: String,
     /// Number of ranks that share one copy of the network (mode `hybrid`), a divisor of `ranks`; 1 when absent. Operators that `shard`
     /// names are split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in

@@ -17,7 +17,7 @@ pub const HEARTBEAT_SECS: u64 = 20;
 pub enum Frame {
     /// The first frame on a job's stream. Events `first_seq..=last_seq` are stored.
     Hello { job: Box<Job>, first_seq: u64, last_seq: u64 },
-    /// The stored events have been sent; later frames are new.
+    /// The stored events, up to number `seq`, have been sent; later frames are new.
     Live { seq: u64 },
     /// Only on `/api/v1/stream`: a job's present state.
     Job { job: Box<Job> },

@@ -82,9 +82,9 @@ impl Suggestion {
         let side = own_side.filter(|side| *side < effort.side);
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
         let ValidationChoice { keys: validation, held_out, is_counted, samples: validation_samples } =
-            validation(info);
+            choose_validation(info);
         let train_samples = samples - held_out;
-        let batch = batch(train_samples, is_small);
+        let batch = batch_size(train_samples, is_small);
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
@@ -109,7 +109,7 @@ impl Suggestion {
     }
 }
 
-/// `side` is the pictures' own size if the network sees them unchanged; otherwise the network's input has `input` x `input` pixels.
+/// `side`: the pictures' own size, if the network sees them unchanged. Otherwise the network's input has `input` x `input` pixels.
 fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
     let why = match input {
@@ -161,13 +161,13 @@ struct ValidationChoice {
     keys: CommentedKeys,
     /// Number of training pictures that are held out.
     held_out: u64,
-    /// Whether `held_out` is counted, not expected.
+    /// Whether `held_out` is a counted number; otherwise it is the expected number.
     is_counted: bool,
     /// Number of validation pictures.
     samples: u64,
 }
 
-fn validation(info: &DatasetInfo) -> ValidationChoice {
+fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     if let Some(split) = default_validation("test", others.map(|split| split.name.as_str())) {
         let samples = info.splits.iter().find(|info| info.name == split).map_or(0, |info| info.samples);
@@ -204,25 +204,27 @@ fn validation(info: &DatasetInfo) -> ValidationChoice {
 }
 
 fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> CommentedKeys {
-    let (why, arch) = match (is_small, prefers_large_network, side) {
-        // The other networks need at least 16 pixels.
-        (true, _, Some(side)) if side <= 32 && (!prefers_large_network || side < 16) => (
+    // Networks outside the CIFAR family need at least 16 pixels.
+    let suits_cifar_family = side.is_some_and(|side| side < 16 || (side <= 32 && !prefers_large_network));
+    let (why, arch) = if suits_cifar_family {
+        (
             "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and \
              takes ten times as long.",
             "resnet20",
-        ),
-        (true, ..) => (
+        )
+    } else if is_small {
+        (
             "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
             "resnet18",
-        ),
-        (false, false, _) => (
+        )
+    } else if prefers_large_network {
+        ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
+    } else {
+        (
             "A small network for photographs, which suits this number of pictures. With trained weights (pretrained = \
              \"FILE.safetensors\" here and recipe = \"finetune\" below) a few hundred pictures suffice.",
             "resnet18",
-        ),
-        (false, true, _) => {
-            ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
-        }
+        )
     };
     CommentedKeys { comment: why.into(), toml: format!("arch = {arch:?}") }
 }
@@ -232,13 +234,13 @@ const MIN_BATCH: u64 = 16;
 
 /// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
 /// photographs), but never more than the training pictures.
-fn batch(samples: u64, is_small: bool) -> u64 {
+fn batch_size(samples: u64, is_small: bool) -> u64 {
     let max_batch = if is_small { 256 } else { 128 };
     let upper_bound = (samples / 20).clamp(MIN_BATCH, max_batch).min(samples);
     1 << upper_bound.ilog2()
 }
 
-/// `is_expected`: the job holds out each picture independently, so `samples` is the expected number of training pictures.
+/// `is_expected`: whether `samples` is an expected number, because the job holds out each training picture independently.
 fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
     let about = if is_expected { "about " } else { "" };
     let steps = (samples / batch).max(1);

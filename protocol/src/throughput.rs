@@ -3,7 +3,7 @@
 use crate::spec::JobSpec;
 use serde::{Deserialize, Serialize};
 
-/// Minimum training time in each part of `recent`, in seconds.
+/// Minimum training time in each complete part of [`Throughput::recent`], in seconds.
 const RECENT_SECS: f64 = 60.0;
 
 /// Pictures that an attempt has trained on, and the time of its steps, which is the sum of rank 0's `step_ms`. The time
@@ -24,7 +24,7 @@ pub struct Throughput {
 }
 
 impl Throughput {
-    /// For an attempt that is about to train. `train_samples`: number of pictures in the training split; 0 if unknown.
+    /// The throughput of an attempt that is about to train. `train_samples`: number of pictures in the training split; 0 if unknown.
     pub fn new(spec: &JobSpec, train_samples: u64) -> Self {
         let epoch = if spec.data.drop_remainder { 0 } else { train_samples };
         Self { global_batch_size: spec.global_batch_size(), epoch, ..Self::default() }

@@ -1,7 +1,7 @@
 //! MessagePack with named fields, between server, agents and ranks. Senders are not trusted, so a message that is nested
 //! deeper than [`MESSAGE_NESTING`] is refused. A long message is sent in parts, with other messages between them.
 
-use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, PARTIAL_MESSAGES};
+use crate::limits::{MAX_PARTIAL_MESSAGES, MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES};
 use rmp_serde::{Deserializer, decode, encode};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::collections::HashMap;
@@ -36,7 +36,7 @@ pub struct Part {
 }
 
 /// Encodes a message as one frame or, if it is longer than [`PART_BYTES`], as several frames, each a message that `wrap`
-/// makes from a part. `number` counts the messages that were sent in parts.
+/// makes from a part. `number` counts the messages that the connection has sent in parts.
 ///
 /// # Errors
 /// As [`encode`].
@@ -93,8 +93,8 @@ impl PartialMessages {
             self.bytes -= whole.len();
             return Ok(Some(whole));
         }
-        if self.messages.len() > PARTIAL_MESSAGES {
-            return Err(format!("more than {PARTIAL_MESSAGES} incomplete messages at the same time"));
+        if self.messages.len() > MAX_PARTIAL_MESSAGES {
+            return Err(format!("more than {MAX_PARTIAL_MESSAGES} incomplete messages at the same time"));
         }
         Ok(None)
     }
@@ -153,7 +153,7 @@ mod tests {
         assert!(partial.add(part(3, 1, true)).unwrap_err().contains("64 MiB"));
 
         let mut partial = PartialMessages::default();
-        for message in 0..PARTIAL_MESSAGES as u64 {
+        for message in 0..MAX_PARTIAL_MESSAGES as u64 {
             assert_eq!(partial.add(part(message, 0, false)), Ok(None));
         }
         assert!(partial.add(part(99, 0, false)).unwrap_err().contains("more than 8"));

@@ -90,7 +90,7 @@ fn parse_shard(text: &str) -> Result<ShardSpec, String> {
     let parts = text.split_once('=');
     parts
         .and_then(|(pattern, split)| Some(ShardSpec { pattern: pattern.into(), split: split.parse().ok()? }))
-        .filter(ShardSpec::is_pattern)
+        .filter(ShardSpec::has_valid_pattern)
         .ok_or_else(|| format!("not MATCH=SPLIT, where SPLIT is {}", Split::NAMES.join(" or ")))
 }
 

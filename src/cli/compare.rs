@@ -42,7 +42,7 @@ const RESULTS: [Row; 8] = [
     ("best accuracy", |job| {
         let best = job.best?;
         let error = standard_error(best.value, job.last.val_pictures.unwrap_or(0));
-        Some(format!("{}{error} at {}", percent(best.value), best.at()))
+        Some(format!("{}{error} at {}", percent(best.value), best.epoch_or_step()))
     }),
     ("images a second", |job| job.images_per_second.map(rate)),
     ("ran", |job| job.ran_secs.map(|secs| format!("{secs:.0} s"))),

@@ -12,7 +12,7 @@ use super::{
 use anyhow::Context;
 use lockstep_protocol::{
     labels::{project_mistake, to_project_name},
-    limits::{NOTES_BYTES, RUN_METRICS, RUN_VALUES, TAG_CHARS, TAGS},
+    limits::{MAX_RUN_METRICS, MAX_RUN_VALUES, MAX_TAGS, NOTES_BYTES, TAG_CHARS},
     metric::name_mistake,
     numbers::plural,
 };
@@ -195,7 +195,7 @@ impl Run {
                 .leave_out("points of metrics with names that are too long or have control characters", 1);
         }
         if !self.metric_names.contains(name) {
-            if self.metric_names.len() >= RUN_METRICS {
+            if self.metric_names.len() >= MAX_RUN_METRICS {
                 return self.leave_out("points of metrics beyond the first 1000", 1);
             }
             self.metric_names.insert(name.to_owned());
@@ -288,7 +288,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         let new = json!({
             "id": run.id, "name": name.chars().take(NAME_CHARS).collect::<String>(), "config": run.config, "notes": notes,
             "project": project.map(str::to_owned).or(run.project.as_deref().map(to_project_name)),
-            "tags": tags.take(TAGS).collect::<Vec<_>>(), "started_at": run.started_at,
+            "tags": tags.take(MAX_TAGS).collect::<Vec<_>>(), "started_at": run.started_at,
         });
         api.post::<Value>("/runs", &new).await?;
     }
@@ -303,7 +303,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         for record in rest {
             values += record.values.len();
             size_bytes += serde_json::to_vec(record)?.len() + 1;
-            if count > 0 && (values > RUN_VALUES || size_bytes > REQUEST_BYTES) {
+            if count > 0 && (values > MAX_RUN_VALUES || size_bytes > REQUEST_BYTES) {
                 break;
             }
             count += 1;

@@ -99,7 +99,7 @@ async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::R
         child = loop {
             tokio::select! {
                 _ = &mut stopped => return,
-                () = sleep(backoff.pause()) => {}
+                () = sleep(backoff.next_pause()) => {}
             }
             match spawn(&settings) {
                 Ok(child) => break child,

@@ -3,7 +3,7 @@
 //! A pipe receives the text unchanged; errors and warnings are always escaped.
 
 use indicatif::ProgressStyle;
-use lockstep_protocol::{cut::middle, invisible::escape_invisible};
+use lockstep_protocol::{cut::shorten_middle, invisible::escape_invisible};
 use serde::Serialize;
 use std::{
     borrow::Cow,
@@ -211,9 +211,9 @@ fn shorten(name: &str, max: usize) -> String {
     let before = name.split_inclusive(' ').take_while(|word| !word.contains('='));
     let (title, settings) = name.split_at(before.map(str::len).sum());
     if title.is_empty() || settings.is_empty() {
-        return middle(name, max);
+        return shorten_middle(name, max);
     }
-    let settings = middle(settings, max.saturating_sub(1));
+    let settings = shorten_middle(settings, max.saturating_sub(1));
     let available = max.saturating_sub(1 + settings.chars().count());
     format!("{}…{settings}", title.chars().take(available).collect::<String>())
 }

@@ -123,7 +123,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
         format!("place {}{waits}", queue.place)
     });
-    let ranks = match job.ranks_now() {
+    let ranks = match job.rank_count_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
         fewer if fewer < job.ranks => format!("{fewer} of {}", job.ranks),
         ranks => ranks.to_string(),
@@ -168,7 +168,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
         ("validation accuracy", job.last.accuracy_in_words()),
-        ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.at()))),
+        ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.epoch_or_step()))),
         (
             "best checkpoint",
             best_checkpoint(checkpoints)

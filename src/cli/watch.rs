@@ -187,7 +187,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                 }
                 Err(error) => outage.report_lost(error, |text| display.warn(text))?,
             }
-            tokio::time::sleep(backoff.pause()).await;
+            tokio::time::sleep(backoff.next_pause()).await;
         }
     }
     api.get(&format!("/jobs/{}", job.id)).await
@@ -212,7 +212,7 @@ fn describe_accuracy(
     best: Option<Measured>,
     checkpoints: &[CheckpointInfo],
 ) -> Option<String> {
-    let best = best.map(|best| (percent(best.value), best.at()));
+    let best = best.map(|best| (percent(best.value), best.epoch_or_step()));
     let last = values.val_accuracy.map(percent).or_else(|| best.as_ref().map(|(best, _)| best.clone()))?;
     let (best, at) = best.unwrap_or_else(|| (last.clone(), String::new()));
     let mut more = Vec::new();

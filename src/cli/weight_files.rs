@@ -7,7 +7,7 @@ use super::{
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
-use lockstep_protocol::checkpoint_files::{self, MANIFEST, MODEL, index};
+use lockstep_protocol::checkpoint_files::{self, MANIFEST, MODEL, index_name};
 use lockstep_worker::checkpoint::{self, ManifestFile};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -35,7 +35,7 @@ pub(super) async fn list_files(
 ) -> anyhow::Result<Vec<WeightFile>> {
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
     let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
-    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file_name()));
+    let of_kind = files.filter(|(name, _)| checkpoint_files::kind_of(name) == Some(weights.file_name()));
     let weight_file = |(name, entry): (&String, &Value)| {
         Some(WeightFile { name: name.clone(), sha256: entry.get("sha256")?.as_str()?.to_owned() })
     };
@@ -110,7 +110,7 @@ pub(super) async fn fetch_beside(
 
 /// Whether `folder` has the weights of a checkpoint.
 pub(super) fn has_weights(folder: &Path) -> bool {
-    [MODEL, &index(MODEL), MANIFEST].iter().any(|file| folder.join(file).exists())
+    [MODEL, &index_name(MODEL), MANIFEST].iter().any(|file| folder.join(file).exists())
 }
 
 /// If `path` is the folder of a run of `lockstep train`, returns the folder of the run's best checkpoint, and prints a note that names the

@@ -17,7 +17,7 @@ const REFUSED_MS = 10_000;
 /** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
 const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.series("loss").newestSegment && (isWaiting(job) || ["paused", "failed", "cancelled"].includes(job.state));
 
-/** The same as `Job::ranks_now` in protocol/src/job.rs. */
+/** The same as `Job::rank_count_now` in protocol/src/job.rs. */
 export const rankCountNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
 /** Whether `rankCountNow` is exact for an active job: a job without a cause has all ranks, and the cause `fewer_ranks` has their number. */

@@ -14,7 +14,7 @@ use lockstep_protocol::{
     job::{External, Job, JobState, RunFile},
     numbers::uncertainty,
     panels::Panel,
-    queue::waits_for,
+    queue::reason_for_waiting,
     reason::{Reason, ReasonKind},
 };
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
@@ -124,7 +124,7 @@ impl JobPage {
         if job.attempt > 0 {
             parts.push(format!("attempt {}", job.attempt));
         }
-        let ranks = match job.ranks_now() {
+        let ranks = match job.rank_count_now() {
             now if now < job.ranks => format!("{now} of {} ranks", job.ranks),
             _ => plural(job.ranks.into(), "rank"),
         };
@@ -261,7 +261,7 @@ fn format_result(name: &str, v: f64) -> String {
 /// `static/job/facts.js`.
 fn waiting_banner(job: &Job) -> Option<(String, String)> {
     let is_restart = job.state == JobState::Restarting;
-    let reason = waits_for(job);
+    let reason = reason_for_waiting(job);
     if job.queue.is_none() && reason.is_none() && !is_restart {
         return None;
     }
@@ -327,7 +327,7 @@ impl JobPage {
             },
             time_label: if ran.is_some() { "Ran for" } else { "Left" },
             time: (ran.or(job.eta_secs.map(clock)).unwrap_or_else(dash), empty()),
-            speed: match (job.images_per_second, job.ranks_now()) {
+            speed: match (job.images_per_second, job.rank_count_now()) {
                 (None, _) => (dash(), empty()),
                 (Some(all), ..=1) => (rate(all), empty()),
                 (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),

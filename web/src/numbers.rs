@@ -24,12 +24,12 @@ impl ShortText {
 
     /// Shortens a name or a path.
     pub fn name(name: &str) -> Self {
-        Self::of(name, cut::middle(name, cut::WORD))
+        Self::of(name, cut::shorten_middle(name, cut::MAX_WORD_CHARS))
     }
 
     /// Shortens long names and paths in a sentence.
     pub fn sentence(words: &str) -> Self {
-        Self::of(words, cut::long_words(words))
+        Self::of(words, cut::shorten_long_words(words))
     }
 }
 
@@ -126,7 +126,7 @@ mod tests {
                 "plural" => plural(integer(0), text(1)),
                 "quantity" => quantity(text(0)).to_owned(),
                 "rate" => rate(number(0)),
-                "shortenMiddle" => cut::middle(text(0), integer(1) as usize),
+                "shortenMiddle" => cut::shorten_middle(text(0), integer(1) as usize),
                 "sparkline" => {
                     let values: Vec<Option<f32>> =
                         serde_json::from_value(arguments[0].clone()).expect("numbers");

@@ -58,7 +58,7 @@ pub enum AttemptEvent {
         step: u64,
         why: String,
     },
-    /// The last message of a rank that cannot continue, before its process ends.
+    /// A rank cannot continue. This is its last event, before its process ends.
     RankFailed {
         rank: u32,
         /// Number of optimizer steps that the rank had done.
@@ -75,8 +75,8 @@ pub enum AttemptEvent {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreachable: Vec<u32>,
     },
-    /// All ranks of this agent have ended: the agent's last event of the attempt. In an attempt on several agents, each agent sends this
-    /// event.
+    /// All ranks of this agent have ended. This is the agent's last event of the attempt; in an attempt on several agents, each agent sends
+    /// it.
     Ended(Ending),
     /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]
@@ -178,7 +178,7 @@ pub struct Evaluation {
     pub epoch: u32,
     pub step: u64,
     pub samples: u64,
-    /// 0 to 1.
+    /// Fraction of the samples that were classified correctly, 0 to 1.
     #[serde(deserialize_with = "nan_if_null")]
     pub accuracy: f64,
     #[serde(deserialize_with = "nan_if_null")]

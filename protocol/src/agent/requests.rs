@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentRequest {
-    /// Whether these files or folders exist. Answered at once, even if the agent is busy.
+    /// Whether these files or folders exist. The agent replies at once, even if it is busy.
     HasFiles {
         paths: Vec<String>,
     },
@@ -26,11 +26,11 @@ pub enum AgentRequest {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
-    /// Progress of an `InspectDataset` of this path. Answered at once, even if the agent is busy.
+    /// Progress of an `InspectDataset` of this path. The agent replies at once, even if it is busy.
     InspectProgress {
         path: String,
     },
-    /// The fingerprint of the pictures in the dataset at `path`. Never sent by the server.
+    /// The fingerprint of the pictures in the dataset at `path`. Only agents send this request, to their process `lockstep inspect`.
     Fingerprint {
         path: String,
         /// Whether the job has started before. Then only folders, and the files of changed folders, are examined.
@@ -129,7 +129,7 @@ pub enum AgentReply {
     Fingerprint {
         found: PicturesFingerprint,
     },
-    /// Absent if no picture validates the job.
+    /// The validation pictures; `found` is absent if no picture validates the job.
     ValidationSet {
         found: Option<ValidationSet>,
     },

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     invisible::first_invisible,
-    limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
+    limits::{KEY_BYTES, MAX_MISTAKES, MIN_HISTOGRAM_INTERVAL},
     numbers::plural,
 };
 use serde::Deserialize;
@@ -49,7 +49,7 @@ pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     }
     let spec = match serde_json::from_value::<JobSpec>(document) {
         Ok(mut spec) => {
-            if let (Some(recipe), false) = (recipe, has_lr) {
+            if let Some(recipe) = recipe.filter(|_| !has_lr) {
                 spec.train.lr = scaled_lr(recipe, &spec, &mut errors);
             }
             spec
@@ -176,15 +176,15 @@ pub(super) fn check_section(
     }
     let mut unlisted = 0;
     table.retain(|key, _| {
-        let known = names.contains(&key.as_str());
-        if !known && errors.len() < MISTAKES {
+        let is_known = names.contains(&key.as_str());
+        if !is_known && errors.len() < MAX_MISTAKES {
             // A pointer is as long as its key, so a very long key gets the section's pointer and is shortened in the detail.
             let pointer = if key.len() > KEY_BYTES { section_pointer.clone() } else { pointer(key) };
             errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
-        } else if !known {
+        } else if !is_known {
             unlisted += 1;
         }
-        known
+        is_known
     });
     if unlisted > 0 {
         errors.push(SpecError {
@@ -199,7 +199,7 @@ const SYNONYMS: [(&str, &str); 3] =
     [("learning_rate", "lr"), ("num_epochs", "epochs"), ("max_epochs", "epochs")];
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
-    let meant = SYNONYMS.iter().find(|(name, _)| *name == key).map_or(key, |(_, meant)| *meant);
+    let meant = SYNONYMS.iter().find(|(synonym, _)| *synonym == key).map_or(key, |(_, meant)| *meant);
     let others = || KEYS.iter().filter(move |s| s.name != section);
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
@@ -282,11 +282,11 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.checkpoint.every_epochs.is_some() && spec.checkpoint.every_steps.is_some() {
         mistake("/checkpoint/every_steps", "give either every_epochs or every_steps, not both".into());
     }
-    if (1..HISTOGRAMS_EVERY).contains(&spec.log.histograms) {
+    if (1..MIN_HISTOGRAM_INTERVAL).contains(&spec.log.histograms) {
         mistake(
             "/log/histograms",
             format!(
-                "{} steps are too few: each histogram reads all weights and gradients; give {HISTOGRAMS_EVERY} or more, or \
+                "{} steps are too few: each histogram reads all weights and gradients; give {MIN_HISTOGRAM_INTERVAL} or more, or \
                  0 for none",
                 spec.log.histograms
             ),
@@ -305,9 +305,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         mistake("/data/std", format!("has {} values, but mean has {}", std.len(), mean.len()));
     }
     let precision = spec.train.precision;
-    let half = matches!(precision, super::Precision::Bf16 | super::Precision::Fp16);
+    let is_half = matches!(precision, super::Precision::Bf16 | super::Precision::Fp16);
     let device = spec.parallel.device.kind();
-    if let Some(kind) = device.filter(|kind| half && !kind.half_precisions.contains(&precision)) {
+    if let Some(kind) = device.filter(|kind| is_half && !kind.half_precisions.contains(&precision)) {
         let (engine, precisions) = (kind.display_name, kind.precisions);
         let detail = format!("the {engine} engine computes in {precisions}: use one of these, or \"auto\"");
         mistake("/train/precision", detail);
@@ -345,7 +345,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if let Some(detail) = fewer_ranks::mistake(spec) {
         mistake("/recovery/min_ranks", detail);
     }
-    // By default the best checkpoint by val_accuracy is kept, which is harmless without validation.
+    // The default `val_accuracy` is harmless without validation.
     if !spec.data.is_validated() && spec.checkpoint.keep_best == "val_loss" {
         mistake(
             "/checkpoint/keep_best",
@@ -372,7 +372,7 @@ fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     }
 }
 
-/// Muon orthogonalises whole matrices on every rank.
+/// Refuses Muon where a rank does not have the whole matrix of each convolution, or batch norms are not trained.
 fn check_muon(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     if spec.train.optimizer != OptimizerKind::Muon {
         return;
@@ -400,8 +400,8 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let DataSpec { image_size, validation_size, resize_size, .. } = &spec.data;
     let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
     let smallest = sizes.first().map(|first| first.size).or(*validation_size);
-    if let (Some(size), false) = (smallest, spec.model.arch.is_cifar_family())
-        && size < 16
+    if let Some(size) = smallest.filter(|size| *size < 16)
+        && !spec.model.arch.is_cifar_family()
     {
         mistake(
             "/data/image_size",

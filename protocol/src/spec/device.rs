@@ -58,7 +58,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
 ];
 
 impl Device {
-    /// None for `auto`.
+    /// This kind of device; `None` for `auto`.
     pub fn kind(self) -> Option<&'static DeviceKind> {
         DEVICE_KINDS.iter().find(|kind| kind.device == self)
     }

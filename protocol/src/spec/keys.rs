@@ -69,7 +69,7 @@ pub enum Kind {
 /// A table of keys.
 #[derive(Debug)]
 pub struct Section {
-    /// Empty for the top of the document.
+    /// Name of the table; empty for the top of the document.
     pub name: &'static str,
     pub keys: &'static [(&'static str, Kind)],
 }

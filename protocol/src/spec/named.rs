@@ -1,7 +1,7 @@
 //! Enums whose values are words in specifications, messages and the database.
 
 /// Gives an enum the constants `ALL` and `NAMES`, the method `as_str`, `Display` and `FromStr`. `$noun` names the enum in the error for an
-/// unknown word. The words must equal serde's names. The test below compares them: add each new enum to the list in the test.
+/// unknown word. The words must equal serde's names. The test in this file compares them: add each new enum to its list.
 #[macro_export]
 macro_rules! words {
     ($kind:ident, $noun:literal: $($variant:ident = $word:literal),+ $(,)?) => {

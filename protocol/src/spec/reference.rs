@@ -10,14 +10,14 @@ use super::{
     shard::MAX_SHARDS,
     sweep::{MIN_EPOCHS, REDUCTION, RUNGS, SweepSpec},
 };
-use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
+use crate::limits::{MAX_TAGS, NOTES_BYTES, PROJECT_CHARS, TAG_CHARS};
 use serde_json::Value;
 use utoipa::PartialSchema;
 
 /// A table of the job file.
 #[derive(Debug, Clone)]
 pub struct SectionReference {
-    /// Empty for the top of the document.
+    /// Name of the table; empty for the top of the document.
     pub name: &'static str,
     pub meaning: String,
     pub keys: Vec<KeyReference>,
@@ -31,7 +31,6 @@ pub struct KeyReference {
     pub values: String,
     /// The default in TOML; `None` if a job without the key has no value for it.
     pub default: Option<String>,
-    /// One paragraph.
     pub meaning: String,
 }
 
@@ -82,7 +81,6 @@ pub fn sweep_reference() -> SectionReference {
     SectionReference { name: SWEEP.name, meaning: description(&schema), keys }
 }
 
-/// Every recipe.
 pub fn recipes() -> Vec<RecipeReference> {
     let of_recipe = |recipe: Recipe| {
         let settings = recipe.settings();
@@ -146,7 +144,9 @@ impl Kind {
             Kind::Project => {
                 format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first not a dot")
             }
-            Kind::Tags => format!("list of at most {TAGS} texts of {TAG_CHARS} characters, without commas"),
+            Kind::Tags => {
+                format!("list of at most {MAX_TAGS} texts of {TAG_CHARS} characters, without commas")
+            }
             Kind::Notes => {
                 format!("text of at most {} bytes, also over several lines", grouped(NOTES_BYTES as i64))
             }

@@ -43,7 +43,7 @@ words!(Split, "split": Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
     /// Whether the pattern is valid.
-    pub fn is_pattern(&self) -> bool {
+    pub fn has_valid_pattern(&self) -> bool {
         is_pattern(&self.pattern)
     }
 
@@ -100,8 +100,8 @@ impl ParallelSpec {
         self.ranks_of_stage() / self.height.max(1)
     }
 
-    /// Index of the set of pictures that `rank` has, from 0. In the numbering of ranks, `model` changes fastest, then `height`, then the
-    /// copy of the network, then the stage.
+    /// Index of the set of pictures that `rank` has, from 0. From one rank to the next, the position along `model` changes fastest, then
+    /// the position along `height`, then the copy of the network, then the stage.
     pub fn data_rank(&self, rank: u32) -> u32 {
         let (height, model, rank) =
             (self.height.max(1), self.model.max(1), rank % self.ranks_of_stage().max(1));
@@ -128,15 +128,15 @@ impl ParallelSpec {
         })
     }
 
-    /// The split of the last layer over the ranks of `model`: without strategies by class; `None` if no strategy matches the layer.
+    /// The split of the last layer over the ranks of `model`; `None` if there are strategies and none of them matches the layer.
     fn last_layer_split(&self) -> Option<Split> {
-        match self.shard.is_empty() {
-            true => Some(Split::Out),
-            false => self.shard.iter().rev().find(|shard| shard.matches(LAST_LAYER)).map(|shard| shard.split),
+        if self.shard.is_empty() {
+            return Some(Split::Out);
         }
+        self.shard.iter().rev().find(|shard| shard.matches(LAST_LAYER)).map(|shard| shard.split)
     }
 
-    /// An error if more ranks share the last layer by class than there are `classes`.
+    /// The error for a last layer that is split over its classes among more ranks than there are `classes`; `None` if it can be split.
     pub fn too_many_ranks(&self, classes: usize) -> Option<String> {
         let is_split = self.is_hybrid() && self.model > 1 && self.last_layer_split() == Some(Split::Out);
         (is_split && classes < self.model as usize).then(|| {
@@ -274,12 +274,12 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             }
         }
     }
-    let shares_pictures = if height > 1 { "height" } else { "pipeline" };
+    let key = if height > 1 { "height" } else { "pipeline" };
     if height * pipeline > 1 && spec.data.broken_files == BrokenFiles::Skip {
         mistake(
             "/data/broken_files",
             format!(
-                "\"skip\" cannot be combined with parallel.{shares_pictures}: ranks that have the same pictures may not all be able to \
+                "\"skip\" cannot be combined with parallel.{key}: ranks that have the same pictures may not all be able to \
                  read them. Give \"fail\", and remove the broken files"
             ),
         );

@@ -30,8 +30,8 @@ pub struct StopSpec {
     /// A value is an improvement if it is better than the last improvement by more than `min_delta`; 0 when absent. Accuracies are from
     /// 0 to 1.
     pub min_delta: f64,
-    /// `maximize` if larger values are better, `minimize` if smaller values are. When absent: `maximize` for accuracies, `minimize`
-    /// for losses.
+    /// Which values are better: larger (`maximize`) or smaller (`minimize`). When absent: `maximize` for accuracies, `minimize` for
+    /// losses.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub goal: Option<String>,
 }

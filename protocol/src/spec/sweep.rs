@@ -77,8 +77,8 @@ pub struct SweepSpec {
     /// after each rung only the best 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
     #[schema(value_type = String)]
     pub method: SweepMethod,
-    /// The metric by whose best value trials are compared: `name` is `val_accuracy` (when absent) or `val_loss`; `goal` may be absent, and is
-    /// `maximize` for the accuracy and `minimize` for the loss.
+    /// The metric by whose best value trials are compared. `name` is `val_accuracy` (when absent) or `val_loss`. `goal` may be absent; it
+    /// is `maximize` for the accuracy and `minimize` for the loss.
     #[schema(value_type = Object)]
     pub metric: SweepMetric,
     /// A table for each key of the job file that differs between trials. The table has `values`, a list, or `min` and `max`. If `min` and
@@ -151,8 +151,8 @@ pub(super) const REDUCTION: u32 = 3;
 pub(super) const MIN_EPOCHS: u32 = 1;
 pub(super) const RUNGS: u32 = 5;
 
-fn mistake(below: &str, detail: String) -> SpecError {
-    SpecError { pointer: format!("/sweep{below}"), detail }
+fn mistake(pointer: &str, detail: String) -> SpecError {
+    SpecError { pointer: format!("/sweep{pointer}"), detail }
 }
 
 fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetric {
@@ -167,8 +167,9 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
     };
     let name = word("name", ["val_accuracy", "val_loss"]).unwrap_or("val_accuracy");
     let goal = word("goal", GOALS);
-    let unknown = |table: &Map<String, Value>| table.keys().any(|key| !["name", "goal"].contains(&&**key));
-    if given.is_some_and(|value| value.as_object().is_none_or(unknown)) {
+    let has_unknown_key =
+        |table: &Map<String, Value>| table.keys().any(|key| !["name", "goal"].contains(&&**key));
+    if given.is_some_and(|value| value.as_object().is_none_or(has_unknown_key)) {
         let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
         errors.push(mistake("/metric", detail.into()));
     }
@@ -192,16 +193,16 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
     parameters
 }
 
-/// Collects the parameters of a table. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr` as a
-/// table in a table. Both name the parameter `train.lr`.
+/// Collects the parameters of the table at the path `prefix`. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr`
+/// as a table in a table. Both name the parameter `train.lr`.
 fn flatten(
     table: &Map<String, Value>,
-    above: &str,
+    prefix: &str,
     parameters: &mut BTreeMap<String, Parameter>,
     errors: &mut Vec<SpecError>,
 ) {
     for (key, value) in table {
-        let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
         let outcome = match value {
             Value::Object(inner)
                 if !inner.is_empty() && !inner.keys().any(|key| PARAMETER_KEYS.contains(&&**key)) =>
@@ -225,8 +226,7 @@ fn flatten(
     }
 }
 
-/// # Errors
-/// The path lacks the name of its section, as in `lr` for `train.lr`.
+/// Refuses a key without the name of its section, such as `lr` in place of `train.lr`.
 fn check_path(path: &str) -> Result<(), String> {
     let has_key = |section: &Section| section.keys.iter().any(|(key, _)| *key == path);
     let is_at_top = |section: &Section| section.name == path || (section.name.is_empty() && has_key(section));
@@ -275,7 +275,7 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
 }
 
 impl SweepSpec {
-    /// Refuses a grid with ranges, and a sweep whose number of trials is not limited.
+    /// Refuses a grid with a range, and a sweep without a limit of its number of trials.
     fn check_size(&self, errors: &mut Vec<SpecError>) {
         let combinations = self.combinations();
         let detail = match (self.method, combinations, self.max_trials) {
@@ -416,19 +416,18 @@ impl Parameter {
             Parameter::Range { min, max, is_whole, is_log } => {
                 // Each whole number gets an interval of length 1, so that `min` and `max` are as likely as the numbers
                 // between them. With `log`, the intervals of `min` and `max` have half of this length.
-                let (low, high) = match (is_whole, is_log) {
-                    (true, false) => (min - 0.5, max + 0.5),
-                    _ => (*min, *max),
-                };
+                let (low, high) = if *is_whole && !*is_log { (min - 0.5, max + 0.5) } else { (*min, *max) };
                 let fraction = random.unit();
-                let drawn = match is_log {
-                    true => libm::exp(libm::log(low) + fraction * (libm::log(high) - libm::log(low))),
-                    false => low + fraction * (high - low),
+                let drawn = if *is_log {
+                    libm::exp(libm::log(low) + fraction * (libm::log(high) - libm::log(low)))
+                } else {
+                    low + fraction * (high - low)
                 };
-                match is_whole {
-                    true => json!(drawn.round().clamp(*min, *max) as i64),
+                if *is_whole {
+                    json!(drawn.round().clamp(*min, *max) as i64)
+                } else {
                     // Six digits are easier to read and compare than all digits.
-                    false => json!(format!("{drawn:.5e}").parse().unwrap_or(drawn).clamp(*min, *max)),
+                    json!(format!("{drawn:.5e}").parse().unwrap_or(drawn).clamp(*min, *max))
                 }
             }
         }

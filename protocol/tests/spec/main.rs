@@ -5,7 +5,7 @@ mod limits;
 mod recipes;
 
 use lockstep_protocol::{
-    limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
+    limits::{KEY_BYTES, KEY_PARTS, MAX_MISTAKES, TOML_NESTING},
     spec::{JobSpec, SpecError, apply_set, from_json, from_toml, toml_document},
 };
 use serde_json::json;

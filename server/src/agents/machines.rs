@@ -17,7 +17,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{MachineSample, MachineWarning, Slot},
     invisible::escape_invisible,
-    limits::{FINDING_CHARS, FINDINGS, MEASURED_GPUS, MEASURED_MACHINES},
+    limits::{FINDING_CHARS, MAX_FINDINGS, MAX_MEASURED_GPUS, MAX_MEASURED_MACHINES},
 };
 use minutes::Minute;
 use std::{
@@ -89,7 +89,7 @@ fn sanitize(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     sample.gpus.truncate(1024);
     let mut seen = Vec::new();
     sample.gpus.retain(|gpu| {
-        let is_valid = seen.len() < MEASURED_GPUS && has_slot(gpu.slot) && !seen.contains(&gpu.slot);
+        let is_valid = seen.len() < MAX_MEASURED_GPUS && has_slot(gpu.slot) && !seen.contains(&gpu.slot);
         if is_valid {
             seen.push(gpu.slot);
         }
@@ -130,7 +130,7 @@ pub(crate) fn limit_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarnin
         text: escape_invisible(&finding.text).chars().take(FINDING_CHARS).collect(),
         ..finding
     };
-    findings.into_iter().take(FINDINGS).map(short).collect()
+    findings.into_iter().take(MAX_FINDINGS).map(short).collect()
 }
 
 impl Machines {
@@ -141,7 +141,7 @@ impl Machines {
         let point = Point::of(at, &sample);
         let mut by_agent = lock(&self.by_agent);
         if !by_agent.contains_key(agent)
-            && by_agent.len() >= MEASURED_MACHINES
+            && by_agent.len() >= MAX_MEASURED_MACHINES
             && let Some(oldest) = by_agent.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
         {
             by_agent.remove(&oldest);

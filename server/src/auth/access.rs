@@ -29,7 +29,7 @@ use codes::Codes;
 use jiff::Timestamp;
 use lockstep_protocol::{
     access::{Scope, Token},
-    limits::{SESSIONS, SESSIONS_OF_A_TOKEN},
+    limits::{MAX_SESSIONS, MAX_SESSIONS_OF_A_TOKEN},
     people::Identity,
 };
 use passwords::Passwords;
@@ -144,9 +144,9 @@ impl Access {
         let Some(holder) = known.session_credential(&row.token_id) else { return Some(row.hash) };
         // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
         let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
-        let oldest = if of_token.clone().count() >= SESSIONS_OF_A_TOKEN {
+        let oldest = if of_token.clone().count() >= MAX_SESSIONS_OF_A_TOKEN {
             of_token.min_by_key(|s| s.session_since)
-        } else if known.sessions.len() >= SESSIONS {
+        } else if known.sessions.len() >= MAX_SESSIONS {
             known.sessions.values().min_by_key(|s| s.session_since)
         } else {
             None

@@ -135,7 +135,7 @@ impl AuditWriter {
                     if failure_log.note_failure(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
                     }
-                    sleep(backoff.pause()).await;
+                    sleep(backoff.next_pause()).await;
                 }
                 Err(error) => {
                     tracing::error!(%error, entries = entries.len(), "these entries are missing in the audit log");

@@ -81,7 +81,7 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let mut backoff = RETRY;
     while let Err(error) = queue_all_missing(&checkpoints, store).await {
         tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
-        tokio::time::sleep(backoff.pause()).await;
+        tokio::time::sleep(backoff.next_pause()).await;
     }
     wait_until_usable(&checkpoints, store).await;
     futures_util::future::join_all((0..WORKERS).map(|_| run_worker(&checkpoints, store))).await;
@@ -149,7 +149,7 @@ async fn wait_until_usable(checkpoints: &Checkpoints, store: &ArtifactStore) {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_logged = true;
         }
-        tokio::time::sleep(backoff.pause()).await;
+        tokio::time::sleep(backoff.next_pause()).await;
     }
     store.note_success(RequestKind::Other);
 }
@@ -185,7 +185,7 @@ async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
         };
         if failed {
             // Until `store.finish`, the other worker does not process this checkpoint.
-            tokio::time::sleep(backoff.pause()).await;
+            tokio::time::sleep(backoff.next_pause()).await;
             store.requeue(&id);
         } else {
             backoff = RETRY;

@@ -176,7 +176,7 @@ impl ArtifactStore {
             let is_current = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.changed_at.elapsed() < FETCH_RETRY.after(fetch.failures),
+                Some(Err(_)) => fetch.changed_at.elapsed() < FETCH_RETRY.pause_after(fetch.failures),
             };
             if is_current {
                 return (fetch.clone(), None);

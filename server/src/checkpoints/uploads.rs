@@ -243,7 +243,7 @@ impl Upload {
         if let Some(other) = manifest.files.keys().find(|name| !is_checkpoint_file(name)) {
             return Err(wrong(format!("{other:?} is not a file of a checkpoint")));
         }
-        if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
+        if let Some(missing) = checkpoint_files::first_missing(|name| manifest.files.contains_key(name)) {
             return Err(wrong(format!("it names no {missing}")));
         }
         let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
@@ -264,7 +264,7 @@ impl Upload {
 
 /// Whether a manifest may name this file.
 fn is_checkpoint_file(name: &str) -> bool {
-    name == STATE || checkpoint_files::kind(name).is_some()
+    name == STATE || checkpoint_files::kind_of(name).is_some()
 }
 
 #[cfg(test)]

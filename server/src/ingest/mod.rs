@@ -134,7 +134,7 @@ async fn store_with_retries(
                     tracing::error!(%error, "reports cannot be stored; trying again");
                 }
                 tokio::select! {
-                    () = tokio::time::sleep(backoff.pause()) => {}
+                    () = tokio::time::sleep(backoff.next_pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return None,
                 }
             }

@@ -3,7 +3,7 @@
 use crate::util::{disk_space::check_space, if_exists, lock};
 use lockstep_protocol::{
     job::RunFile,
-    limits::{RUN_FILE_PATH_BYTES, RUN_FILES, RUN_FILES_BYTES},
+    limits::{MAX_RUN_FILES, RUN_FILE_PATH_BYTES, RUN_FILES_BYTES},
 };
 use std::{
     fs, io,
@@ -109,8 +109,9 @@ impl RunFiles {
         self.disk_path(path)?;
         let mut others = self.list()?;
         others.retain(|file| file.path != path);
-        if others.len() >= RUN_FILES {
-            return Err(FileError::Full(format!("a run has at most {RUN_FILES} files: delete some first")));
+        if others.len() >= MAX_RUN_FILES {
+            let detail = format!("a run has at most {MAX_RUN_FILES} files: delete some first");
+            return Err(FileError::Full(detail));
         }
         Ok(RUN_FILES_BYTES.saturating_sub(others.iter().map(|file| file.size_bytes).sum()))
     }

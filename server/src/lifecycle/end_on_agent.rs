@@ -103,7 +103,7 @@ mod tests {
         explains(&[stopped(), secondary()], 1);
         explains(&[succeeded(), stopped()], 1);
         explains(&[succeeded(), succeeded()], 0);
-        let no_memory = FailureCode::OutOfMemory.of_rank(1, 9, "out of memory".into());
+        let no_memory = FailureCode::OutOfMemory.reason_kind(1, 9, "out of memory".into());
         explains(&[failed(no_memory), killed(3)], 0);
         explains(&[], 0);
     }

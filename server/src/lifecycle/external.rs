@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     best::is_better,
     job::{Alert, Job, JobState, Measured},
-    limits::{RUN_CONFIG_BYTES, RUN_METRICS},
+    limits::{MAX_RUN_METRICS, RUN_CONFIG_BYTES},
     metric::MetricColumn,
     numbers::exact,
     reason::{Reason, ReasonKind},
@@ -189,8 +189,8 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
-    if last.len().max(known.len()) + new > RUN_METRICS {
-        let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
+    if last.len().max(known.len()) + new > MAX_RUN_METRICS {
+        let detail = format!("the run would have more than {MAX_RUN_METRICS} metrics; log fewer names");
         return Err(refusal(row.job.state, detail));
     }
     let attempt = row.job.attempt;

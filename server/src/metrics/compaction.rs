@@ -84,7 +84,7 @@ async fn read_rewritten_series(
     let mut stored = BTreeMap::new();
     for points in columns {
         let key = SeriesKey::of_points(points);
-        let (Some(last), Some((first, _))) = (last.get(&key), points.column.ends()) else { continue };
+        let (Some(last), Some((first, _))) = (last.get(&key), points.column.step_range()) else { continue };
         if first > *last || stored.contains_key(&key) {
             continue;
         }

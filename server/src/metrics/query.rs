@@ -68,7 +68,7 @@ pub(crate) async fn find(
             metrics.queue.add_cost(&job.id, job.ranks, compaction_queue::batch_cost(job.ranks));
         }
         let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-        let tail_steps = tail.iter().filter_map(|points| points.column.ends());
+        let tail_steps = tail.iter().filter_map(|points| points.column.step_range());
         let ends = tail_steps.chain(chunk_steps);
         let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
             return Ok(ChartData { as_of, is_exact: true, bucket_steps: 1, series: BTreeMap::new() });

@@ -249,7 +249,7 @@ fn is_due(row: &JobRow, now: Timestamp) -> bool {
 fn backoff(restart: u32) -> Duration {
     match restart {
         0 | 1 => Duration::ZERO,
-        n => RESTART.after(n - 1),
+        n => RESTART.pause_after(n - 1),
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{AgentSlots, KEPT_FOR, Reason, ReasonKind, SLOTS_ON, SlotWait, Text, undrain_advice},
+    reason::{AgentSlots, MAX_KEPT_FOR, MAX_SLOTS_ON, Reason, ReasonKind, SlotWait, Text, undrain_advice},
     spec::{DEVICE_KINDS, Device},
 };
 use std::cmp::Reverse;
@@ -52,7 +52,7 @@ pub(super) fn wait_reason(
             total: to_u32(c.slots.len()),
         };
         takers.sort_by_key(|c| Reverse(c.free.len()));
-        wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(slots_on).collect();
+        wait.slots_on = takers.into_iter().take(MAX_SLOTS_ON + 1).map(slots_on).collect();
     }
     // Drained agents are only named if the job would fit with them. A job with its own agents waits for its own agents.
     let total = candidates.iter().map(|c| c.slots.len()).sum::<usize>() + drained_slots;
@@ -115,7 +115,7 @@ fn add_reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait
     }
     if !jobs.is_empty() {
         wait.slots_kept = u32::try_from(slots).ok();
-        wait.kept_for = jobs.into_iter().take(KEPT_FOR).map(|(_, name)| name.as_str().into()).collect();
+        wait.kept_for = jobs.into_iter().take(MAX_KEPT_FOR).map(|(_, name)| name.as_str().into()).collect();
     }
 }
 

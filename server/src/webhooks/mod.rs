@@ -93,7 +93,7 @@ impl Webhooks {
                     backoff = RETRY;
                     pause
                 }
-                Err(_) => backoff.pause(),
+                Err(_) => backoff.next_pause(),
             };
             tokio::select! {
                 () = self.wake.notified() => {}
@@ -146,7 +146,7 @@ impl Webhooks {
         // Without a stored attempt, the message would be sent again at once.
         while let Err(error) = self.store.note_delivery_attempt(&delivery, is_gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook could not be stored; trying again");
-            sleep(backoff.pause()).await;
+            sleep(backoff.next_pause()).await;
         }
         row.webhook.id
     }

@@ -84,11 +84,11 @@ async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     assert!(start.network.is_none(), "all ranks are on one machine");
     let expected = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
     let job = server.job(&id).await;
-    assert_eq!((job.state, job.ranks, job.ranks_now()), (JobState::Starting, 4, 2));
+    assert_eq!((job.state, job.ranks, job.rank_count_now()), (JobState::Starting, 4, 2));
     assert!(job.reason.unwrap().starts_with(expected));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 3), losses(0, 4..=5)]).await;
     let job = server.job(&id).await;
-    assert_eq!((job.state, job.ranks_now(), job.step), (JobState::Running, 2, 5));
+    assert_eq!((job.state, job.rank_count_now(), job.step), (JobState::Running, 2, 5));
     let reason = job.reason.unwrap();
     assert!(reason.starts_with(expected) && !reason.contains("starts from"), "{reason}");
     let (_, history) = server.get(&format!("/jobs/{id}/history")).await;
@@ -107,7 +107,7 @@ async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     assert_eq!(attempt.attempt, 3);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 5)]).await;
     let job = server.job(&id).await;
-    assert_eq!((job.state, job.ranks_now(), job.reason), (JobState::Running, 4, None));
+    assert_eq!((job.state, job.rank_count_now(), job.reason), (JobState::Running, 4, None));
     server.stop().await;
 }
 

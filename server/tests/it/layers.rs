@@ -8,7 +8,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
-    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, HISTOGRAM_STEPS},
+    limits::{HISTOGRAM_BINS, MAX_HISTOGRAM_LAYERS, MAX_HISTOGRAM_STEPS},
     network::{LayerDescription, LayerPlan, NetworkDescription, PlanDescription, PlanPrediction},
     spec::{ShardSpec, Split},
 };
@@ -146,7 +146,7 @@ async fn test_layers(server: TestServer) {
         AttemptEvent::Histograms(LayerHistograms { step: 30, layers })
     };
     let invalid = vec![
-        many(HISTOGRAM_LAYERS + 1),
+        many(MAX_HISTOGRAM_LAYERS + 1),
         AttemptEvent::Histograms(LayerHistograms { step: 0, layers: Vec::new() }),
         losses(0, 11..=12),
     ];
@@ -154,19 +154,19 @@ async fn test_layers(server: TestServer) {
     assert_eq!(agent.report(&second, Source::Rank(1), 0, vec![histograms(40, 1.0)]).await, 1);
     assert_eq!(read_histograms(&server, &id, "").await["steps"], json!([10, 15]));
     assert_eq!(server.job(&id).await.step, 12);
-    report(&mut agent, &second, 6, vec![many(HISTOGRAM_LAYERS)]).await;
+    report(&mut agent, &second, 6, vec![many(MAX_HISTOGRAM_LAYERS)]).await;
     assert_eq!(
         read_histograms(&server, &id, "?step=30").await["histograms"].as_array().unwrap().len(),
-        HISTOGRAM_LAYERS
+        MAX_HISTOGRAM_LAYERS
     );
 
     // Beyond the limit of steps, the first and last step stay, and steps between them are removed.
-    let last = 31 + HISTOGRAM_STEPS as u64;
+    let last = 31 + MAX_HISTOGRAM_STEPS as u64;
     report(&mut agent, &second, 7, (31..=last).map(|step| histograms(step, 0.5)).collect()).await;
     let steps = read_histograms(&server, &id, "").await["steps"].as_array().unwrap().clone();
     assert_eq!(
-        (steps.len(), &steps[0], &steps[HISTOGRAM_STEPS - 1]),
-        (HISTOGRAM_STEPS, &json!(10), &json!(last))
+        (steps.len(), &steps[0], &steps[MAX_HISTOGRAM_STEPS - 1]),
+        (MAX_HISTOGRAM_STEPS, &json!(10), &json!(last))
     );
 
     agent.end(&second, Ending::Succeeded { step: 1000 }).await;

@@ -6,7 +6,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{FromAgent, GpuSample, MachineSample, MachineWarning},
-    limits::{FINDING_CHARS, FINDINGS, MEASURED_GPUS},
+    limits::{FINDING_CHARS, MAX_FINDINGS, MAX_MEASURED_GPUS},
 };
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -113,16 +113,16 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
 #[tokio::test]
 async fn invalid_values_of_machines_are_omitted_and_the_agent_stays_connected() {
     let server = TestServer::new().await;
-    let mut agent = Agent::connect(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
-    let mut invalid = sample(7.0, MEASURED_GPUS as u32 + 1);
+    let mut agent = Agent::connect(&server, hello_gpus("a", MAX_MEASURED_GPUS as u32 + 1)).await.unwrap();
+    let mut invalid = sample(7.0, MAX_MEASURED_GPUS as u32 + 1);
     invalid.gpus[0].slot = 5000;
     invalid.network_sent_bytes_per_second = Some(u64::MAX);
     send_until_shown(&server, &mut agent, &invalid, |s| s["load"] == 1.5).await;
     let shown = machine(&server).await;
     assert_eq!(shown["sample"]["cpu_utilization"], Value::Null, "{shown}");
-    assert_eq!(shown["sample"]["gpus"].as_array().unwrap().len(), MEASURED_GPUS);
+    assert_eq!(shown["sample"]["gpus"].as_array().unwrap().len(), MAX_MEASURED_GPUS);
     let finding = MachineWarning { problem: true, text: "x".repeat(FINDING_CHARS + 1) };
-    agent.send(FromAgent::Findings { findings: vec![finding; FINDINGS + 1] }).await;
+    agent.send(FromAgent::Findings { findings: vec![finding; MAX_FINDINGS + 1] }).await;
     agent.heartbeat(&[]).await;
     let since = Instant::now();
     let long = loop {
@@ -135,7 +135,7 @@ async fn invalid_values_of_machines_are_omitted_and_the_agent_stays_connected() 
         assert!(since.elapsed() < TIMEOUT, "no finding is shown");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
-    assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (FINDINGS, FINDING_CHARS));
+    assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (MAX_FINDINGS, FINDING_CHARS));
     // The test agent's version is 0.
     let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("It runs version 0 and the server"), "{page}");

@@ -59,7 +59,7 @@ impl Api {
                 Ok(value) => return Ok(value),
                 Err(error) => outage.report_lost(error, |text| output::warn(text))?,
             }
-            tokio::time::sleep(backoff.pause()).await;
+            tokio::time::sleep(backoff.next_pause()).await;
         }
     }
 }

@@ -151,7 +151,7 @@ async fn receive(
         if failed_attempts >= MAX_ATTEMPTS {
             return Err(Failure::Unreachable(why));
         }
-        tokio::time::sleep(RETRY.after(failed_attempts + 1)).await;
+        tokio::time::sleep(RETRY.pause_after(failed_attempts + 1)).await;
     }
 }
 

@@ -5,7 +5,7 @@ use crate::cli::{job_loss::JobLoss, output, training_bar::TrainingBar};
 use lockstep_protocol::{
     Job, JobState,
     job::{Alert, AlertLevel},
-    queue::waits_for,
+    queue::reason_for_waiting,
     reason::{Reason, ReasonKind},
     stream::{EventBody, Frame},
 };
@@ -33,7 +33,7 @@ impl Progress {
     pub(super) fn new(job: &Job, as_json: bool) -> Self {
         let mut this = Self {
             as_json,
-            bar: TrainingBar::new(job.state.to_string(), job.ranks_now() as usize),
+            bar: TrainingBar::new(job.state.to_string(), job.rank_count_now() as usize),
             state: job.state,
             last_text: String::new(),
             ranks: job.ranks,
@@ -169,7 +169,7 @@ impl Display for Progress {
             return Ok(());
         }
         let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
-        let why = waits_for(job).map(|why| format!(": {why}"));
+        let why = reason_for_waiting(job).map(|why| format!(": {why}"));
         self.print_change(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
     }
 }

@@ -117,7 +117,7 @@ pub(super) async fn ensure(
             }
         };
         tracing::warn!(why, "the dataset is not copied yet; retrying");
-        tokio::time::sleep(backoff.pause()).await;
+        tokio::time::sleep(backoff.next_pause()).await;
     }
 }
 

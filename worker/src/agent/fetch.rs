@@ -247,7 +247,7 @@ async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>,
 async fn wait_to_retry(remote: &Remote, backoff: &mut Backoff, error: FetchError) -> Result<(), Refusal> {
     let FetchError::Server(RequestError::Later(why)) = error else { return Err(refusal(remote, &error)) };
     tracing::warn!(why, "waiting for the server before ranks can start");
-    tokio::time::sleep(backoff.pause()).await;
+    tokio::time::sleep(backoff.next_pause()).await;
     Ok(())
 }
 

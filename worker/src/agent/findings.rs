@@ -5,7 +5,7 @@ use crate::doctor::{Finding, Grade};
 use lockstep_host::SECRETS;
 use lockstep_protocol::{
     agent::MachineWarning,
-    limits::{FINDING_CHARS, FINDINGS},
+    limits::{FINDING_CHARS, MAX_FINDINGS},
 };
 use serde::Deserialize;
 use std::{path::Path, process::Stdio, time::Duration};
@@ -63,7 +63,7 @@ fn to_warnings(findings: Vec<Finding>, is_idle: bool, has_driver: bool) -> Vec<M
             text: text.chars().take(FINDING_CHARS).collect(),
         }
     };
-    findings.into_iter().filter(matters).map(to_warning).take(FINDINGS).collect()
+    findings.into_iter().filter(matters).map(to_warning).take(MAX_FINDINGS).collect()
 }
 
 #[cfg(test)]
@@ -89,9 +89,9 @@ mod tests {
         let text = "memory, when the agent started: it is so. Do something.".to_owned();
         assert_eq!(found, [MachineWarning { problem: true, text }]);
         assert_eq!(to_warnings(all(), true, true).len(), 3);
-        let many = (0..=FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), Grade::Note)).collect();
+        let many = (0..=MAX_FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), Grade::Note)).collect();
         let many = to_warnings(many, true, true);
-        assert_eq!((many.len(), many[0].text.len()), (FINDINGS, FINDING_CHARS));
+        assert_eq!((many.len(), many[0].text.len()), (MAX_FINDINGS, FINDING_CHARS));
     }
 
     #[tokio::test]

@@ -275,7 +275,7 @@ impl Agent {
                 tracing::warn!(%server, %lost, "no connection to the server; retrying");
                 logged_reasons.push(lost);
             }
-            if self.wait(jittered(backoff.pause()), &mut signals).await.is_break() {
+            if self.wait(jittered(backoff.next_pause()), &mut signals).await.is_break() {
                 return self.result();
             }
         }

@@ -115,7 +115,7 @@ impl Uploads {
                                 "checkpoints are not uploaded for now"
                             );
                         }
-                        job_uploads.retry = Some((Instant::now() + backoff.pause(), backoff));
+                        job_uploads.retry = Some((Instant::now() + backoff.next_pause(), backoff));
                     }
                 }
             }

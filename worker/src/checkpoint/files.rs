@@ -72,7 +72,7 @@ pub fn write_part(
     for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
         let name = match part {
             Some((number, count)) if kind != AVERAGE || divides_average => {
-                checkpoint_files::part(kind, number, count)
+                checkpoint_files::part_name(kind, number, count)
             }
             _ => kind.to_owned(),
         };

@@ -51,7 +51,7 @@ pub(super) fn read_manifest(folder: &Path) -> Result<(String, Manifest), Checkpo
             manifest.version
         )));
     }
-    if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
+    if let Some(missing) = checkpoint_files::first_missing(|name| manifest.files.contains_key(name)) {
         return Err(damaged(format!("{MANIFEST} does not name {missing}")));
     }
     // The state file is read into memory, and may come from another machine.

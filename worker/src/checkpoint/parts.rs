@@ -39,16 +39,16 @@ struct WeightMap {
 /// Writes the index of each kind of tensors whose parts are in `folder`.
 pub(super) fn write_indexes(folder: &Path, files: &mut Files) -> Result<(), CheckpointError> {
     for kind in [MODEL, OPTIMIZER, AVERAGE] {
-        let parts = files.keys().filter(|name| *name != kind && checkpoint_files::kind(name) == Some(kind));
+        let is_part = |name: &&String| *name != kind && checkpoint_files::kind_of(name) == Some(kind);
         let (mut weight_map, mut total_size) = (BTreeMap::new(), 0);
-        for part in parts {
+        for part in files.keys().filter(is_part) {
             let path = folder.join(part);
             let sizes = tensors::sizes(&path).map_err(|detail| at(&path)(io::Error::other(detail)))?;
             total_size += sizes.values().sum::<u64>();
             weight_map.extend(sizes.into_keys().map(|name| (name, part.clone())));
         }
         if !weight_map.is_empty() {
-            let name = checkpoint_files::index(kind);
+            let name = checkpoint_files::index_name(kind);
             let path = folder.join(&name);
             let index = Index { metadata: IndexMetadata { total_size }, map: WeightMap { weight_map } };
             files.insert(name, tensors::write_json(&path, &index).map_err(at(&path))?);
@@ -63,7 +63,7 @@ pub(super) fn write_indexes(folder: &Path, files: &mut Files) -> Result<(), Chec
 /// # Errors
 /// The index cannot be read, or names something other than a file of the folder.
 pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
-    let (single, index) = (folder.join(kind), folder.join(checkpoint_files::index(kind)));
+    let (single, index) = (folder.join(kind), folder.join(checkpoint_files::index_name(kind)));
     if single.exists() || !index.exists() {
         return Ok(vec![single]);
     }
@@ -95,7 +95,7 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         let (checkpoint_name, manifest) = read_manifest(folder)?;
         name = checkpoint_name;
         for (file, expected) in
-            manifest.files.iter().filter(|(file, _)| checkpoint_files::kind(file) == Some(kind))
+            manifest.files.iter().filter(|(file, _)| checkpoint_files::kind_of(file) == Some(kind))
         {
             check_file(folder, &name, file, expected)?;
         }

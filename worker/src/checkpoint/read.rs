@@ -55,7 +55,7 @@ fn read_tensors(folder: &Path, name: &str, kind: &str) -> Result<NamedTensors, C
 /// The average cannot be read, or has values that are not finite.
 pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
     let (name, manifest) = read_manifest(folder)?;
-    if !manifest.files.keys().any(|file| checkpoint_files::kind(file) == Some(AVERAGE)) {
+    if !manifest.files.keys().any(|file| checkpoint_files::kind_of(file) == Some(AVERAGE)) {
         return Ok(None);
     }
     read_tensors(folder, &name, AVERAGE).map(Some)

@@ -15,7 +15,7 @@ pub use predict::{embed, predict, write_embeddings};
 use lockstep_host::{SECRETS, cache, files::allowed::is_allowed};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, RequestQueue},
-    inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
+    inspect::{MAX_CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
     io::{Read, Write},
@@ -31,10 +31,10 @@ use tokio::{
 };
 
 /// Permits for concurrent requests, per queue. A request waits only for requests in the same queue.
-static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-static INSPECTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
+static LONG: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
+static PREDICTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
+static SHORT: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
+static INSPECTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// Requests for progress, which are repeated, and may concern a file system that hangs.
@@ -228,8 +228,8 @@ mod tests {
 
     #[tokio::test]
     async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
-        let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let predictions = PREDICTIONS.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
+        let _evaluations = LONG.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
+        let predictions = PREDICTIONS.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
         let folder = env!("CARGO_MANIFEST_DIR");
         let paths = vec![folder.to_owned(), format!("{folder}/nothing"), format!("{folder}/Cargo.toml")];
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
@@ -243,7 +243,7 @@ mod tests {
         assert!(response.unwrap_err().contains("ended with"), "the program only fails");
         // Predictions do not wait for other requests either.
         drop(predictions);
-        let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
+        let _short = SHORT.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
         let message = AgentRequest::Predict { model: folder.into(), pictures: Vec::new(), embed: false };
         let predicting = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), predicting)

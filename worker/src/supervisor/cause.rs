@@ -93,7 +93,7 @@ impl RankEnd {
     pub fn ending(&self) -> Ending {
         let (rank, step) = (self.rank, self.step);
         let kind = match (&self.failure, self.exit) {
-            (Some(failure), _) => failure.code.of_rank(rank, step, failure.reason.as_str().into()),
+            (Some(failure), _) => failure.code.reason_kind(rank, step, failure.reason.as_str().into()),
             (None, Some(Exit::Signal(signal))) => ReasonKind::RankKilled { rank, step, signal },
             (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => ReasonKind::RankStopped { rank, step },
             (None, Some(Exit::Status(exit_status))) => {

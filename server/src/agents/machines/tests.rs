@@ -86,7 +86,7 @@ fn times_without_measurements_are_gaps() {
 
 #[test]
 fn impossible_values_are_left_out() {
-    let mut impossible = sample(f32::NAN, MEASURED_GPUS as u32 + 1);
+    let mut impossible = sample(f32::NAN, MAX_MEASURED_GPUS as u32 + 1);
     impossible.load = Some(f32::INFINITY);
     impossible.gpus[0].utilization = Some(1.5);
     impossible.gpus[1].temperature_celsius = Some(-300.0);
@@ -96,27 +96,27 @@ fn impossible_values_are_left_out() {
     assert_eq!((valid.gpus[0].utilization, valid.gpus[1].temperature_celsius), (None, None));
     assert_eq!(
         (valid.gpus.len(), valid.network_sent_bytes_per_second),
-        (MEASURED_GPUS, Some(MAX_VALUE as u64))
+        (MAX_MEASURED_GPUS, Some(MAX_VALUE as u64))
     );
     assert_eq!(sanitize(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
-    impossible.gpus.truncate(MEASURED_GPUS);
-    assert_eq!(sanitize(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
+    impossible.gpus.truncate(MAX_MEASURED_GPUS);
+    assert_eq!(sanitize(impossible, &slots(1000)).gpus.len(), MAX_MEASURED_GPUS);
 
     let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
     let long = "x".repeat(FINDING_CHARS);
     assert_eq!(limit_findings(vec![finding(&long)])[0].text.len(), FINDING_CHARS);
     assert_eq!(limit_findings(vec![finding(&format!("{long}y"))])[0].text.len(), FINDING_CHARS);
-    assert_eq!(limit_findings(vec![finding("a"); FINDINGS + 1]).len(), FINDINGS);
+    assert_eq!(limit_findings(vec![finding("a"); MAX_FINDINGS + 1]).len(), MAX_FINDINGS);
     assert_eq!(limit_findings(vec![finding("a\u{202e}b")])[0].text, r"a\u202eb");
 }
 
 #[test]
 fn machines_and_samples_are_bounded() {
     let machines = Machines::default();
-    for number in 0..=MEASURED_MACHINES {
+    for number in 0..=MAX_MEASURED_MACHINES {
         machines.add(&format!("m{number}"), sample(0.5, 1), &slots(1), at(number as i64));
     }
-    assert_eq!(lock(&machines.by_agent).len(), MEASURED_MACHINES);
+    assert_eq!(lock(&machines.by_agent).len(), MAX_MEASURED_MACHINES);
     assert!(machines.newest("m0").is_none() && machines.newest("m1").is_some());
     // A second sample at the same time is ignored.
     machines.add("m1", sample(0.9, 1), &slots(1), at(2));

@@ -26,7 +26,8 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::{Dataset, ValidationSet},
     inspect::{
-        CONCURRENT_REQUESTS, EvaluateModel, MAX_NEIGHBOURS, ModelEvaluation, NEIGHBOURS, NearestNeighbours,
+        DEFAULT_NEIGHBOURS, EvaluateModel, MAX_CONCURRENT_REQUESTS, MAX_NEIGHBOURS, ModelEvaluation,
+        NearestNeighbours,
     },
     spec::Validation,
 };
@@ -53,7 +54,7 @@ impl RunningEvaluation {
         let position = self.request.get().and_then(|request| agents.queue_position(*request));
         let detail = match &position {
             None => format!("{name} is about to be evaluated; ask again"),
-            Some(QueuePosition { agent, ahead }) if *ahead < CONCURRENT_REQUESTS => {
+            Some(QueuePosition { agent, ahead }) if *ahead < MAX_CONCURRENT_REQUESTS => {
                 format!("{name} is being evaluated on {agent}; ask again")
             }
             Some(QueuePosition { agent, ahead }) => {
@@ -134,7 +135,7 @@ pub(crate) async fn neighbours(
     Query(query): Query<NeighboursQuery>,
 ) -> Result<Response> {
     let NeighboursQuery { checkpoint, weights, dataset, k } = query;
-    let k = extract::check_count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
+    let k = extract::check_count("k", k, DEFAULT_NEIGHBOURS, MAX_NEIGHBOURS)?;
     let query = EvaluationQuery { checkpoint, weights, dataset };
     find(&scheduler, &caller, &id, query, Some(k)).await
 }

@@ -65,9 +65,9 @@ pub(crate) async fn file(
         }
     }
     if checksum.is_none()
-        && let Some(kind) = checkpoint_files::kind(name)
+        && let Some(kind) = checkpoint_files::kind_of(name)
     {
-        let index = checkpoint_files::index(kind);
+        let index = checkpoint_files::index_name(kind);
         if check_file(&checkpoints, &row, &index).await?.is_some() {
             return Err(Error::NotFound(format!(
                 "this checkpoint is sharded and has no {name}: {index} names the files with its tensors, and `lockstep download` makes one \

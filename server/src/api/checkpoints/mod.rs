@@ -30,7 +30,7 @@ use std::fmt::Display;
 
 /// Whether a checkpoint may have a file of this name. Other files in a checkpoint's folder are not served.
 pub(super) fn is_checkpoint_file(name: &str) -> bool {
-    [STATE, MANIFEST].contains(&name) || checkpoint_files::kind(name).is_some()
+    [STATE, MANIFEST].contains(&name) || checkpoint_files::kind_of(name).is_some()
 }
 
 /// A choice of weights of a checkpoint.
@@ -59,7 +59,7 @@ impl Weights {
         }
         let path = folder.join(AVERAGE);
         // The agent finds the parts of sharded weights with the index.
-        if !path.exists() && !folder.join(checkpoint_files::index(AVERAGE)).exists() {
+        if !path.exists() && !folder.join(checkpoint_files::index_name(AVERAGE)).exists() {
             return Err(no_average_error());
         }
         check_regular(&path)?;

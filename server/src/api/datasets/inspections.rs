@@ -14,7 +14,7 @@ use axum::{
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::DatasetInfo,
-    inspect::CONCURRENT_REQUESTS,
+    inspect::MAX_CONCURRENT_REQUESTS,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -185,8 +185,8 @@ async fn progress_of(
         Some((inspected, total)) => {
             format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")
         }
-        // An agent handles at most `CONCURRENT_REQUESTS` requests of a queue at a time.
-        None if ahead >= CONCURRENT_REQUESTS => {
+        // An agent handles at most `MAX_CONCURRENT_REQUESTS` requests of a queue at a time.
+        None if ahead >= MAX_CONCURRENT_REQUESTS => {
             format!(
                 "the inspection of {path} waits on {name}, behind {}; ask again",
                 lockstep_protocol::numbers::plural(ahead as u64, "other request")

@@ -16,7 +16,7 @@ use futures_util::future::join_all;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
-    limits::MISTAKES,
+    limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
         self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
@@ -346,7 +346,7 @@ pub(in crate::api) async fn check_sweep(
             },
         };
         for mistake in trial_mistakes {
-            if mistakes.len() < MISTAKES && !mistakes.contains(&mistake) {
+            if mistakes.len() < MAX_MISTAKES && !mistakes.contains(&mistake) {
                 mistakes.push(mistake);
             }
         }

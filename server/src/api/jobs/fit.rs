@@ -169,7 +169,7 @@ fn checkpoint_metadata(folder: &Path) -> io::Result<HashMap<String, String>> {
             let mut names = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name());
             let is_part = |name: &std::ffi::OsString| {
                 name.to_str().is_some_and(|name| {
-                    name.starts_with("model-") && checkpoint_files::kind(name) == Some(MODEL)
+                    name.starts_with("model-") && checkpoint_files::kind_of(name) == Some(MODEL)
                 })
             };
             file_metadata(&folder.join(names.find(is_part).ok_or(error)?))

@@ -209,7 +209,7 @@ pub(crate) async fn job(
     let job = diagnose(&metrics, &scheduler, &caller, row).await?;
     let reports = scheduler.store.rank_reports(&id, job.attempt).await?;
     let places = scheduler.store.places(&id, job.attempt).await?;
-    let ranks = (0..job.ranks_now())
+    let ranks = (0..job.rank_count_now())
         .map(|rank| {
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
             job_views::RankEntry {

@@ -17,7 +17,7 @@ use crate::{
     store::PersonRow,
 };
 use lockstep_protocol::{
-    limits::PEOPLE,
+    limits::MAX_PEOPLE,
     people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
 };
 use serde_json::json;
@@ -163,8 +163,8 @@ pub(super) fn check_can_add(auth: &Auth, name: &str, identity: Option<&Identity>
     if people.iter().any(|person| person.name == name) {
         return conflict(format!("the name {name:?} is taken; choose another"));
     }
-    if people.len() >= PEOPLE {
-        return conflict(format!("there are already {PEOPLE} people, the maximum; remove people first"));
+    if people.len() >= MAX_PEOPLE {
+        return conflict(format!("there are already {MAX_PEOPLE} people, the maximum; remove people first"));
     }
     identity.map_or(Ok(()), |identity| check_account(auth, name, identity))
 }

@@ -10,7 +10,7 @@ use crate::{
 use lockstep_protocol::{
     access::{Scope, Token},
     invisible::first_invisible,
-    limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
+    limits::{MAX_TOKENS, TOKEN_DAYS, TOKEN_NAME_CHARS},
 };
 use std::time::Duration;
 
@@ -171,8 +171,8 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
             "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
         )));
     }
-    if auth.access.count_valid_tokens() >= TOKENS {
-        let detail = format!("there are {TOKENS} valid tokens already; revoke some that nobody needs");
+    if auth.access.count_valid_tokens() >= MAX_TOKENS {
+        let detail = format!("there are {MAX_TOKENS} valid tokens already; revoke some that nobody needs");
         return Err(Error::Conflict(detail));
     }
     let secret = Secret::new_token()?;

@@ -18,7 +18,7 @@ use lockstep_protocol::{
     invisible::first_invisible,
     job::{Alert, External, Job, JobId, JobState},
     labels,
-    limits::{MISTAKES, RUN_CONFIG_BYTES, RUN_ID_CHARS, RUN_VALUES},
+    limits::{MAX_MISTAKES, MAX_RUN_VALUES, RUN_CONFIG_BYTES, RUN_ID_CHARS},
     metric::{MetricColumn, name_mistake},
     spec::{JobSpec, SpecError},
 };
@@ -260,8 +260,8 @@ impl NewRecords {
             );
         }
         let values: usize = self.records.iter().map(|record| record.values.len()).sum();
-        if values > RUN_VALUES {
-            let detail = format!("have {values} values; send at most {RUN_VALUES} in one request");
+        if values > MAX_RUN_VALUES {
+            let detail = format!("have {values} values; send at most {MAX_RUN_VALUES} in one request");
             mistake("/records".into(), detail);
         }
         for (index, record) in self.records.iter().enumerate() {
@@ -386,7 +386,7 @@ fn alert_mistakes(summary: &Map<String, Value>) -> Vec<SpecError> {
             detail: format!("is not an alert: {error}"),
         })
     };
-    alerts.iter().enumerate().filter_map(mistake).take(MISTAKES).collect()
+    alerts.iter().enumerate().filter_map(mistake).take(MAX_MISTAKES).collect()
 }
 
 /// Update a run

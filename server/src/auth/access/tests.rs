@@ -78,7 +78,7 @@ fn the_use_of_a_token_is_stored_once_and_its_sessions_are_limited() {
     let (other, earlier) = (Secret::new_token().unwrap(), Secret::new_plain().unwrap());
     access.put_token(row("other", Scope::Admin, &other));
     assert!(access.put_session(session("other", &earlier, start)).is_none());
-    let added: Vec<_> = (0..=SESSIONS_OF_A_TOKEN as u64)
+    let added: Vec<_> = (0..=MAX_SESSIONS_OF_A_TOKEN as u64)
         .map(|n| {
             let secret = Secret::new_plain().unwrap();
             let removed = access.put_session(session("t", &secret, start + Duration::from_millis(n)));
@@ -100,15 +100,15 @@ fn the_number_of_all_sessions_is_limited() {
     let access = Access::new(true);
     let start = crate::now();
     let mut first = None;
-    for n in 0..=SESSIONS {
-        let id = format!("t{}", n / SESSIONS_OF_A_TOKEN);
-        if n % SESSIONS_OF_A_TOKEN == 0 {
+    for n in 0..=MAX_SESSIONS {
+        let id = format!("t{}", n / MAX_SESSIONS_OF_A_TOKEN);
+        if n % MAX_SESSIONS_OF_A_TOKEN == 0 {
             access.put_token(row(&id, Scope::Read, &Secret::new_token().unwrap()));
         }
         let secret = Secret::new_plain().unwrap();
         let removed = access.put_session(session(&id, &secret, start + Duration::from_millis(n as u64)));
         let first = first.get_or_insert(secret);
-        assert_eq!(removed, (n == SESSIONS).then(|| first.hash.clone()), "{n}");
+        assert_eq!(removed, (n == MAX_SESSIONS).then(|| first.hash.clone()), "{n}");
     }
 }
 

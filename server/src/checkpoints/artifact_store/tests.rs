@@ -62,7 +62,7 @@ fn a_running_fetch_is_shared() {
 
 #[test]
 fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
-    let seconds = |failures| FETCH_RETRY.after(failures).as_secs();
+    let seconds = |failures| FETCH_RETRY.pause_after(failures).as_secs();
     assert_eq!([1, 2, 3, 4, 5, 6].map(seconds), [3, 6, 12, 24, 48, 60]);
     assert_eq!(seconds(u32::MAX), 60);
     let dir = tempfile::tempdir().unwrap();

@@ -210,7 +210,7 @@ async fn find_claimed(
             Err(again) if again.is_temporary() => {
                 tracing::warn!(error = %again, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
-                    () = tokio::time::sleep(backoff.pause()) => {}
+                    () = tokio::time::sleep(backoff.next_pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return Err(error),
                 }
             }

@@ -41,7 +41,7 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>) {
                 backoff = RETRY;
                 MAX_PAUSE
             }
-            Err(_) => backoff.pause(),
+            Err(_) => backoff.next_pause(),
         };
         tokio::select! {
             () = scheduler.sweeps_changed.notified() => {}

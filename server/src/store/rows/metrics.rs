@@ -22,10 +22,10 @@ pub struct MetricFilter {
 impl MetricFilter {
     /// Whether the column has the name and may have points in the range of steps.
     pub fn may_match(&self, column: &MetricColumn) -> bool {
-        let ends = column.ends();
+        let steps = column.step_range();
         self.name.as_ref().is_none_or(|name| *name == column.name)
-            && self.from.is_none_or(|from| ends.is_none_or(|(_, last)| last >= from))
-            && self.to.is_none_or(|to| ends.is_none_or(|(first, _)| first <= to))
+            && self.from.is_none_or(|from| steps.is_none_or(|(_, last)| last >= from))
+            && self.to.is_none_or(|to| steps.is_none_or(|(first, _)| first <= to))
     }
 }
 

@@ -9,7 +9,7 @@ use lockstep_protocol::{
     agent::AttemptEvent,
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     job::JobId,
-    limits::HISTOGRAM_STEPS,
+    limits::MAX_HISTOGRAM_STEPS,
     network::NetworkDescription,
 };
 use sqlx::{QueryBuilder, Row};
@@ -75,7 +75,7 @@ async fn put_histograms(
 /// Index of the step to remove if there are too many: the step whose neighbours are closest to each other; of several such steps,
 /// the oldest. So the remaining steps are about evenly spaced. The first and the newest step always stay.
 fn step_to_remove(steps: &[u64]) -> Option<usize> {
-    if steps.len() <= HISTOGRAM_STEPS {
+    if steps.len() <= MAX_HISTOGRAM_STEPS {
         return None;
     }
     let gaps = steps.windows(3).map(|w| w[2] - w[0]).enumerate();
@@ -185,9 +185,9 @@ mod tests {
 
     #[test]
     fn a_step_above_the_limit_is_removed() {
-        let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
+        let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64).collect();
         assert_eq!(step_to_remove(&steps), None);
-        let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
+        let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64 + 1).collect();
         assert_eq!(step_to_remove(&steps), Some(1), "the second step");
     }
 
@@ -200,7 +200,7 @@ mod tests {
                 steps.remove(index);
             }
         }
-        assert_eq!((steps.len(), steps[0], steps[HISTOGRAM_STEPS - 1]), (HISTOGRAM_STEPS, 1, 10_000));
+        assert_eq!((steps.len(), steps[0], steps[MAX_HISTOGRAM_STEPS - 1]), (MAX_HISTOGRAM_STEPS, 1, 10_000));
         let gaps: Vec<u64> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
         // 50 on average; the newest gap is still growing.
         let (smallest, largest) = (gaps[..gaps.len() - 1].iter().min().unwrap(), gaps.iter().max().unwrap());

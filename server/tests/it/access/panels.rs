@@ -4,7 +4,7 @@ use crate::{
     agent::Agent,
     test_server::{TestServer, spec, wait_until},
 };
-use lockstep_protocol::limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS};
+use lockstep_protocol::limits::{MAX_PANEL_METRICS, MAX_PANELS, PANEL_TITLE_CHARS};
 use serde_json::{Value, json};
 
 fn panel(title: &str, metrics: &[&str]) -> Value {
@@ -106,8 +106,8 @@ async fn the_number_of_panels_is_limited() {
     let title = "ä".repeat(PANEL_TITLE_CHARS);
     let time_and_bytes =
         ["step_ms", "data_ms", "all_reduce_ms", "gpu_memory_bytes", "memory_used_bytes", "disk_used_bytes"];
-    assert_eq!(time_and_bytes.len(), PANEL_METRICS);
-    let max = vec![panel(&title, &time_and_bytes); PANELS];
+    assert_eq!(time_and_bytes.len(), MAX_PANEL_METRICS);
+    let max = vec![panel(&title, &time_and_bytes); MAX_PANELS];
     for target in [path.as_str(), "/projects/default/panels"] {
         assert_eq!(server.put(target, &json!({"panels": max})).await.0, 200, "{target}");
         let mut more = max.clone();
@@ -135,7 +135,7 @@ async fn the_number_of_panels_is_limited() {
     for unreadable in [json!({}), json!({"panels": [{"title": "t"}]}), json!({"panels": [], "more": 1})] {
         assert_eq!(server.put(&path, &unreadable).await.0, 400, "{unreadable}");
     }
-    assert_eq!(read_panels(&server, &id).await.1.len(), PANELS, "refused requests change nothing");
+    assert_eq!(read_panels(&server, &id).await.1.len(), MAX_PANELS, "refused requests change nothing");
     server.stop().await;
 }
 

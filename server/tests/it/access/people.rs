@@ -2,7 +2,7 @@
 
 use super::sessions::{Browser, location};
 use crate::test_server::{Stream, TestServer, client, client_builder, socket_request};
-use lockstep_protocol::limits::{PASSWORD_CHARS, PEOPLE, PERSON_NAME_CHARS};
+use lockstep_protocol::limits::{MAX_PEOPLE, PASSWORD_CHARS, PERSON_NAME_CHARS};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::{
@@ -281,14 +281,14 @@ async fn people_and_passwords_have_limits() {
         400
     );
     let existing = server.query_number("SELECT count(*) FROM people").await as usize;
-    for n in existing..PEOPLE - 1 {
+    for n in existing..MAX_PEOPLE - 1 {
         let row =
             format!("INSERT INTO people (name, hash, role, created_at) VALUES ('x{n}', 'x', 'viewer', 0)");
         server.execute(&row).await;
     }
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let viewer = |name: &str| json!({"name": name, "role": "viewer", "password": PASSWORD});
-    assert_eq!(server.post("/people", &viewer("last")).await.0, 201, "person number {PEOPLE}");
+    assert_eq!(server.post("/people", &viewer("last")).await.0, 201, "person number {MAX_PEOPLE}");
     let (status, problem) = server.post("/people", &viewer("one-more")).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("1000"), "{problem}");
     assert_eq!(server.delete("/people/last").await.0, 204);

@@ -1,7 +1,7 @@
 //! Tokens: creation, list, revocation, limits, and the server's own token in a file.
 
 use crate::test_server::{Stream, TIMEOUT, TestServer, client, config};
-use lockstep_protocol::limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS};
+use lockstep_protocol::limits::{MAX_TOKENS, TOKEN_DAYS, TOKEN_NAME_CHARS};
 use lockstep_server::serve;
 use serde_json::{Value, json};
 use std::{
@@ -71,7 +71,7 @@ async fn tokens_have_limits() {
     }
     // Inserts tokens until one more is allowed.
     let valid = server.query_number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
-    let rows = (valid..TOKENS as i64 - 1).map(|n| format!("('x{n}', 'x', 'x{n}', 'read', 0)"));
+    let rows = (valid..MAX_TOKENS as i64 - 1).map(|n| format!("('x{n}', 'x', 'x{n}', 'read', 0)"));
     let rows = rows.collect::<Vec<_>>().join(", ");
     server.execute(&format!("INSERT INTO tokens (id, name, hash, scope, created_at) VALUES {rows}")).await;
     let server = TestServer::open(server.stop().await, |_| {}).await;

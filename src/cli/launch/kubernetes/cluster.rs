@@ -145,7 +145,7 @@ impl Cluster {
                     return result;
                 }
             }
-            tokio::time::sleep(backoff.pause()).await;
+            tokio::time::sleep(backoff.next_pause()).await;
         }
     }
 

@@ -51,7 +51,7 @@ pub(super) async fn observe(
             Err(error) if is_retryable(&error) => cluster.report_lost(&error),
             Err(error) => return cluster.explain(&format!("watching {kind:?}s"), &error),
         }
-        sleep(backoff.pause()).await;
+        sleep(backoff.next_pause()).await;
     }
 }
 

@@ -3,7 +3,7 @@
 use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::{
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
-    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS},
+    limits::{HISTOGRAM_BINS, MAX_HISTOGRAM_LAYERS},
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -26,7 +26,7 @@ pub(super) fn histograms(
             let gradient = gradients.get(name).map(|g| (name, HistogramKind::Gradient, &g.values[..]));
             std::iter::once((name, HistogramKind::Weight, &weight.values[..])).chain(gradient)
         })
-        .take(HISTOGRAM_LAYERS)
+        .take(MAX_HISTOGRAM_LAYERS)
         .collect();
     let next = AtomicUsize::new(0);
     let work = || {

@@ -62,7 +62,9 @@ impl ServerArgs {
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         self.access.check_data_dir()?;
         let server = self.address();
-        Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+        let api = Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)?;
+        let start_command = if self.is_named() { None } else { self.access.start_command() };
+        Ok(Api { start_command, ..api })
     }
 
     /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
@@ -92,6 +94,8 @@ pub(crate) struct Api {
     client: Client,
     /// Environment variable that names the proxy for requests, if they use a proxy.
     proxy: Option<&'static str>,
+    /// Command that starts the server, if its data directory is on this machine and the server was stopped.
+    start_command: Option<String>,
 }
 
 /// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
@@ -120,7 +124,7 @@ impl Api {
         let proxy = proxy_variable(&url);
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
-        Ok(Self { base, client: client.build()?, proxy })
+        Ok(Self { base, client: client.build()?, proxy, start_command: None })
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -439,9 +443,13 @@ impl Api {
             let proxy = self.proxy.map(|name| {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
+            let start = self.start_command.as_ref().map_or_else(
+                || "Start one with `lockstep serve`".to_owned(),
+                |command| format!("The server of the data directory is stopped: start it with `{command}`"),
+            );
             anyhow!(
-                "no server answers at {}{}. Start one with `lockstep serve`, or name a running server: on this machine by its data \
-                 directory (--data-dir or LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
+                "no server answers at {}{}. {start}, or name a running server: on this machine by its data directory (--data-dir or \
+                 LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
                 self.base,
                 proxy.unwrap_or_default()
             )

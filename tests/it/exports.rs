@@ -95,6 +95,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
         (&["export", &id], "is neither a format nor a folder"),
         (&["export", "pytorch", &id, "-o", "x"], "pytorch is neither a format nor a folder"),
         (&["export", "exported"], "in the FOLDER of a checkpoint"),
+        (&["export", "data", "-o", "x"], "`lockstep download data -o x`"),
     ] {
         let export = server.cli(arguments);
         export.assert_usage_error(&[

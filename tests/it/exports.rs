@@ -95,7 +95,6 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
         (&["export", &id], "is neither a format nor a folder"),
         (&["export", "pytorch", &id, "-o", "x"], "pytorch is neither a format nor a folder"),
         (&["export", "exported"], "in the FOLDER of a checkpoint"),
-        (&["export", "data", "-o", "x"], "`lockstep download data -o x`"),
     ] {
         let export = server.cli(arguments);
         export.assert_usage_error(&[
@@ -104,6 +103,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
             "`lockstep download JOB -o FILE`",
         ]);
     }
+    server.cli(&["export", "data", "-o", "x"]).assert_usage_error(&["`lockstep download data -o x`"]);
     assert!(!folder.join("x").exists());
     server.stop().await;
 }

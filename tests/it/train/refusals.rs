@@ -92,7 +92,7 @@ async fn impossible_stages_are_refused() {
         (
             &["parallel.device=cpu", "parallel.ranks=16"],
             2,
-            &["parallel.pipeline", "give a pipeline such as 8"],
+            &["parallel.pipeline", "give a pipeline such as 8, or 24 ranks"],
         ),
     ] {
         let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();

@@ -221,20 +221,25 @@ impl Api {
         self.get(&format!("{path}/{}", chosen.id)).await
     }
 
+    /// Returns a sentence about the sweep `name`, for the error of a command about a job of this name. `None` without such a sweep.
+    pub(crate) async fn describe_sweep(&self, name: &str) -> Option<String> {
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.ok()?;
+        let sweep = sweeps.iter().find(|sweep| [text(sweep, "name"), text(sweep, "id")].contains(&name))?;
+        let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
+        Some(format!(
+            "{name} is a sweep: `lockstep sweep show {name}` shows its jobs, and `lockstep sweep pause {name}`, `lockstep sweep cancel \
+             {name}` and `lockstep sweep delete {name}` change the sweep{}",
+            best.unwrap_or_default()
+        ))
+    }
+
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> Option<String> {
-        let is_called = |object: &Value, key: &str| text(object, key) == name;
-        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
-        if let Some(sweep) = sweeps.iter().find(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
-            let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
-            return Some(format!(
-                "{name} is a sweep: `lockstep sweep show {name}` shows its jobs, and `lockstep sweep pause`, `cancel` and `delete` \
-                 change the sweep{}",
-                best.unwrap_or_default()
-            ));
+        if let Some(sweep) = self.describe_sweep(name).await {
+            return Some(sweep);
         }
         let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
-        if models.iter().any(|model| is_called(model, "name")) {
+        if models.iter().any(|model| text(model, "name") == name) {
             return Some(format!(
                 "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             ));

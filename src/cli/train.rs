@@ -355,8 +355,8 @@ fn check_classes(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the specification. Also returns whether it gives `data.validation`. The number of ranks of a launcher or a rank table, or `--ranks`,
-/// replaces `parallel.ranks`.
+/// Reads the specification. Also returns whether it gives `data.validation`. The number of ranks of a launcher, of a rank table or in
+/// `--ranks` replaces `parallel.ranks`.
 fn read_spec(args: &Args, started_ranks: &StartedRanks) -> anyhow::Result<(JobSpec, bool)> {
     let launcher = started_ranks.launcher_and_world_size();
     if let Some((launcher, ranks)) = launcher

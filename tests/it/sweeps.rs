@@ -309,6 +309,7 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     server
         .cli(&["show", "swept"])
         .assert_usage_error(&["no job is called swept", "`lockstep sweep show swept`"]);
+    server.cli(&["cancel", "swept"]).assert_usage_error(&["`lockstep sweep cancel swept`"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_ended(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");

@@ -26,7 +26,8 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
         let found = Path::new(path).parent().and_then(|directory| checkpoint::list(directory).ok());
         let names = found.into_iter().flatten().map(|(epoch, step)| checkpoint::folder_name(epoch, step));
         let names = names.collect::<Vec<_>>().join(", ");
-        let others = if names.is_empty() { names } else { format!("; its folder has the checkpoints {names}") };
+        let others =
+            if names.is_empty() { names } else { format!("; its folder has the checkpoints {names}") };
         problem(format!("{detail}{others}; {advice}"))
     })?;
     if !folder.join(checkpoint::MANIFEST).exists() {

@@ -25,6 +25,9 @@ pub struct DatasetInfo {
     /// Height and width in pixels, and number of channels; height and width are 0 if the pictures differ in size.
     pub height: u32,
     pub width: u32,
+    /// Median of the pictures' shorter sides in pixels; 0 if it is unknown.
+    #[serde(default)]
+    pub median_side: u32,
     pub channels: u32,
     /// Mean of each channel, of pixels scaled to 0..1, over the training split (a seeded sample of a large split).
     pub mean: Vec<f32>,

@@ -77,9 +77,9 @@ impl Suggestion {
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
         }
-        // The network can see only square pictures unchanged; otherwise the job has to set the input size.
-        let own_side = (info.height == info.width && info.height > 0).then_some(info.height);
-        let side = own_side.filter(|side| *side < effort.side);
+        // The network's input is no larger than usual pictures of the dataset.
+        let own_side = info.height.min(info.width).max(info.median_side);
+        let side = Some(own_side).filter(|side| (1..effort.side).contains(side));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
         let ValidationChoice { keys: validation, held_out, is_counted, samples: validation_samples } =
             choose_validation(info);
@@ -109,7 +109,8 @@ impl Suggestion {
     }
 }
 
-/// `side`: the pictures' own size, if the network sees them unchanged. Otherwise the network's input has `input` x `input` pixels.
+/// `side`: the size of usual pictures of the dataset, if the network sees them at this size. Otherwise the network's input has `input` x
+/// `input` pixels.
 fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
     let why = match input {
@@ -118,7 +119,12 @@ fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: Commented
     };
     data.push(CommentedKeys {
         comment: match (side, info.height, info.width) {
-            (Some(side), ..) => format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
+            (Some(side), height, width) if height == side && width == side => {
+                format!("All pictures have {side} x {side} pixels; the network sees them unchanged.")
+            }
+            (Some(side), ..) => {
+                format!("The network sees {side} x {side} pixels of each picture, the median of their shorter sides.")
+            }
             (None, 0, _) => {
                 format!("Pictures have several sizes: the network sees {input} x {input} pixels of each, {why}.")
             }
@@ -324,6 +330,18 @@ mod tests {
                     assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn the_input_is_no_larger_than_the_median_picture() {
+        for (height, width, median_side, image_size) in
+            [(0, 0, 32, 32), (0, 0, 300, 224), (80, 100, 80, 80), (0, 0, 0, 224)]
+        {
+            let info = DatasetInfo { height, width, median_side, ..info(0, &[("train", 100)]) };
+            let suggestion = Suggestion::of(&info).unwrap();
+            assert_eq!(suggestion.data[1].toml, format!("image_size = {image_size}"));
+            assert!(!suggestion.data[1].comment.contains("unchanged"), "{suggestion:?}");
         }
     }
 

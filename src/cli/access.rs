@@ -119,6 +119,15 @@ impl AccessArgs {
         given.map(str::to_owned).or_else(recorded).unwrap_or(DEFAULT_SERVER.into())
     }
 
+    /// Returns the command that starts the server of the data directory, if the directory has a server that is stopped.
+    pub(crate) fn start_command(&self) -> Option<String> {
+        let dir = self.data_dir();
+        let is_stopped = recorded_address(&dir).is_none()
+            && [TOKEN, DATABASE].iter().any(|name| fs::symlink_metadata(dir.join(name)).is_ok());
+        let option = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
+        is_stopped.then(|| format!("lockstep serve{}", option.unwrap_or_default()))
+    }
+
     /// Returns the token for `server`: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
     /// machine.
     ///

@@ -62,7 +62,9 @@ impl ServerArgs {
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         self.access.check_data_dir()?;
         let server = self.address();
-        Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+        let api = Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)?;
+        let start_command = if self.is_named() { None } else { self.access.start_command() };
+        Ok(Api { start_command, ..api })
     }
 
     /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
@@ -92,6 +94,8 @@ pub(crate) struct Api {
     client: Client,
     /// Environment variable that names the proxy for requests, if they use a proxy.
     proxy: Option<&'static str>,
+    /// Command that starts the server, if its data directory is on this machine and the server was stopped.
+    start_command: Option<String>,
 }
 
 /// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
@@ -120,7 +124,7 @@ impl Api {
         let proxy = proxy_variable(&url);
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
-        Ok(Self { base, client: client.build()?, proxy })
+        Ok(Self { base, client: client.build()?, proxy, start_command: None })
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -217,20 +221,25 @@ impl Api {
         self.get(&format!("{path}/{}", chosen.id)).await
     }
 
+    /// Returns a sentence about the sweep `name`, for the error of a command about a job of this name. `None` without such a sweep.
+    pub(crate) async fn describe_sweep(&self, name: &str) -> Option<String> {
+        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.ok()?;
+        let sweep = sweeps.iter().find(|sweep| [text(sweep, "name"), text(sweep, "id")].contains(&name))?;
+        let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
+        Some(format!(
+            "{name} is a sweep: `lockstep sweep show {name}` shows its jobs, and `lockstep sweep pause {name}`, `lockstep sweep cancel \
+             {name}` and `lockstep sweep delete {name}` change the sweep{}",
+            best.unwrap_or_default()
+        ))
+    }
+
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
     async fn describe_namesake(&self, name: &str) -> Option<String> {
-        let is_called = |object: &Value, key: &str| text(object, key) == name;
-        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
-        if let Some(sweep) = sweeps.iter().find(|sweep| is_called(sweep, "name") || is_called(sweep, "id")) {
-            let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
-            return Some(format!(
-                "{name} is a sweep: `lockstep sweep show {name}` shows its jobs, and `lockstep sweep pause`, `cancel` and `delete` \
-                 change the sweep{}",
-                best.unwrap_or_default()
-            ));
+        if let Some(sweep) = self.describe_sweep(name).await {
+            return Some(sweep);
         }
         let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
-        if models.iter().any(|model| is_called(model, "name")) {
+        if models.iter().any(|model| text(model, "name") == name) {
             return Some(format!(
                 "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             ));
@@ -439,9 +448,13 @@ impl Api {
             let proxy = self.proxy.map(|name| {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
+            let start = self.start_command.as_ref().map_or_else(
+                || "Start one with `lockstep serve`".to_owned(),
+                |command| format!("The server of the data directory is stopped: start it with `{command}`"),
+            );
             anyhow!(
-                "no server answers at {}{}. Start one with `lockstep serve`, or name a running server: on this machine by its data \
-                 directory (--data-dir or LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
+                "no server answers at {}{}. {start}, or name a running server: on this machine by its data directory (--data-dir or \
+                 LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
                 self.base,
                 proxy.unwrap_or_default()
             )

@@ -13,11 +13,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Compare jobs: the settings in which they differ, and their results
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A job's id, the start of its id, or its name
-    job: String,
-    /// The other jobs
+    /// At least two jobs: their ids, the starts of their ids, or their names
     #[arg(value_name = "JOB", required = true)]
-    others: Vec<String>,
+    jobs: Vec<String>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -51,12 +49,15 @@ const RESULTS: [Row; 8] = [
 /// Prints a column for each job: its name, the settings that differ, and its results.
 ///
 /// # Errors
-/// Exit status 2 if a job does not exist or is named twice.
+/// Exit status 2 if a job does not exist or is named twice, or if only one job is named.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    if args.jobs.len() < 2 {
+        return Err(usage_error("name at least two jobs, as in `lockstep compare JOB JOB`"));
+    }
     let api = args.server.api()?;
     let jobs: Vec<Job> = block_on(async {
         let mut jobs = Vec::new();
-        for named in [&args.job].into_iter().chain(&args.others) {
+        for named in &args.jobs {
             jobs.push(api.find_job(named).await?);
         }
         let distinct = jobs.iter().map(|job| job.id.as_str()).collect::<BTreeSet<_>>().len();

@@ -59,6 +59,13 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
         ([folder], Some(output)) if folder.is_dir() => {
             file::check_output(output)?;
             let folder = weight_files::resolve_run_folder(folder)?;
+            if !weight_files::has_weights(&folder) {
+                let (folder, output) = (folder.display(), output.display());
+                return Err(usage_error(format!(
+                    "{folder} is neither the folder of a checkpoint nor of a run; if you mean the job {folder}, write its weights with \
+                     `lockstep download {folder} -o {output}`"
+                )));
+            }
             let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
         }

@@ -50,6 +50,11 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
 
 fn unknown_command_message(name: &str, known: &[&Command]) -> String {
     let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|c| c.get_name() == *meant));
+    if meant.is_none() && job_file::help_text(Some(name)).is_ok() {
+        return format!(
+            "{name} is part of a job file and not a command: `lockstep help job {name}` explains it"
+        );
+    }
     let near = meant.or_else(|| nearest(name, known.iter().map(|c| c.get_name()).chain(["job"])));
     let advice = near.map(|near| format!("did you mean {near:?}?"));
     let advice = advice.unwrap_or_else(|| "`lockstep help` lists all commands".to_owned());

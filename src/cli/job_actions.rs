@@ -1,6 +1,6 @@
 //! `lockstep pause`, `resume`, `cancel` and `retry`, for one or several jobs.
 
-use super::{api::ServerArgs, block_on, output, watch};
+use super::{WrongRequest, api::ServerArgs, block_on, output, usage_error, watch};
 use lockstep_protocol::{Job, JobState};
 
 /// Arguments of commands about several jobs.
@@ -49,6 +49,13 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         for job in &jobs {
             match api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await {
                 Ok(job) => accepted.push(job),
+                // The sweep of the same name may be meant.
+                Err(error) if error.is::<WrongRequest>() => {
+                    errors.push(match api.describe_sweep(&job.name).await {
+                        Some(sweep) => usage_error(format!("{error}. {sweep}")),
+                        None => error,
+                    });
+                }
                 Err(error) => errors.push(error),
             }
         }

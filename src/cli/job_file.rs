@@ -45,7 +45,8 @@ pub(super) async fn name_dataset(
                 && dataset::find_by_name(api, text).await?.is_none()
             {
                 return Err(usage_error(format!(
-                    "data.dataset: no dataset is called {text:?}; the folder ./{text} exists: write ./{text}"
+                    "data.dataset: no dataset is called {text:?}; the folder ./{text} exists: write ./{text}, or register the folder \
+                     with `lockstep dataset add {text} {text}`"
                 )));
             }
             continue;

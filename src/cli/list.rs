@@ -28,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
     /// Only jobs whose settings or results match this condition, such as 'lr > 0.1' or 'best > 0.9', with = != < <= > or >= (may be
-    /// repeated: all conditions must match); the table then shows the values
+    /// repeated: all conditions must match); the table then shows the values. Accuracies are 0 to 1, or percentages such as 80%
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     /// Only jobs with this tag (may be repeated: jobs must have all tags)
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
-    /// Only jobs submitted at this time or later, such as 2026-01-31T12:00:00Z
+    /// Only jobs submitted at this time or later, such as 2026-01-31T12:00:00Z, or 2026-01-31 (UTC)
     #[arg(long, value_name = "TIME")]
     created_after: Option<String>,
     /// Only jobs submitted before this time

@@ -47,8 +47,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
     /// Number of classes to print for each picture, the most probable first
-    #[arg(long, default_value_t = 5, value_name = "N")]
-    top: usize,
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    top: u32,
     /// Print each picture's embedding (the input of the network's last layer) as a line of JSON instead of its classes
     #[arg(long, conflicts_with = "top")]
     embed: bool,
@@ -156,7 +156,7 @@ impl Args {
 
     /// Keeps the most probable classes of a prediction, and prints the prediction.
     fn report(&self, mut prediction: Prediction, model: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
-        prediction.classes.truncate(self.top);
+        prediction.classes.truncate(self.top as usize);
         if self.prints_lines() && prediction.error.is_none() {
             if self.embed {
                 output::line(serde_json::to_string(&prediction)?)?

@@ -24,7 +24,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::{accuracy_of, plural},
-    spec::{SpecError, Validation},
+    spec::{SpecError, Validation, apply_set},
 };
 use lockstep_worker::{
     checkpoint,
@@ -33,6 +33,7 @@ use lockstep_worker::{
 };
 use out_lock::OutLock;
 use resume::{checkpoint_folder, find_resume_checkpoint};
+use serde_json::Value;
 use started_ranks::StartedRanks;
 use std::{
     fs,
@@ -84,7 +85,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         // Done before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(launched.world_size));
     }
-    let (mut spec, gives_validation) = read_spec(&args, started_ranks.launcher_and_world_size())?;
+    let (mut spec, gives_validation) = read_spec(&args, &started_ranks)?;
     let dataset = job_file::find_dataset(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
@@ -354,18 +355,26 @@ fn check_classes(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads the specification. Also returns whether it gives `data.validation`. `launcher` is the name of the launcher and the number of ranks
-/// that the launcher has started. This number, or `--ranks`, replaces `parallel.ranks`.
-fn read_spec(args: &Args, launcher: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
-    let mut sets = args.sets.clone();
+/// Reads the specification. Also returns whether it gives `data.validation`. The number of ranks of a launcher, of a rank table or in
+/// `--ranks` replaces `parallel.ranks`.
+fn read_spec(args: &Args, started_ranks: &StartedRanks) -> anyhow::Result<(JobSpec, bool)> {
+    let launcher = started_ranks.launcher_and_world_size();
     if let Some((launcher, ranks)) = launcher
         && args.ranks.is_some_and(|given| given != ranks)
     {
         return Err(usage_error(format!("--ranks: {launcher} has started {ranks} ranks; leave --ranks out")));
     }
-    let ranks = launcher.map(|(_, ranks)| ranks).or(args.ranks);
-    sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
-    let document = job_file::read_document_as_written(&args.job, &sets)?;
+    let mut document = job_file::read_document_as_written(&args.job, &args.sets)?;
+    let given = document.pointer("/parallel/ranks").and_then(Value::as_u64);
+    if let (Some((launcher, ranks)), Some(given)) = (launcher, given)
+        && given != u64::from(ranks)
+        && started_ranks.has_rank_0()
+    {
+        output::warn(format_args!("{launcher} has {ranks} ranks, which replaces parallel.ranks = {given}"));
+    }
+    if let Some(ranks) = launcher.map(|(_, ranks)| ranks).or(args.ranks) {
+        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
+    }
     let job = args.job.display();
     if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
         return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));

@@ -102,6 +102,12 @@ async fn arguments_and_environments_of_ranks_contain_no_token() {
     assert_ne!(agent_token, server.token(), "the agent has its own token");
     let as_agent = client(&agent_token).get(server.api("/jobs")).send().await.expect("a response");
     assert_eq!(as_agent.status(), StatusCode::FORBIDDEN, "the agent's token allows nothing else");
+    let mut agent = lockstep();
+    agent.args(["agent", "--server", &server.url, "--cpu-slots", "1"]);
+    agent.arg("--token-file").arg(server.token_file());
+    agent.arg("--data-dir").arg(server.folder().path().join("wrong-agent"));
+    Finished::of(&mut agent)
+        .assert_fails(1, &["refused this agent", "--token-file", "`lockstep token create --scope agent"]);
 
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let id = server.submit(&specs::short("long", "fashion", 2, 100_000)).await;

@@ -64,6 +64,10 @@ async fn a_database_of_a_newer_version_is_not_changed() {
 
     let database = server.data_dir().join("lockstep.db");
     let original = server.stop_and_keep().await;
+    let mut command = lockstep();
+    command.args(["list", "--data-dir"]).arg(database.parent().expect("a folder"));
+    Finished::of(command.env_remove("LOCKSTEP_SERVER"))
+        .assert_fails(1, &["the data directory is stopped", "`lockstep serve --data-dir /"]);
     fs::create_dir(&data).expect("a folder");
     fs::copy(&database, data.join("lockstep.db")).expect("the database");
     drop(original);

@@ -137,6 +137,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
+        (&["predict", &id, picture, "--top", "0"], &["--top", "0 is not in 1.."]),
         (
             &["predict", "--model", "network.onnx", picture],
             &["does not read them", "onnxruntime", "model.safetensors", "models:/shoes@champion"],

@@ -103,6 +103,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
             "`lockstep download JOB -o FILE`",
         ]);
     }
+    server.cli(&["export", "data", "-o", "x"]).assert_usage_error(&["`lockstep download data -o x`"]);
     assert!(!folder.join("x").exists());
     server.stop().await;
 }

@@ -80,6 +80,7 @@ async fn exported_jobs_are_imported_with_every_value() {
         let config = &about["external"]["config"];
         assert_eq!(*config == run["config"], kind == "tensorboard", "{config}");
     }
+    server.cli(&["import", "csv", "metrics.parquet"]).assert_fails(1, &["metrics.parquet: is not CSV"]);
     let moved = server.folder().path().join("elsewhere");
     std::fs::create_dir(&moved).expect("a folder");
     let before = server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs").len();

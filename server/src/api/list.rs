@@ -9,7 +9,7 @@ use crate::http::{
     error::{Error, Result},
     extract::check_count,
 };
-use jiff::Timestamp;
+use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 use lockstep_protocol::{
     JobId,
     spec::{nearest, shortened},
@@ -194,16 +194,17 @@ pub(super) fn split_sort_key(sort: &str) -> (&str, bool) {
     sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
 }
 
-/// Parses a time of a request.
+/// Parses a time of a request. A time without an offset is in UTC, and a date is the start of its day.
 ///
 /// # Errors
 /// 400: the text is not a time.
 pub(super) fn parse_time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
-    text.parse().map(Some).map_err(|_| {
+    let at = text.parse::<Timestamp>().or_else(|_| TimeZone::UTC.to_timestamp(text.parse::<DateTime>()?));
+    at.map(Some).map_err(|_| {
         let text = shortened(text);
         Error::BadRequest(format!(
-            "{key} is {text:?}, but must be a time such as 2026-01-31T12:00:00Z (RFC 3339)"
+            "{key} is {text:?}, but must be a time such as 2026-01-31T12:00:00Z (RFC 3339), or a date such as 2026-01-31 (UTC)"
         ))
     })
 }

@@ -117,7 +117,12 @@ fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> 
         Url::parse(text.trim()).ok().filter(|url| is_usable(url) && url.as_str().len() <= MAX_URL_BYTES);
     let Some(url) = url else {
         let example = if is_email { "mailto:ada@example.org" } else { "https://example.org/hook" };
-        let detail = format!("must be a URL such as {example}, of at most {MAX_URL_BYTES} bytes");
+        let hint = if !is_email && text.trim().starts_with("mailto:") {
+            "; for e-mail, the form must be email (in the shell, add --form email)"
+        } else {
+            ""
+        };
+        let detail = format!("must be a URL such as {example}, of at most {MAX_URL_BYTES} bytes{hint}");
         return Err(Error::invalid("/url", detail));
     };
     if !webhooks.allow_private {

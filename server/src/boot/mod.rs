@@ -56,9 +56,12 @@ pub async fn serve(
     let given =
         given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
     let artifacts = open_artifacts(&config).await?;
+    // A running server of the same data directory is reported in place of its port.
+    let has_lock_file = private_files::server_lock_path(&config.data_dir).exists();
+    let lock = has_lock_file.then(|| lock_data_dir(&config.data_dir)).transpose()?;
     let listener = listen(config.listen).await?;
     config.listen = listener.local_addr().map_err(ServeError::Stopped)?;
-    let _lock = lock_data_dir(&config.data_dir)?;
+    let _lock = lock.map_or_else(|| lock_data_dir(&config.data_dir), Ok)?;
     let certificate = match (given, &config.tls) {
         (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
         (given, _) => given,

@@ -41,6 +41,9 @@ use std::sync::Arc;
 
 /// Maximum length of an object in the audit log, in characters.
 const OBJECT_CHARS: usize = 300;
+/// Instructions for an agent without an agent's token.
+const AGENT_TOKEN_ADVICE: &str =
+    "give it --token-file with a token from `lockstep token create --scope agent --agent NAME`";
 
 /// Decides which requests reach their handlers.
 pub(crate) struct Gate {
@@ -227,6 +230,9 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
         };
         return gate.auth.access.authenticate_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
+                Denied::Unknown if is_for_agents(path) => {
+                    format!("this server does not know the agent's token; {AGENT_TOKEN_ADVICE}")
+                }
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
                 Denied::Expired => "that token has expired; ask for another token".into(),
@@ -270,7 +276,15 @@ fn is_for_programs(path: &str) -> bool {
     path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
 }
 
+/// Whether only agents send requests to a path.
+fn is_for_agents(path: &str) -> bool {
+    path.starts_with("/api/v1/agent/")
+}
+
 fn sign_in_response(method: &Method, path: &str, object: &str) -> Response {
+    if is_for_agents(path) {
+        return Error::Unauthorized(format!("agents need a token; {AGENT_TOKEN_ADVICE}")).into_response();
+    }
     if is_for_programs(path) {
         let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own token is in the file \
             `token` of its data directory), or sign in at /login";
@@ -304,8 +318,7 @@ fn forbidden_response(caller: &Caller, scope: Scope, path: &str) -> Response {
         format!("this needs {what}, which {person} does not have; ask an admin")
     } else if scope == Scope::Agent {
         format!(
-            "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent \
-             --agent NAME`)"
+            "agents join with a token of their own; the token {name:?} has the scope {has}; {AGENT_TOKEN_ADVICE}"
         )
     } else if let Some(person) =
         caller.person().filter(|_| caller.token().is_some_and(|token| token.scope.allows(scope)))

@@ -86,6 +86,7 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
             ("where=val_loss%21%3D0.1&sort=name", "abcd"),
             ("sort=spec.lr", "bcda"),
             ("created_after=2020-01-01T00:00:00Z", "dcab"),
+            ("created_after=2020-01-01", "dcab"),
             ("created_before=2020-01-01T00:00:00Z", ""),
         ] {
             assert_eq!(read_names(&server, query, limit).await.concat(), expected, "{query} by {limit}");

@@ -43,7 +43,9 @@ async fn a_port_and_a_data_directory_have_one_server() {
     assert!(error.contains("is taken by another program") && error.contains("--listen"), "{error}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 
-    let error = start_error(config(&server.dir)).await.to_string();
+    let mut same = config(&server.dir);
+    same.listen = server.address;
+    let error = start_error(same).await.to_string();
     assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
     let dir = server.stop().await;
     TestServer::open(dir, |_| {}).await.stop().await;

@@ -481,6 +481,8 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     ] {
         let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": format})).await;
         assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/url")), "{url}: {problem}");
+        let is_hinted = problem["errors"][0]["detail"].as_str().unwrap().contains("--form email");
+        assert_eq!(is_hinted, format == "slack" && url.starts_with("mailto:"), "{problem}");
     }
     let url = "mailto:ada@example.org, ben@example.org";
     let (id, _) = server.add_webhook(&json!({"url": url, "form": "email"})).await;

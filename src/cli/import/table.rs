@@ -44,7 +44,12 @@ pub(super) fn sources(
 
 /// Reads a CSV file (RFC 4180).
 pub(super) fn read_csv(path: &Path) -> anyhow::Result<Table> {
-    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+    let text = String::from_utf8(bytes).map_err(|_| {
+        anyhow::anyhow!(
+            "is not CSV, as it is not text (UTF-8); `lockstep import parquet` reads Parquet files"
+        )
+    })?;
     let mut rows = parse_csv(text.trim_start_matches('\u{feff}'));
     anyhow::ensure!(!rows.is_empty(), "the file is empty");
     Ok(Table { columns: rows.remove(0), rows })

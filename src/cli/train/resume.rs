@@ -23,7 +23,12 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
     let folder = Path::new(path).canonicalize().map_err(|e| {
         let is_missing = e.kind() == ErrorKind::NotFound;
         let detail = if is_missing { "does not exist".to_owned() } else { e.to_string() };
-        problem(format!("{detail}; {advice}"))
+        let found = Path::new(path).parent().and_then(|directory| checkpoint::list(directory).ok());
+        let names = found.into_iter().flatten().map(|(epoch, step)| checkpoint::folder_name(epoch, step));
+        let names = names.collect::<Vec<_>>().join(", ");
+        let others =
+            if names.is_empty() { names } else { format!("; its folder has the checkpoints {names}") };
+        problem(format!("{detail}{others}; {advice}"))
     })?;
     if !folder.join(checkpoint::MANIFEST).exists() {
         return Err(problem(format!("is no checkpoint, as it has no {}; {advice}", checkpoint::MANIFEST)));

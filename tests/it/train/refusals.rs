@@ -92,7 +92,7 @@ async fn impossible_stages_are_refused() {
         (
             &["parallel.device=cpu", "parallel.ranks=16"],
             2,
-            &["parallel.pipeline", "give a pipeline such as 8"],
+            &["parallel.pipeline", "give a pipeline such as 8, or 24 ranks"],
         ),
     ] {
         let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
@@ -211,6 +211,8 @@ async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
     let (status, error) = resume("other", 4);
     assert_eq!(status, Some(2), "{error}");
     assert!(error.contains("has another checkpoint 1-4"), "{error}");
+    let (_, error) = resume("out", 3);
+    assert!(error.contains("does not exist; its folder has the checkpoints 1-2, 1-4"), "{error}");
     // A refused run leaves no folder behind.
     let output = bench.train("new", &["--resume", "/no/where"]).output().expect("it runs");
     assert_eq!((output.status.code(), bench.out("new").exists()), (Some(2), false));

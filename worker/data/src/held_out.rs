@@ -73,23 +73,26 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
 }
 
 /// Of the divisions that a job without a validation split may have, the division that covers the classes most evenly:
-/// as few classes as possible lack training or validation pictures, and each class's part is near the fraction.
+/// both parts have pictures if possible, as few classes as possible lack training or validation pictures, and each
+/// class's part is near the fraction.
 pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
     let fraction = held_out_share(pictures.len() as u64);
     let totals = class_counts(classes, labels.iter().copied());
-    // The number of classes that lack pictures, the unevenness of the classes, and the division.
-    let divide = |validation_seed: u64| -> (usize, f64, HeldOut) {
+    // Whether a part is empty and the number of classes that lack pictures, the unevenness of the classes, and the division.
+    let divide = |validation_seed: u64| -> ((bool, usize), f64, HeldOut) {
         let validation = Validation::Fraction(fraction);
         let division = ValidationDivision { dataset: String::new(), validation, validation_seed, fold: None };
         let held_out = pictures.iter().zip(labels).filter(|(picture, _)| is_held_out(&division, **picture));
         let per_class = class_counts(classes, held_out.map(|(_, label)| *label));
         let counts = per_class.iter().zip(&totals).filter(|(_, total)| **total > 0);
         let lacking = counts.clone().filter(|(count, total)| **count == 0 || count == total).count();
+        let held_out_count = per_class.iter().sum::<u64>();
+        let has_empty_part = held_out_count == 0 || held_out_count == pictures.len() as u64;
         // In units of the variance of a class's count.
         let distance =
             |(count, total): (&u64, &u64)| (*count as f64 - *total as f64 * fraction).powi(2) / *total as f64;
         let unevenness = counts.map(distance).sum();
-        (lacking, unevenness, HeldOut { validation_seed, per_class })
+        ((has_empty_part, lacking), unevenness, HeldOut { validation_seed, per_class })
     };
     let divisions: Vec<_> = (0..SEEDS).into_par_iter().map(divide).collect();
     // The first of equal divisions.
@@ -257,15 +260,16 @@ mod tests {
 
     #[test]
     fn the_suggested_seed_validates_every_class_of_few_pictures() {
-        for classes in [2, 3, 4] {
+        for (classes, pictures) in [(2, 4), (3, 4), (4, 4), (2, 1)] {
             let dir = tempfile::tempdir().unwrap();
             let names = ["cat", "dog", "emu", "fox"];
-            names.iter().take(classes).for_each(|class| write(dir.path(), class, 0..4));
+            names.iter().take(classes).for_each(|class| write(dir.path(), class, 0..pictures));
             let info = crate::inspect(dir.path()).unwrap();
             let HeldOut { validation_seed, per_class } = info.held_out.clone().unwrap();
             let spec = spec(0.3, validation_seed);
             let shape = DataSource::open(dir.path(), &spec, 1).unwrap().shape;
-            assert!(shape.notes.is_empty(), "{:?}", shape.notes);
+            // A class with one picture lacks training or validation pictures.
+            assert_eq!(shape.notes.is_empty(), pictures > 1, "{:?}", shape.notes);
             assert_eq!(shape.validation_samples, per_class.iter().sum::<u64>());
             assert_eq!(
                 info.count_held_out(&spec.validation, validation_seed),

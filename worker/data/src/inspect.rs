@@ -113,12 +113,15 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),
     };
+    let mut sides: Vec<u32> = sizes.iter().map(|(height, width, _)| *height.min(width)).collect();
+    sides.sort_unstable();
     Ok(DatasetInfo {
         format: catalog.format.into(),
         splits: catalog.splits.iter().map(|s| split_info(s, catalog.classes.len())).collect(),
         classes: catalog.classes,
         height,
         width,
+        median_side: sides.get(sides.len() / 2).copied().unwrap_or_default(),
         channels,
         mean,
         std,

@@ -252,10 +252,10 @@ impl Agent {
                         reason
                     }
                 },
-                // The token has expired, or was revoked by the `lockstep launch` that created it, so retrying is useless.
-                // A certificate may be replaced, and is read again for each connection.
-                Err(NoSession { reason, is_unauthorized: true })
-                    if self.options.only_job.is_some()
+                // The token is not an agent's, has expired, or was revoked by the `lockstep launch` that created it, so retrying is
+                // useless. A certificate may be replaced, and is read again for each connection.
+                Err(NoSession { reason, is_unauthorized, is_forbidden })
+                    if (is_forbidden || (is_unauthorized && self.options.only_job.is_some()))
                         && self.attempts.is_empty()
                         && !address.has_certificate() =>
                 {

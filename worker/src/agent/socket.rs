@@ -43,6 +43,8 @@ pub(super) struct NoSession {
     pub(super) reason: String,
     /// Whether the server itself reports that the agent's token is not valid. Any other reason may be temporary.
     pub(super) is_unauthorized: bool,
+    /// Whether the server itself reports that the token is valid, but not for agents.
+    pub(super) is_forbidden: bool,
 }
 
 impl NoSession {
@@ -54,13 +56,14 @@ impl NoSession {
         let body = String::from_utf8_lossy(body);
         let reason =
             format!("the server answered {} {}", answer.status(), text("detail").unwrap_or(body.trim()));
-        Self { reason, is_unauthorized: text("code") == Some("unauthorized") }
+        let has_code = |code: &str| text("code") == Some(code);
+        Self { reason, is_unauthorized: has_code("unauthorized"), is_forbidden: has_code("forbidden") }
     }
 }
 
 impl From<String> for NoSession {
     fn from(reason: String) -> Self {
-        Self { reason, is_unauthorized: false }
+        Self { reason, is_unauthorized: false, is_forbidden: false }
     }
 }
 

@@ -90,8 +90,19 @@ fn parse_condition(text: &str) -> Result<Condition> {
             let (digits, unit) =
                 value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
             let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
+            let hint = match value.get(..1) {
+                _ if value.to_lowercase().contains(" and ") => {
+                    "; separate conditions with commas (in the shell, repeat --where)"
+                }
+                Some(">") => "; write >= instead of =>",
+                Some("<") => "; write <= instead of =<",
+                _ => "",
+            };
             let mistake = || {
-                condition_error(format!("compares {path} with {:?}, which is not a number", shortened(value)))
+                condition_error(format!(
+                    "compares {path} with {:?}, which is not a number{hint}",
+                    shortened(value)
+                ))
             };
             SettingValue::Number(number.ok_or_else(mistake)? / unit)
         }
@@ -270,6 +281,8 @@ mod tests {
             ("train.lr>", "no value for train.lr"),
             ("train.lr>big", "which is not a number"),
             ("best=high", "which is not a number"),
+            ("best => 0.9", "write >= instead of =>"),
+            ("lr > 0.1 and best > 0.9", "repeat --where"),
             ("best>%", "which is not a number"),
             ("state = failed", "use the parameter state (in the shell --state)"),
             ("train.lr>nan", "which is not a number"),

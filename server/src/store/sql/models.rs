@@ -68,14 +68,13 @@ pub(super) async fn require_unregistered(
     .bind(job.as_str())
     .fetch_all(db)
     .await?;
-    if found.is_empty() {
-        return Ok(());
-    }
+    let Some((model, version)) = found.first() else { return Ok(()) };
+    let removal = format!("lockstep model remove {model} {version}");
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
     let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
-        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first, or fork the \
-         job",
+        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first \
+         (`{removal}`), or fork the job",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refusal { state, detail }.into())

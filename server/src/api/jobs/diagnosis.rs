@@ -271,7 +271,9 @@ mod tests {
                 Some(0.5),
                 &[1.0],
                 Some(4),
-                Some("The validation accuracy, 100.0 % of 4 pictures, is uncertain: add pictures"),
+                Some(
+                    "The validation accuracy, 100.0 % (at least 51.0 %) of 4 pictures, is uncertain: add pictures",
+                ),
             ),
             (
                 Some(0.5),

@@ -151,14 +151,14 @@ function apply(event) {
   drawFactsSoon();
 }
 
-/** Maximum learning rate to try after a divergence: a tenth of a far too high learning rate would diverge, too. */
-const MAX_LR_AFTER_DIVERGENCE = 0.1;
+/** Maximum learning rate to try after one that was too high: a tenth of a far too high learning rate is too high, too. */
+const MAX_LOWER_LR = 0.1;
 
 /** For each setting that advice may name, a function that returns the value to try next, or a falsy value if there is none. */
 const NEXT_VALUE = {
   // Twice a few epochs would still be too few.
   "train.epochs": ({ train }) => train.epochs && Math.max(20, 2 * train.epochs),
-  "train.lr": ({ train }, hasDiverged) => (hasDiverged ? Math.min(Number((train.lr / 10).toPrecision(3)), MAX_LR_AFTER_DIVERGENCE) : 2 * train.lr),
+  "train.lr": ({ train }, isTooHigh) => (isTooHigh ? Math.min(Number((train.lr / 10).toPrecision(3)), MAX_LOWER_LR) : 2 * train.lr),
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
   "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",
   "data.validation": ({ data: { validation, folds } }) => !folds && validation < 0.5 && Math.min(0.5, 2 * validation),
@@ -173,7 +173,7 @@ function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
   const hasDiverged = state === "failed" && cause?.code === "diverged", advice = hasDiverged ? reason : diagnosis;
   const keys = document.body.dataset.readsOnly === undefined ? new Set(advice.match(/(?:train|data)\.[a-z_]+/g)) : [];
   const links = [...keys].flatMap((key) => {
-    const value = NEXT_VALUE[key]?.(spec, hasDiverged);
+    const value = NEXT_VALUE[key]?.(spec, hasDiverged || advice.includes("learning rate is too high"));
     return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));

@@ -8,10 +8,15 @@ const FEW_PICTURES = 10_000;
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
 /**
- * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for `FEW_PICTURES` or more, and if all or no pictures are
- * classified correctly. The same as `standard_error` in protocol/src/numbers.rs.
+ * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for `FEW_PICTURES` or more. If all or no pictures are classified
+ * correctly, an end of the confidence interval. The same as `standard_error` in protocol/src/numbers.rs.
  */
-const standardError = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
+function standardError(share, pictures) {
+  if (!(pictures > 0 && pictures < FEW_PICTURES)) return "";
+  const end = pictures / (pictures + 1.96 ** 2);
+  if (share <= 0) return ` (at most ${percent(1 - end)})`;
+  return share >= 1 ? ` (at least ${percent(end)})` : ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}`;
+}
 
 /** Formats an accuracy, its standard error, and its number of pictures: `84.00 % ± 2.6 of 200`. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;

@@ -1,7 +1,7 @@
 // The page Queue. The server renders the rows; the script requests the page again every few seconds and when jobs start and end, and updates
 // the rows. The reader can change the priority of waiting jobs, move them to the front, or cancel them.
 
-import { ask, byId, confirmThen, errorText, setText } from "./page.js";
+import { ask, byId, confirmThen, errorTexts, setText } from "./page.js";
 import { frontPriority } from "./jobs/queue.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
@@ -20,12 +20,14 @@ async function setPriority(id, choose) {
   try {
     await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
     refreshSoon();
-  } catch (e) { setText(error, errorText(e)); }
+  } catch (e) { setText(error, errorTexts(e)); }
 }
 
 byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));
 byId("queue").addEventListener("click", (event) => {
   const { cancel, front, name } = event.target.closest("[data-cancel], [data-front]")?.dataset ?? {};
   if (front) setPriority(front, frontPriority);
-  if (cancel) confirmThen({ title: `Cancel ${name}?`, detail: "The job leaves the queue. Its checkpoints and its log remain.", yes: "Cancel the job", act: async () => { await ask(`/api/v1/jobs/${cancel}/cancel`, { method: "POST" }); await refresh(); } });
+  if (!cancel) return;
+  setText(byId("queue-error"), "");
+  confirmThen({ title: `Cancel ${name}?`, detail: "The job leaves the queue. Its checkpoints and its log remain.", yes: "Cancel the job", act: async () => { await ask(`/api/v1/jobs/${cancel}/cancel`, { method: "POST" }); await refresh(); } });
 });

@@ -33,11 +33,17 @@ pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
-/// ` ± 2.6`: the standard error of an accuracy in percent. Empty for many pictures, and if all or no pictures are classified correctly,
-/// because the formula then gives 0.
+/// ` ± 2.6`: the standard error of an accuracy in percent. Empty for many pictures. If all or no pictures are classified correctly, the
+/// formula gives 0, so the text is an end of the confidence interval: ` (at least 84.5 %)`.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
-    if pictures == 0 || pictures >= FEW_PICTURES || accuracy <= 0.0 || accuracy >= 1.0 {
+    if pictures == 0 || pictures >= FEW_PICTURES {
         return String::new();
+    }
+    let [low, high] = confidence_interval(accuracy, pictures);
+    if accuracy <= 0.0 {
+        return format!(" (at most {})", percent(high));
+    } else if accuracy >= 1.0 {
+        return format!(" (at least {})", percent(low));
     }
     let error = accuracy * (1.0 - accuracy) / pictures as f64;
     format!(" ± {:.1}", 100.0 * error.sqrt())
@@ -117,7 +123,7 @@ mod tests {
     fn an_accuracy_of_few_pictures_has_its_standard_error() {
         for (accuracy, pictures, words) in [
             (0.84, 200, "84.0 % ± 2.6 of 200 pictures"),
-            (1.0, 1, "100.0 % of 1 picture"),
+            (1.0, 1, "100.0 % (at least 20.7 %) of 1 picture"),
             (0.9, 9_999, "90.0 % ± 0.3 of 9999 pictures"),
             (0.9, 10_000, "90.0 % of 10000 pictures"),
         ] {

@@ -100,8 +100,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// A job's best validation accuracy.
-struct Measured<'a> {
-    name: &'a str,
+struct Measured {
+    title: String,
     accuracy: f64,
     /// Number of validation pictures.
     pictures: u64,
@@ -110,11 +110,19 @@ struct Measured<'a> {
 
 /// Explains why the jobs' order by best validation accuracy may mean nothing. The same as `caution` in `static/compare/caution.js`.
 fn caution(jobs: &[Job]) -> Vec<String> {
+    // The name; the random end of the id distinguishes jobs with the same name.
+    let title = |job: &Job| {
+        let id = job.id.as_str();
+        match jobs.iter().filter(|other| other.name == job.name).count() {
+            1 => job.name.clone(),
+            _ => format!("{} · {}", job.name, id.get(id.len().saturating_sub(5)..).unwrap_or(id)),
+        }
+    };
     let (mut measured, mut uncertain) = (Vec::new(), Vec::new());
     for job in jobs {
         let Some(best) = job.best else { continue };
         let Some(pictures) = job.last.val_pictures.filter(|pictures| *pictures > 0) else {
-            uncertain.push(job.name.as_str());
+            uncertain.push(title(job));
             continue;
         };
         let mut division = ValidationDivision::of(&job.spec.data);
@@ -124,7 +132,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         } else if division.fold.is_some() {
             division.validation = Validation::Split("none".into());
         }
-        measured.push(Measured { name: &job.name, accuracy: best.value, pictures, division });
+        measured.push(Measured { title: title(job), accuracy: best.value, pictures, division });
     }
     let mut sentences = Vec::new();
     if !uncertain.is_empty() {
@@ -143,13 +151,20 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
     let difference = first.accuracy - second.accuracy;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
-    if difference < two_errors {
+    if difference <= 0.0 {
+        sentences.push(format!(
+            "The best accuracies of {} and {} are equal ({}), so these results do not show which is better.",
+            first.title,
+            second.title,
+            percent(first.accuracy)
+        ));
+    } else if difference < two_errors {
         sentences.push(format!(
             "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference \
              ({:.1} points), so these results do not show which is better.",
-            first.name,
+            first.title,
             percent(first.accuracy),
-            second.name,
+            second.title,
             percent(second.accuracy),
             100.0 * difference,
             100.0 * two_errors

@@ -1,6 +1,7 @@
 // Warns about validation accuracies that cannot be compared.
 
 import { percent } from "../numbers.js";
+import { titleOf } from "./names.js";
 
 /** Returns a text that identifies the validation pictures of a job in a dataset. */
 function division({ validation, validation_seed: seed, folds, fold }) {
@@ -13,12 +14,13 @@ function division({ validation, validation_seed: seed, folds, fold }) {
  */
 export function caution(jobs) {
   const isCertain = (j) => j.last.val_pictures > 0, validated = jobs.filter((j) => j.best), uncertain = validated.filter((j) => !isCertain(j)), sentences = [];
-  if (uncertain.length) sentences.push(`The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: ${uncertain.map((j) => j.name).join(", ")}.`);
-  const measured = validated.filter(isCertain).map((j) => ({ name: j.name, share: j.best.value, pictures: j.last.val_pictures, dataset: j.spec.data.dataset, division: division(j.spec.data) })).sort((a, b) => b.share - a.share);
+  if (uncertain.length) sentences.push(`The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: ${uncertain.map((j) => titleOf(j, jobs)).join(", ")}.`);
+  const measured = validated.filter(isCertain).map((j) => ({ name: titleOf(j, jobs), share: j.best.value, pictures: j.last.val_pictures, dataset: j.spec.data.dataset, division: division(j.spec.data) })).sort((a, b) => b.share - a.share);
   if (measured.length < 2) return sentences.join(" ");
   const [first, second] = measured;
   if (measured.some((job) => ["pictures", "dataset", "division"].some((key) => job[key] !== first[key]))) sentences.push("These accuracies may not have been measured on the same validation pictures.");
   const variance = ({ share, pictures }) => share * (1 - share) / pictures, difference = first.share - second.share, twoErrors = 2 * Math.sqrt(variance(first) + variance(second));
-  if (difference < twoErrors) sentences.push(`${first.name} (${percent(first.share)}) and ${second.name} (${percent(second.share)}) differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points), so these results do not show which is better.`);
+  if (difference === 0) sentences.push(`The best accuracies of ${first.name} and ${second.name} are equal (${percent(first.share)}), so these results do not show which is better.`);
+  else if (difference < twoErrors) sentences.push(`${first.name} (${percent(first.share)}) and ${second.name} (${percent(second.share)}) differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points), so these results do not show which is better.`);
   return sentences.join(" ");
 }

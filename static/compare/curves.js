@@ -139,7 +139,7 @@ export class Curves {
     // The response may lack points that arrive while it is read.
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
-    const isSpeed = metric === "images_per_second", needsStepTimes = isSpeed || metric === CLOCK;
+    const isSpeed = metric === "images_per_second" && !job.external, needsStepTimes = isSpeed || metric === CLOCK;
     const response = await ask(`/api/v1/jobs/${job.id}/metrics?name=${needsStepTimes ? "step_ms" : encodeURIComponent(metric)}${needsStepTimes ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!response || this.#loaded.get(key)?.news > news) return;
     const attempts = Map.groupBy(response.series, (s) => s.attempt);

@@ -150,7 +150,7 @@ export class Charts {
     return names.flatMap((name, i) => {
       const side = sides.indexOf(quantity(name)), label = metricInfo(name).label === name ? name : metricInfo(name).label.toLowerCase(), colour = hasSeveral ? `rank-${i}` : "accent";
       let layers;
-      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), picturesUntil(this.job())) }];
+      if (name === "images_per_second" && !this.job().external) layers = [{ label, series: new Speeds(metrics.series("step_ms"), picturesUntil(this.job())) }];
       else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: hasSeveral ? `${label}, ${layer.label}` : layer.label }));
       else if (!metricInfo(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.rankCount > RANK_COLOURS) layers = [{ label: hasSeveral ? label : "mean of ranks", series: metrics.mean(name), band: true }];

@@ -10,9 +10,6 @@ import { metricInfo, axesTitle, axisOf, knownMetrics, quantity } from "./names.j
 /** Maximum number of panels. */
 const MAX_PANELS = Number(byId("custom").dataset.max);
 
-/** Returns the metric from which a line is computed: speeds are computed from step times. */
-const sourceMetric = (name) => (name === "images_per_second" ? "step_ms" : name);
-
 /** Returns a metric's sort key among default panels: accuracies, losses, other metrics. In each group, validation metrics come first. */
 const sortKey = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
 
@@ -31,8 +28,8 @@ export class Panels {
   /** `initial`: the panels in the rendered page (`Panels` in web/src/job.rs). `mayChange`: whether the reader may change panels. */
   constructor(job, charts, metrics, initial, mayChange) {
     Object.assign(this, { job, charts, metrics, from: initial.from, mayChange });
-    charts.panelMetrics = () => [...new Set(this.panels.flatMap((panel) => panel.metrics.map(sourceMetric)))];
-    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => sourceMetric(metric) === name)).map(({ chart }) => chart.pixels));
+    charts.panelMetrics = () => [...new Set(this.panels.flatMap((panel) => panel.metrics.map((name) => this.#sourceMetric(name))))];
+    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((metric) => this.#sourceMetric(metric) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
     this.#show(this.#showsDefaults ? knownMetrics(job()).sort((a, b) => sortKey(a) - sortKey(b)).slice(0, MAX_PANELS).map(defaultPanel) : initial.panels);
@@ -43,6 +40,9 @@ export class Panels {
 
   /** Whether the page shows a panel for each metric of a run from elsewhere, because no panel is configured. */
   get #showsDefaults() { return this.from === "none" && Boolean(this.job().external); }
+
+  /** Returns the metric from which a line is computed: speeds of jobs of this server are computed from step times. */
+  #sourceMetric(name) { return name === "images_per_second" && !this.job().external ? "step_ms" : name; }
 
   /** Called when a metric has new points. The first points of a run's metric add its panel. */
   async handlePoints(name) {
@@ -138,7 +138,7 @@ export class Panels {
       else if (panel) list.splice(list.indexOf(entry.panel), 1, panel);
       else list.splice(list.indexOf(entry.panel), 1);
       await this.#save(list);
-      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.ensureRead(sourceMetric(name)))).catch(() => {});
+      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.ensureRead(this.#sourceMetric(name)))).catch(() => {});
       this.charts.readZoomedPart();
       this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");

@@ -306,11 +306,11 @@ describe("results", () => {
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
     const cautions = await page.evaluate(async () => {
-      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test") => ({ name: `${dataset}${val_pictures ?? ""}`, best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
-      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")]].map(caution);
+      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test", id = `${value} of ${dataset}`) => ({ id, name: `${dataset}${val_pictures ?? ""}`, best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
+      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")], [job(0.6, 40, "pets", "test", "j0aaaaa"), job(0.6, 40, "pets", "test", "j0bbbbb")]].map(caution);
     });
     const pictures = "These accuracies may not have been measured on the same validation pictures.";
-    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points), so these results do not show which is better.`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own."]);
+    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points), so these results do not show which is better.`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own.", "The best accuracies of pets40 · aaaaa and pets40 · bbbbb are equal (60.0 %), so these results do not show which is better."]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

@@ -37,7 +37,7 @@ describe("a model", () => {
     assert.ok(Math.abs(evaluation.accuracy - checkpoint.val_accuracy) < 1e-9, "the accuracy is that of the training's validation");
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
     assert.deepEqual(cells.slice(1), evaluation.confusion.flat().map(Number), "the page shows the evaluation's matrix");
-    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(evaluation.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right · 95 % interval ${evaluation.interval.map((end) => `${(100 * end).toFixed(1)} %`).join(" to ")} · loss `));
+    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(evaluation.accuracy * 100).toFixed(2)} %( ± [0-9.]+| \\(at (least|most) [0-9.]+ %\\))? of 187 right · 95 % interval ${evaluation.interval.map((end) => `${(100 * end).toFixed(1)} %`).join(" to ")} · loss `));
     assert.ok(evaluation.interval[0] <= evaluation.accuracy && evaluation.accuracy <= evaluation.interval[1], `${evaluation.interval} contains ${evaluation.accuracy}`);
     // Computes recall from the matrix.
     for (const [i, c] of evaluation.classes.entries()) assert.ok(Math.abs(c.recall - evaluation.confusion[i][i] / Math.max(1, evaluation.confusion[i].reduce((a, b) => a + b))) < 1e-9);
@@ -67,7 +67,7 @@ describe("a model", () => {
 
   inFull("shows the sample count of its accuracy, and a fork's learning rate before the fork is submitted", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
-    assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
+    assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+| \(at (least|most) [0-9.]+ %\))? of 187/);
     await page.locator("#fork").click();
     assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "without more steps, nothing is left to train");
     assert.match(await page.locator("#fork-weights").getAttribute("href"), new RegExp(`^/jobs/new\\?from=${job.id}&set=model.pretrained=${job.id}-[0-9]+-[0-9]+$`));
@@ -89,7 +89,7 @@ describe("a model", () => {
       for (const kind of ["dragover", "drop"]) zone.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
     }, dropped);
     await until("each file has a result", async () => (await page.locator("#classify-results > li").count()) === 4);
-    assert.match(await page.locator("#classify-reliability").textContent(), /^Validation accuracy of this checkpoint: [0-9.]+ %( ± [0-9.]+)? of 187 pictures\.$/);
+    assert.match(await page.locator("#classify-reliability").textContent(), /^Validation accuracy of this checkpoint: [0-9.]+ %( ± [0-9.]+| \(at (least|most) [0-9.]+ %\))? of 187 pictures\.$/);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     for (const width of [390, 1440]) {

@@ -61,7 +61,7 @@ describe("a job", () => {
     });
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
     await until("the number of steps is shown", async () => (await page.locator("#step").textContent()) === "60");
-    await until("the job's accuracy is shown", async () => /^\d+\.\d %( ± \d+\.\d)? of \d+$/.test(await page.locator("#accuracy").textContent()));
+    await until("the job's accuracy is shown", async () => /^\d+\.\d %( ± \d+\.\d| \(at (least|most) \d+\.\d %\))? of \d+$/.test(await page.locator("#accuracy").textContent()));
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Ran for");
     // The banner is drawn together with the clock. During training, a rank may have been slow on a busy machine.
     assert.equal(await page.locator("#banner").isVisible(), false, "a job without problems has no banner");

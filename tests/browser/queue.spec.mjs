@@ -39,8 +39,13 @@ describe("the queue", () => {
     await submit("urgent", 1);
     await until("the new job is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
     const priority = page.getByLabel("Priority of urgent");
+    await priority.fill("5000");
+    await priority.press("Enter");
+    const error = page.locator("#queue-error");
+    await until("the error names the field", async () => (await error.textContent()) === "priority: must be from -1000 to 1000");
     await priority.fill("5");
     await priority.press("Enter");
+    await until("the error is gone", async () => (await error.textContent()) === "");
     // The kept slot goes to the job with the higher priority, which starts immediately.
     await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
     await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));

@@ -275,8 +275,19 @@ pub(super) const SWEEP: Section = Section {
     ],
 };
 
-/// Hint for "sgd": [`nearest`] does not find the name that SGD has here.
-const SGD: &str = "; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0";
+/// Hint for a word of another program, for which [`nearest`] does not find the name here.
+fn foreign_word_hint(words: &[&str], word: &str) -> Option<&'static str> {
+    match word.to_ascii_lowercase().as_str() {
+        "sgd" if words == OptimizerKind::NAMES => {
+            Some("; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0")
+        }
+        "semi_auto" | "semi_auto_parallel" if words == shard::MODES => {
+            Some("; MindSpore's SEMI_AUTO_PARALLEL is \"hybrid\" here")
+        }
+        "gpu" if words == Device::NAMES => Some("; did you mean \"cuda\"?"),
+        _ => None,
+    }
+}
 
 impl Kind {
     /// # Errors
@@ -313,10 +324,10 @@ impl Kind {
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),
                 Some(word) => {
-                    let near = match nearest(word, words.iter().copied()) {
-                        _ if words == OptimizerKind::NAMES && word.eq_ignore_ascii_case("sgd") => SGD.into(),
-                        Some(near) => format!("; did you mean {near:?}?"),
-                        None => String::new(),
+                    let near = match (foreign_word_hint(words, word), nearest(word, words.iter().copied())) {
+                        (Some(hint), _) => hint.into(),
+                        (None, Some(near)) => format!("; did you mean {near:?}?"),
+                        (None, None) => String::new(),
                     };
                     Err(format!("must be {}, is {}{near}", one_of(words), describe_value(value)))
                 }

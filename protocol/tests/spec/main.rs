@@ -216,6 +216,15 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             &["has only some", "give 0"],
         ),
         ("parallel", "mode = \"pipeline\"", "mode", &["data, hybrid"]),
+        (
+            "parallel",
+            "mode = \"semi_auto\"\nmodel = 2\nranks = 2",
+            "mode",
+            &["SEMI_AUTO_PARALLEL is \"hybrid\""],
+        ),
+        ("parallel", "mode = \"hybrid_parallel\"", "mode", &["did you mean \"hybrid\"?"]),
+        ("parallel", "mode = \"AUTO_PARALLEL\"", "mode", &["did you mean \"auto\"?"]),
+        ("parallel", "device = \"gpu\"", "device", &["did you mean \"cuda\"?"]),
         ("parallel", "model = 2\nranks = 2", "model", &["needs parallel.mode = \"hybrid\""]),
         ("parallel", "height = 2\nranks = 2", "height", &["needs parallel.mode"]),
         (

@@ -332,13 +332,14 @@ class Run:
         The newest alerts are also in `run.summary["alerts"]`.
 
         `level`: `INFO` (default), `WARN` or `ERROR`. `wait_duration`: seconds, or a timedelta, in which further alerts
-        with this title are ignored (default: 60). Raises `LockstepError` for any other level.
+        with this title are ignored (default: 60). Any other level is replaced by `INFO`, with a warning.
         """
         self._require_unfinished()
         try:
             level = AlertLevel(level or "INFO").value
         except ValueError:
-            raise LockstepError(f"level is {level!r}: it must be INFO, WARN or ERROR") from None
+            warn_once(f"the level {level!r} of an alert is not INFO, WARN or ERROR; the alert has the level INFO")
+            level = "INFO"
         wait_secs = getattr(wait_duration, "total_seconds", lambda: 60 if wait_duration is None else wait_duration)()
         if time.monotonic() - self._alerted_at.get(title, -math.inf) < wait_secs:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import time
 import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -194,6 +195,10 @@ class Method(Generic[P, S, A]):
         function: Callable[..., Any] = self._function
         if issubclass(owner, SyncCalls):
             function = functools.wraps(function)(lambda *args, **kwargs: self._block(self._function(*args, **kwargs)))
+            if self._block is _iterate:
+                # For `help`.
+                signature = inspect.signature(self._function).replace(return_annotation="Iterator[Json]")
+                function.__signature__ = signature  # type: ignore[attr-defined]
         return function if instance is None else types.MethodType(function, instance)
 
 

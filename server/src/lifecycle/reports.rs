@@ -248,8 +248,9 @@ pub(super) fn note_column(row: &mut JobRow, rank: u32, column: &MetricColumn) {
             job.last.accuracy = mean(&row.progress.accuracy);
         }
         "lr" => job.last.lr = value,
-        // The job has other fields for these values.
-        "val_loss" | "val_accuracy" | "images_per_second" => {}
+        // The job has other fields for these values. The speed of a run from elsewhere is only known as a metric.
+        "val_loss" | "val_accuracy" => {}
+        "images_per_second" if job.external.is_none() => {}
         name => {
             let others = &mut job.last.others;
             if let Some(mean) = row.progress.set_newest(name, rank, newest) {

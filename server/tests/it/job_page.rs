@@ -102,7 +102,7 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
         }
         AttemptEvent::Metrics { rank, columns }
     };
-    let of_first = vec![running(100, 0), losses(0, 1..=100), metrics(0, &[0.1, 0.2, 0.98, 1.0])];
+    let of_first = vec![running(100, 0), losses(0, 1..=99), metrics(0, &[0.1, 0.2, 0.98, 1.0])];
     agent.report(&attempt, Source::Rank(0), 0, of_first).await;
     agent.report(&attempt, Source::Rank(1), 0, vec![metrics(1, &[0.1, 0.2, 0.97, 0.97])]).await;
     let measured = Evaluation { epoch: 2, step: 100, accuracy: 0.71, loss: 1.0, samples: 2000, secs: 0.1 };
@@ -112,15 +112,24 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
         job["diagnosis"],
         "Validation accuracy improves: the newest, 71.0 % ± 1.0 of 2000 pictures, is the best so far; the best before was 70.5 %."
     );
+    let exploded = AttemptEvent::Metrics { rank: 0, columns: vec![column("loss", &[100], &[500.0])] };
+    agent.report(&attempt, Source::Rank(0), 4, vec![exploded]).await;
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!(
+        job["diagnosis"],
+        "The training loss has exploded (1.0000 at the start, 500.0 now): the learning rate is too high. Cancel the job and lower \
+         train.lr."
+    );
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // The training accuracy is the mean of the last epoch's steps of both ranks.
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     let diagnosis = job["diagnosis"].as_str().unwrap();
-    assert!(
-        diagnosis
-            .starts_with("Training accuracy is 98.0 %, validation accuracy 71.0 % ± 1.0 of 2000 pictures: "),
-        "{diagnosis}"
-    );
+    for part in [
+        "The training loss rose far above its start, to ",
+        "Training accuracy is 98.0 %, validation accuracy 71.0 % ± 1.0 of 2000 pictures: ",
+    ] {
+        assert!(diagnosis.contains(part), "{diagnosis}");
+    }
     let (html, _) = read_page(&server, &id).await;
     // The text has quotation marks, which are escaped.
     let (beginning, _) = diagnosis.split_once('"').unwrap();

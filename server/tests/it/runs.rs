@@ -165,11 +165,14 @@ async fn a_run_can_be_started_ended_and_deleted() {
     // The best validation accuracy is a fraction, with the epoch of its step.
     let measured = server.start_run(&json!({"name": "measured"})).await.id.to_string();
     let records: Vec<_> = [(10, 2.0, 0.5), (20, 3.0, 0.75), (30, 4.5, 0.625), (40, 5.0, 75.0)]
-        .map(|(at, epoch, accuracy)| step(at, json!({"epoch": epoch, "loss": 1.5, "val_accuracy": accuracy})))
+        .map(|(at, epoch, accuracy)| {
+            let speed = 10 * at;
+            step(at, json!({"epoch": epoch, "loss": 1.5, "val_accuracy": accuracy, "images_per_second": speed}))
+        })
         .into();
     assert_eq!(server.log_records(&measured, 1, &json!(records)).await, 4);
     let job = server.job(&measured).await;
-    assert_eq!((job.step, job.epoch), (40, 5));
+    assert_eq!((job.step, job.epoch, job.last.others["images_per_second"]), (40, 5, 400.0));
     assert_eq!(job.best, Some(Measured { value: 0.75, loss: None, step: 20, epoch: 3 }));
     let (_, list) = server.get("/jobs?where=best%3E0.7").await;
     assert_eq!(list["jobs"][0]["id"], json!(measured), "{list}");

@@ -174,6 +174,10 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
             response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
         assert_eq!(is_warned, is_expected, "{response}");
     }
+    let mut hybrid = spec();
+    hybrid["parallel"] = json!({"mode": "hybrid"});
+    let (_, response) = server.post("/jobs/validate", &hybrid).await;
+    assert!(response["warnings"].to_string().contains("without a split is data parallel"), "{response}");
     // Pictures held out at random are an expected number, unless the inspection has counted them. A step that may take more than are left
     // causes a warning.
     for (seed, batch, samples, warning) in

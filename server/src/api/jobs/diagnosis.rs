@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{accuracy_of, confidence_interval, percent},
+    numbers::{accuracy_of, confidence_interval, percent, value},
     spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
@@ -26,16 +26,29 @@ const MAX_MARGIN: f64 = 0.1;
 const USUAL_GAP: f64 = 0.08;
 /// Minimum rise of the accuracy that is not noise.
 const MIN_RISE: f64 = 0.01;
+/// A training loss has exploded if it is more than this many times as high as at the start.
+const EXPLODED: f64 = 3.0;
+/// Minimum loss at the start that counts: the loss of a guess among 10 classes. Trained weights may start near 0.
+const MIN_START_LOSS: f64 = 2.3;
 
 /// Returns the diagnosis of a job. `None` if the job neither runs nor succeeded, or has too few validations; after the end, also if the job
-/// needs no advice.
+/// needs no advice. The page's links to clones recognise a learning rate that is too high by these words.
 pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
     let is_running = job.state == JobState::Running;
     let has_course = is_running || job.state == JobState::Succeeded;
     if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    let series = read_series(metrics, job, "val_accuracy", None).await?;
+    let start_loss = mean(read_series(metrics, job, "loss", [1, 1]).await?.iter().flatten());
+    let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.unwrap_or(0.0).max(MIN_START_LOSS);
+    if is_running && let Some(loss) = job.last.loss.filter(has_exploded) {
+        let start = start_loss.map_or_else(String::new, |start| format!("{} at the start, ", value(start)));
+        return Ok(Some(format!(
+            "The training loss has exploded ({start}{} now): the learning rate is too high. Cancel the job and lower train.lr.",
+            value(loss)
+        )));
+    }
+    let series = read_series(metrics, job, "val_accuracy", [0, u64::MAX]).await?;
     let mut by_step = BTreeMap::new();
     for attempt in series {
         // An attempt replaces what an earlier attempt did after the checkpoint.
@@ -54,22 +67,26 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let is_augmented = data.random_resized_crop || data.augment != Augment::None || data.random_erasing > 0.0;
     let training = if is_comparable {
         let first_step = job.step.saturating_sub(job.steps_per_epoch) + 1;
-        let series = read_series(metrics, job, "accuracy", Some(first_step)).await?;
+        let series = read_series(metrics, job, "accuracy", [first_step, u64::MAX]).await?;
         mean(series.iter().flatten().filter(|bucket| bucket.step >= first_step))
     } else {
         None
     };
-    Ok(Course { training, is_augmented, validations, pictures: job.last.val_pictures }.diagnosis())
+    let highest_loss = job.sparkline.iter().copied().reduce(f32::max).map(f64::from);
+    let exploded_loss = highest_loss.filter(has_exploded);
+    let pictures = job.last.val_pictures;
+    Ok(Course { training, is_augmented, validations, pictures, exploded_loss }.diagnosis())
 }
 
-/// Reads the series of a metric, from the step `from` on, in the order of attempts and ranks.
+/// Reads the series of a metric, between two steps, inclusive, in the order of attempts and ranks.
 async fn read_series(
     metrics: &Metrics,
     job: &Job,
     name: &str,
-    from: Option<u64>,
+    [from, to]: [u64; 2],
 ) -> Result<Vec<Vec<Bucket>>> {
-    let filter = MetricFilter { name: Some(name.to_owned()), from, ..MetricFilter::default() };
+    let name = Some(name.to_owned());
+    let filter = MetricFilter { name, from: Some(from), to: Some(to), ..MetricFilter::default() };
     Ok(query::find(metrics, job, &filter, MAX_BUCKETS).await?.series.into_values().collect())
 }
 
@@ -89,6 +106,12 @@ fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
             "Validation accuracy improves: the newest, {measured}, is the best so far; the best before was {best}."
         ));
     }
+    let error = pictures.map_or(0.0, |pictures| standard_error(*newest, pictures));
+    if best_before - newest <= error {
+        return Some(format!(
+            "Validation accuracy is about the same as the best ({best}): the newest is {measured}."
+        ));
+    }
     let since = match before.iter().skip_while(|accuracy| **accuracy < best_before).count() {
         1 => "the last validation".to_owned(),
         count => format!("the last {count} validations"),
@@ -96,6 +119,11 @@ fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
     Some(format!(
         "Validation accuracy has not improved in {since}: the newest is {measured}, the best {best}."
     ))
+}
+
+/// The standard error of an accuracy.
+fn standard_error(accuracy: f64, pictures: u64) -> f64 {
+    (accuracy * (1.0 - accuracy) / pictures.max(1) as f64).sqrt()
 }
 
 /// A job's accuracies over time.
@@ -108,6 +136,8 @@ struct Course {
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
     pictures: Option<u64>,
+    /// The highest training loss, if it was far above the loss at the start.
+    exploded_loss: Option<f64>,
 }
 
 impl Course {
@@ -123,18 +153,24 @@ impl Course {
         let mut findings = Vec::new();
         // Chance alone changes the accuracy by its standard error, and by one picture.
         let min_rise = self.pictures.map_or(MIN_RISE, |pictures| {
-            let n = pictures.max(1) as f64;
-            MIN_RISE.max((last * (1.0 - last) / n).sqrt()).max(1.5 / n)
+            MIN_RISE.max(standard_error(last, pictures)).max(1.5 / pictures.max(1) as f64)
         });
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
-        let rise = rise(&self.validations).filter(|rise| !is_learned && is_best && *rise > min_rise);
+        let exploded_loss = self.exploded_loss.filter(|_| !is_learned);
+        let may_rise = !is_learned && exploded_loss.is_none();
+        let rise = rise(&self.validations).filter(|rise| may_rise && is_best && *rise > min_rise);
         if let Some(rise) = rise {
             findings.push(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
                 100.0 * rise
             ));
         }
-        if let Some(training) = self.training
+        if let Some(loss) = exploded_loss {
+            findings.push(format!(
+                "The training loss rose far above its start, to {}: the learning rate is too high. Lower train.lr.",
+                value(loss)
+            ));
+        } else if let Some(training) = self.training
             && rise.is_none()
             && self.is_augmented
             && training < last
@@ -190,6 +226,15 @@ fn rise(values: &[f64]) -> Option<f64> {
 mod tests {
     use super::*;
 
+    fn course(
+        training: Option<f64>,
+        is_augmented: bool,
+        validations: &[f64],
+        pictures: Option<u64>,
+    ) -> Course {
+        Course { training, is_augmented, validations: validations.to_vec(), pictures, exploded_loss: None }
+    }
+
     /// Checks that the diagnosis contains `expected`.
     fn check(
         training: Option<f64>,
@@ -198,8 +243,7 @@ mod tests {
         pictures: Option<u64>,
         expected: Option<&str>,
     ) {
-        let found =
-            Course { training, is_augmented, validations: validations.to_vec(), pictures }.diagnosis();
+        let found = course(training, is_augmented, validations, pictures).diagnosis();
         let fits = match (&found, expected) {
             (Some(found), Some(expected)) => found.contains(expected),
             (found, expected) => found.is_none() && expected.is_none(),
@@ -227,7 +271,9 @@ mod tests {
                 Some(0.5),
                 &[1.0],
                 Some(4),
-                Some("The validation accuracy, 100.0 % of 4 pictures, is uncertain: add pictures"),
+                Some(
+                    "The validation accuracy, 100.0 % (at least 51.0 %) of 4 pictures, is uncertain: add pictures",
+                ),
             ),
             (
                 Some(0.5),
@@ -307,6 +353,20 @@ mod tests {
         ] {
             check(Some(training), true, validations, Some(5000), expected);
         }
+        // After an explosion of the loss, a higher learning rate or more epochs do not help.
+        for (training, expected) in [
+            (
+                0.4,
+                Some(
+                    "The training loss rose far above its start, to 350.0: the learning rate is too high. Lower train.lr.",
+                ),
+            ),
+            (0.99, None),
+        ] {
+            let course = course(Some(training), false, &[0.3, 0.6, 0.98 * training], Some(5000));
+            let found = Course { exploded_loss: Some(350.0), ..course }.diagnosis();
+            assert_eq!(found.as_deref(), expected, "{training}");
+        }
     }
 
     #[test]
@@ -328,6 +388,11 @@ mod tests {
             (
                 &[0.25, 0.5, 0.5, 0.4],
                 Some("has not improved in the last 2 validations: the newest is 40.0 %"),
+            ),
+            // Chance alone changes the accuracy by its standard error.
+            (
+                &[0.25, 0.5, 0.5, 0.46],
+                Some("is about the same as the best (50.0 %): the newest is 46.0 % ± 5.0 of 100 pictures."),
             ),
         ] {
             let found = progress(validations, Some(100));

@@ -15,7 +15,7 @@ use lockstep_protocol::{
     models::{SCHEME, VersionName},
     numbers::plural,
     pickle,
-    spec::{BrokenFiles, KNOWN_WEIGHTS, SpecError, Validation},
+    spec::{BrokenFiles, KNOWN_WEIGHTS, ParallelSpec, SpecError, Validation},
 };
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     }
 }
 
-/// Returns warnings about the dataset: broken files, and classes without validation pictures.
+/// Returns warnings about the dataset (broken files, and classes without validation pictures), and about a mode without effect.
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let unvalidated = match &spec.data.validation {
         Validation::Split(split) if spec.data.folds.is_none() => dataset.info.unvalidated_classes(split),
@@ -62,7 +62,16 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
         _ => None,
     };
     let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
-    broken_files(spec, dataset).into_iter().chain(unvalidated).collect()
+    broken_files(spec, dataset).into_iter().chain(unvalidated).chain(unsplit(&spec.parallel)).collect()
+}
+
+/// Returns a warning if a job of mode `hybrid` splits nothing, so that it trains as with mode `data`.
+fn unsplit(parallel: &ParallelSpec) -> Option<String> {
+    let is_split = parallel.model * parallel.height * parallel.pipeline > 1 || parallel.optimizer_sharding;
+    (parallel.is_hybrid() && !is_split).then(|| {
+        "parallel.mode = \"hybrid\" without a split is data parallel: set parallel.model, parallel.height or parallel.pipeline to 2 or more"
+            .into()
+    })
 }
 
 /// Returns a warning about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have

@@ -7,13 +7,15 @@ use crate::store::{
     unreadable::readable,
     values::{from_json, json, time},
 };
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{JobId, stream::EventBody};
 use serde_json::{Value, json};
 use sqlx::Row;
 
 /// Maximum number of messages of a webhook that are kept after their last attempt.
 const MAX_MESSAGES: i64 = 100;
+/// Age from which on the start or the end of a run from elsewhere is no news: the run is imported, or its program had no connection.
+const MAX_RUN_AGE: SignedDuration = SignedDuration::from_secs(600);
 
 /// A change of a job's state or an alert, to be sent to webhooks.
 pub(super) struct Notice {
@@ -24,7 +26,8 @@ pub(super) struct Notice {
 }
 
 /// Creates the notice for an event, and updates the announced state. `row` is the job after the event. `None` if the event neither changes
-/// the job's state nor is an alert. Private jobs have no notices, because other people can read the receiver's messages.
+/// the job's state nor is an alert, or if a run from elsewhere reports what happened long ago. Private jobs have no notices, because other
+/// people can read the receiver's messages.
 pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
@@ -38,7 +41,9 @@ pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -
         _ => return None,
     };
     let job = &row.job;
-    if job.spec.private {
+    let happened_at = job.finished_at.map_or(at, |ended| ended.min(at));
+    let is_old = job.external.is_some() && crate::now().duration_since(happened_at) > MAX_RUN_AGE;
+    if is_old || job.spec.private {
         return None;
     }
     let mut payload = json!({
@@ -90,7 +95,7 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
-    // Messages get the current time, not the event's, because a message is deleted after a week, and a program may report an old run.
+    // Messages get the current time, not the event's, because they are kept for a week after they are queued.
     let now = crate::now().as_millisecond();
     let text = "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}";
     for query in batch::statements(text, 7, &messages, |query, (webhook, notice)| {

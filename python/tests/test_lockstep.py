@@ -242,7 +242,8 @@ def test_warnings_and_notes_about_jobs_are_printed(capsys: pytest.CaptureFixture
                 archive.write("shoe.png", f"{folder}/{number}.png")
     with lockstep.Client() as client:
         client.upload("sides", "sides.zip")
-        jobs = [client.submit(SPEC, name="sides", set={"data.dataset": "sides", "data.validation": "val"}) for _ in "12"]
+        changes = {"data.dataset": "sides", "data.validation": "val"}
+        jobs = [client.submit(SPEC, name="sides", set=changes) for _ in "12"]
         assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
         assert client.job("sides").id == jobs[1].id
         assert f"2 jobs are called sides; the newest is taken: {jobs[1].id}" in capsys.readouterr().err

@@ -242,7 +242,7 @@ try {
       view.setZoom([from, to]);
       for (;;) {
         await new Promise((done) => requestAnimationFrame(done));
-        if (charts.loss.detail?.zoom === view.zoom && charts.loss.paintedAt > start && !charts.loss.dirty) return performance.now() - start;
+        if (charts.loss.detail?.zoom === view.zoom && charts.loss.paintedAt > start && !charts.loss.isOutdated) return performance.now() - start;
         if (performance.now() - start > 10_000) throw new Error("no finer chart");
       }
     }, [POINTS * 0.05 * i, POINTS * 0.05 * i + POINTS / (2 + i)]));

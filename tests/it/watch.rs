@@ -175,7 +175,7 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
     server.start_serve().await;
     for (file, ..) in &followers {
         let text = wait_for_text(file, &["trying again", "the server answers again"]).await;
-        assert_eq!(text.matches("no connection").count(), 1, "{text}");
+        assert_eq!(text.matches("does not answer").count(), 1, "{text}");
     }
     request_action(&server, &id, "cancel").await;
     server.wait_for_end(&id).await;

@@ -167,7 +167,10 @@ async fn a_run_can_be_started_ended_and_deleted() {
     let records: Vec<_> = [(10, 2.0, 0.5), (20, 3.0, 0.75), (30, 4.5, 0.625), (40, 5.0, 75.0)]
         .map(|(at, epoch, accuracy)| {
             let speed = 10 * at;
-            step(at, json!({"epoch": epoch, "loss": 1.5, "val_accuracy": accuracy, "images_per_second": speed}))
+            step(
+                at,
+                json!({"epoch": epoch, "loss": 1.5, "val_accuracy": accuracy, "images_per_second": speed}),
+            )
         })
         .into();
     assert_eq!(server.log_records(&measured, 1, &json!(records)).await, 4);

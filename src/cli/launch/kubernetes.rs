@@ -82,7 +82,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         match cluster.get(Kind::Job, &name).await {
             Ok(Some(job)) if words::describe_end(&job).is_none() => delete_or_warn(&cluster, &job).await,
             Ok(_) => {}
-            Err(error) => output::warn(format_args!("{error}; {how_to_end}")),
+            Err(error) => output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}")),
         }
         // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
         launch.revoke_tokens().await;

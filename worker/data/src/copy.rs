@@ -49,7 +49,8 @@ pub(super) struct FinishedShard {
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// Whether `bytes` are the record of a copy by another version of Lockstep. Only the version is read, because other fields may differ.
+/// Whether `bytes` are the record of a copy by another version of Lockstep. Every version's record has `version` and `shards`; a file
+/// without `shards` is of another program. Other fields may differ.
 pub(super) fn is_of_another_version(bytes: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Version {

@@ -93,7 +93,7 @@ pub enum FromAgent {
         /// The same as in `Hello`.
         no_work: Option<String>,
     },
-    /// The agent did not carry out the order to start this attempt, has no ranks of the attempt, and accepts no work for this reason.
+    /// The agent did not start this attempt and has none of its ranks. `reason`: why the agent accepts no work.
     Declined { attempt: AttemptRef, reason: String },
     /// Records `first..first + events.len()` of one source of an attempt. The server stores them before it acknowledges them, and ignores
     /// records that it has acknowledged.
@@ -147,7 +147,7 @@ pub enum ToAgent {
     /// Answers `Hello`.
     Welcome {
         heartbeat_secs: f64,
-        /// Ranks are fenced if their agent has received no `Welcome` or `HeartbeatAck` for this long.
+        /// Ranks end themselves if their agent has received no `Welcome` or `HeartbeatAck` for this long.
         lease_secs: f64,
         /// For the attempts of `Hello`: how many records of each source are stored.
         acknowledged: Vec<Acknowledged>,
@@ -157,7 +157,7 @@ pub enum ToAgent {
         /// machine, and can distinguish a dead server from a server that it cannot reach.
         server_lock: Option<String>,
     },
-    /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
+    /// The server refuses this agent (wrong version, bad token, name taken) and closes the connection.
     Refused {
         reason: String,
         /// Whether the reason is temporary, so that the agent retries.
@@ -173,8 +173,8 @@ pub enum ToAgent {
         /// The port on which rank 0 listens.
         master_port: u16,
     },
-    /// End these ranks: SIGTERM, then SIGKILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, tells an
-    /// agent that serves only this job that the job is over.
+    /// End these ranks: SIGTERM, then SIGKILL. Answered by `Ended(Stopped)`. `attempt.attempt` = 0 is no attempt:
+    /// it tells an agent that serves only this job that the job is over.
     Stop {
         attempt: AttemptRef,
         reason: String,

@@ -27,14 +27,14 @@ extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, flo
     }
 }
 
-// `values` are logits or, with `labels`, gradients of logits, stored chunk by chunk of classes, each chunk [rows, chunk]. Each value is
-// multiplied by the factors of its row and of its class, and the gradient at a row's label also by the slope that put_margin has
+// `values` are logits or, with `labels`, gradients of logits, stored in pieces of `chunk` classes; a piece is [rows, chunk]. Each value
+// is multiplied by the factors of its row and of its class, and the gradient at a row's label also by the slope that put_margin has
 // stored. `groups` is the number of groups of 8 values.
 extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
-    u32 groups_per_line = chunk / 8; // a line: the classes of one row in one chunk
+    u32 groups_per_line = chunk / 8; // a line: the classes of one row in one piece
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u32 line = (u32)i / groups_per_line, row = line % rows, class_ = line / rows * chunk + (u32)i % groups_per_line * 8;
         float v[8], factors[8], factor = of_rows[row], slope = 1;
@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Applies the margin to the logit of each row's label, and stores the original logit. One thread per row. Arguments are as in
-// class_records (split_loss.cu). A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`.
+// class_records (split_loss.cu). A cosine above `limit` becomes cos(angle + margin); any other cosine is reduced by `shift`. CosFace only
+// reduces, because its `limit` is infinite.
 extern "C" __global__ void __launch_bounds__(256)
     put_margin(T* logits, const u32* controls, u32 words, u32 batch, u32 rows, u32 chunk, u32 classes, u32 first, const Sample* sample,
                const u32* label_positions, float scale, double limit, double cos_margin, double sin_margin, double shift,
@@ -64,11 +65,11 @@ extern "C" __global__ void __launch_bounds__(256)
     const Control* control = control_of(controls, words, row / batch);
     u32 picture = row % batch, own_label = NO_CLASS;
     if (picture < control->valid) own_label = sample ? label_positions[row] : indices(control)[2 * (u64)batch + picture] - first;
-    LabelLogit to = {~0ull, 0.0f, 1.0f};
+    LabelLogit label_logit = {~0ull, 0.0f, 1.0f};
     if (own_label < classes) {
-        to.at = ((u64)(own_label / chunk) * rows + row) * chunk + own_label % chunk;
-        to.original = to_float(logits[to.at]);
-        double cosine = (double)to.original / scale;
+        label_logit.at = ((u64)(own_label / chunk) * rows + row) * chunk + own_label % chunk;
+        label_logit.original = to_float(logits[label_logit.at]);
+        double cosine = (double)label_logit.original / scale;
         if (cosine > 1) cosine = 1; // NaN stays
         if (cosine < -1) cosine = -1;
         double with_margin = cosine - shift;
@@ -76,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(256)
             // The slope is unbounded near a cosine of 1, so the sine is at least the square root of float32's epsilon.
             double square = 1 - cosine * cosine, sine = sqrt(square > 1.1920928955078125e-7 ? square : 1.1920928955078125e-7);
             with_margin = cosine * cos_margin - sine * sin_margin;
-            to.slope = (float)(cos_margin + sin_margin * cosine / sine);
+            label_logit.slope = (float)(cos_margin + sin_margin * cosine / sine);
         }
-        logits[to.at] = from_float((float)(scale * with_margin));
+        logits[label_logit.at] = from_float((float)(scale * with_margin));
     }
-    labels[row] = to;
+    labels[row] = label_logit;
 }
 
 // Removes from each row of gradients its component along the same row of `rows`: g - r (r . g) / (r . r). One warp per row.

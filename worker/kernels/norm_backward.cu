@@ -7,7 +7,7 @@
 
 // Where the gradient of y comes from.
 #define DIRECT 0  // dy
-#define ADDED 1   // dy + more
+#define ADDED 1   // dy + added
 #define POOLED 2  // global average pooling: one row of dy per picture, divided by the picture's pixels
 // How a kernel knows which values passed the ReLU.
 #define ALL 0
@@ -15,14 +15,14 @@
 #define BITS 2      // from the forward pass's mask
 
 struct Incoming {
-    const T *dy, *more;
+    const T *dy, *added;
     const u8* mask;
     u32 pixels;
 };
 
 // The values from which g of one row and group of channels is computed. gradient() sets v = x and g, in float32.
 template <int MASK, int SOURCE> struct Loaded {
-    Raw x, dy, more;
+    Raw x, dy, added;
     u8 bits;
 
     __device__ __forceinline__ void fetch(const T* x_, const Incoming& in, u32 row, u32 groups, u32 group) {
@@ -32,13 +32,13 @@ template <int MASK, int SOURCE> struct Loaded {
             dy = ::load(in.dy, (u64)(row / in.pixels) * groups + group);
         else
             dy = ::load(in.dy, at);
-        if (SOURCE == ADDED) more = ::load(in.more, at);
+        if (SOURCE == ADDED) added = ::load(in.added, at);
         if (MASK == BITS) bits = in.mask[at];
     }
     __device__ __forceinline__ void clear() {
         x = zeros();
         dy = zeros();
-        if (SOURCE == ADDED) more = zeros();
+        if (SOURCE == ADDED) added = zeros();
         bits = 0;
     }
     __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float pool_scale,
@@ -46,7 +46,7 @@ template <int MASK, int SOURCE> struct Loaded {
         unpack(x, v);
         unpack(dy, g);
         float m[8];
-        if (SOURCE == ADDED) unpack(more, m);
+        if (SOURCE == ADDED) unpack(added, m);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             if (SOURCE == ADDED) g[k] += m[k];
@@ -166,12 +166,12 @@ __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* d
 
 #define SUMS(NAME, MASK, SOURCE)                                                                                    \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
-        NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, const Control* control, u32 pixels,      \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, const Control* control, u32 pixels,     \
              u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
         pdl_wait();                                                                                                 \
         SHARED(float, scratch, 16 * 512);                                                                           \
         SHARED(double, pairs, 512);                                                                                 \
-        sums_kernel<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, control, pixels, rows, channels, partials, \
+        sums_kernel<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, dz, control, pixels, rows, channels, partials, \
                                   counters, BACKWARD, SITE, scratch, pairs);                                        \
     }
 SUMS(norm_backward_sums_all, ALL, DIRECT)
@@ -243,11 +243,11 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
 
 #define BACKWARD_APPLY(NAME, MASK, SOURCE)                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-        NAME(const T* x, const T* dy, const T* more, const u8* mask, const float* scale, const float* bias,      \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, const float* scale, const float* bias,     \
              const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,       \
              u32 channels) {                                                                                    \
         pdl_wait();                                                                                             \
-        backward_apply<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, scale, bias, slope, offset, dx,        \
+        backward_apply<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, scale, bias, slope, offset, dx,       \
                                      valid_rows(control, pixels, rows), rows, channels);                        \
     }
 BACKWARD_APPLY(norm_backward_apply_all, ALL, DIRECT)
@@ -371,14 +371,14 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
 
 #define BACKWARD_SMALL(NAME, MASK, SOURCE)                                                                          \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
-        NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, T* dx, const Control* control,           \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, T* dx, const Control* control,          \
              u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
         pdl_wait();                                                                                                 \
         SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                             \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                             \
-        backward_small<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, dx, control, pixels, rows, channels,   \
+        backward_small<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, dz, dx, control, pixels, rows, channels,  \
                                      BACKWARD, SITE, scratch, slots, pairs, coefficients);                          \
     }
 BACKWARD_SMALL(norm_backward_small_all, ALL, DIRECT)

@@ -21,7 +21,7 @@ __device__ __forceinline__ T* swizzled(T* matrices, u32 height, u32 row, u32 gro
 // multiple of 64, `channels` of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes for alignment, W's
 // columns, a tile of dy, a tile of the product.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* more, const u8* mask,
+    norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* added, const u8* mask,
                                T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                                u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
     pdl_wait();
@@ -47,20 +47,20 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             cp_async16(swizzled(dy_smem, TILE_ROWS, r, at), dy + from, real);
         }
     };
-    // This thread's values of x, `more` and the mask in one tile.
-    Raw x_tile[ROWS_PER_THREAD], more_tile[ROWS_PER_THREAD];
+    // This thread's values of x, `added` and the mask in one tile.
+    Raw x_tile[ROWS_PER_THREAD], added_tile[ROWS_PER_THREAD];
     u32 mask_tile[ROWS_PER_THREAD];
     auto load_tile = [&](u32 tile) {
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + threadIdx.y;
             x_tile[i] = zeros();
-            more_tile[i] = zeros();
+            added_tile[i] = zeros();
             mask_tile[i] = 0;
             if (r < valid) {
                 u64 at = (u64)r * groups + group;
                 x_tile[i] = load(x, at);
-                if (more) more_tile[i] = load(more, at);
+                if (added) added_tile[i] = load(added, at);
                 mask_tile[i] = mask[at];
             }
         }
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             u32 r = i * 16 + threadIdx.y;
             float v[8], g[8], m[8];
             unpack(load(product + r * PADDED_ROW(TILE_CHANNELS), threadIdx.x), g);
-            unpack(more_tile[i], m);
+            unpack(added_tile[i], m);
             unpack(x_tile[i], v);
 #pragma unroll
             for (int k = 0; k < 8; k++) g[k] = (mask_tile[i] >> k & 1) ? g[k] + m[k] : 0.0f;

@@ -21,12 +21,12 @@ __device__ __forceinline__ u64 mix64(u64 z) {
 
 // A random permutation of a rank's classes; the same as the CPU engine's `Order`.
 struct Order {
-    u32 classes, half, mask, keys[ORDER_ROUNDS];
+    u32 classes, half_bits, mask, keys[ORDER_ROUNDS];
 
-    __device__ Order(u64 seed, u64 updates, u64 first, u32 classes) : classes(classes), half(1) {
+    __device__ Order(u64 seed, u64 updates, u64 first, u32 classes) : classes(classes), half_bits(1) {
         const u64 golden = 0x9e3779b97f4a7c15ull;
-        while (1ull << 2 * half < classes) half++;
-        mask = (1u << half) - 1;
+        while (1ull << 2 * half_bits < classes) half_bits++;
+        mask = (1u << half_bits) - 1;
         u64 key = mix64((mix64(mix64(seed + golden) ^ updates) + golden) ^ first);
         for (int round = 0; round < ORDER_ROUNDS; round++) keys[round] = (u32)(mix64(key + golden * (round + 1)) >> 32);
     }
@@ -37,56 +37,56 @@ struct Order {
         h = (h ^ h >> 15) * 0x846ca68bu;
         return (h ^ h >> 16) & mask;
     }
-    // class_at() takes a position and returns the class at this position; position_of() takes a class and returns its position.
-    __device__ u32 class_at(u32 number) const {
+    __device__ u32 class_at(u32 position) const {
         do {
-            u32 left = number >> half, right = number & mask;
+            u32 left = position >> half_bits, right = position & mask;
 #pragma unroll
             for (int round = 0; round < ORDER_ROUNDS; round++) {
                 u32 next = left ^ scramble(right, keys[round]);
                 left = right;
                 right = next;
             }
-            number = left << half | right;
-        } while (number >= classes);
-        return number;
+            position = left << half_bits | right;
+        } while (position >= classes);
+        return position;
     }
-    __device__ u32 position_of(u32 number) const {
+    __device__ u32 position_of(u32 class_) const {
         do {
-            u32 left = number >> half, right = number & mask;
+            u32 left = class_ >> half_bits, right = class_ & mask;
 #pragma unroll
             for (int round = ORDER_ROUNDS - 1; round >= 0; round--) {
                 u32 before = right ^ scramble(left, keys[round]);
                 right = left;
                 left = before;
             }
-            number = left << half | right;
-        } while (number >= classes);
-        return number;
+            class_ = left << half_bits | right;
+        } while (class_ >= classes);
+        return class_;
     }
 };
 
-// Samples `drawn` random classes of this rank's `classes` classes, the first of which is `first`, and the classes of the labels of all
-// pictures of the group, `batch` per rank. `label_positions` has two words per picture: the positions in the sample of the picture's label
-// and of the label of the picture that is mixed in, or NO_CLASS. `scratch` has four words per picture: the labels that were not drawn,
-// then whether each of them is the first of equal labels. The first block processes the labels, the other blocks draw the random classes.
+// Samples `drawn` random classes among this rank's classes (`first` to `first + classes - 1`), and this rank's classes that are labels of
+// the group's pictures. The group has `batch` pictures per rank. `label_positions` has two words per picture: the positions in the sample
+// of the picture's label and of the label of the picture that is mixed in, or NO_CLASS. `scratch` has four words per picture: the labels
+// that were not drawn, then whether each of them is the first of equal labels. The first block processes the labels, the other blocks draw
+// the random classes.
 extern "C" __global__ void __launch_bounds__(1024)
     sample_classes(const u32* controls, u32 words, u32 batch, u32 ranks, u32 first, u32 classes, u32 drawn, u64 seed,
                    const Scaler* scaler, Sample* sample, u32* label_positions, u32* scratch) {
     pdl_wait();
     SHARED(u32, added, 1);
     Order order(seed, scaler->updates, first, classes);
-    u32* rows = (u32*)(sample + 1);
+    u32* sampled = (u32*)(sample + 1);
     if (blockIdx.x > 0) {
         u32 step = (gridDim.x - 1) * blockDim.x;
-        for (u32 i = (blockIdx.x - 1) * blockDim.x + threadIdx.x; i < drawn; i += step) rows[i] = order.class_at(i);
+        for (u32 i = (blockIdx.x - 1) * blockDim.x + threadIdx.x; i < drawn; i += step) sampled[i] = order.class_at(i);
         return;
     }
     if (threadIdx.x == 0) added[0] = 0;
     u32 count = batch * ranks, all = 2 * count;
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-        u32 row = i % count, picture = row % batch;
-        const Control* control = control_of(controls, words, row / batch);
+        u32 picture_of_group = i % count, picture = picture_of_group % batch;
+        const Control* control = control_of(controls, words, picture_of_group / batch);
         bool is_other = i >= count, has_label = picture < control->valid && (!is_other || control->mixed);
         u32 label = has_label ? indices(control)[(is_other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
         u32 position = label < classes ? order.position_of(label) : NO_CLASS;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (label == NO_CLASS) continue;
         for (u32 j = 0; j < all; j++) before += scratch[all + j] != 0 && scratch[j] < label;
         label_positions[i] = drawn + before;
-        rows[drawn + before] = label;
+        sampled[drawn + before] = label;
     }
     if (threadIdx.x == 0) sample->count = drawn + added[0];
 }

@@ -1,9 +1,9 @@
 // Start and end of a step. Inputs are read from a ring in page-locked host memory, and results are written to another ring, so
 // the host only has to launch the replayed graph.
 
-// Copies the running statistics of the newest finished step, because the forward pass will change them. After a refused step
-// `kept` is already up to date. Called by all blocks except the first. Each block stores in `kept_steps` the number of finished steps at
-// the time of its copy.
+// Copies the running statistics of the newest finished step, because the forward pass will change them. A refused step does
+// not count as finished, so after it `kept` is already up to date. Called by all blocks except the first. Each block stores in
+// `kept_steps` the number of finished steps at the time of its copy.
 __device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
     bool is_kept = kept_steps[block] == step;
@@ -16,8 +16,8 @@ __device__ __forceinline__ void copy_running(const float4* running, float4* kept
 }
 
 // Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in page-locked host
-// memory, how many slots the host may overwrite. The first block does this; at the start of a step, other blocks copy
-// `length` float4 of running statistics.
+// memory, the number of slots read so far; the host may overwrite these. The first block does this; at the start of a step, other
+// blocks copy `length` float4 of running statistics.
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
           const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) *taken = *counter = count + 1;
 }
 
-// Stores the GPU's clock, in nanoseconds, in *at, and sets *updating unless null. The following update reads Scaler::held
-// only after the host can see *updating. One thread.
+// Stores the GPU's clock, in nanoseconds, in *at, and sets *updating unless null. A later kernel of the update reads
+// Scaler::held (the host's request to stop updates), so the host can see *updating before that. One thread.
 extern "C" __global__ void stamp(u64* at, u32* updating) {
     pdl_wait();
     *at = globaltimer();

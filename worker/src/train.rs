@@ -354,7 +354,7 @@ impl Run<'_> {
     }
 
     /// Whether this rank's engine keeps an average of the weights.
-    fn keeps_average(&self) -> bool {
+    fn is_average_kept_here(&self) -> bool {
         self.training.is_first() || self.training.spec.parallel.is_hybrid()
     }
 }

@@ -107,7 +107,7 @@ impl Oidc {
         Ok((location.into(), redirect.cookie))
     }
 
-    /// Takes the request to which a returning browser belongs. The request cannot be used again.
+    /// Removes and returns the sign-in that a returning browser began. `None`: unknown, expired, already used, or of another browser.
     pub(crate) fn take(&self, state: &str, cookie: Option<&str>) -> Option<OpenRequest> {
         self.requests.take(state, cookie?)
     }
@@ -168,8 +168,9 @@ impl Oidc {
             }
         }
         let name = name.to_lowercase();
-        name_mistake(&name)
-            .map_or(Ok(name), |detail| Err(format!("your {claim} cannot be a name here, which {detail}")))
+        name_mistake(&name).map_or(Ok(name), |detail| {
+            Err(format!("your {claim} cannot be your name on this server: a name {detail}"))
+        })
     }
 
     /// The role by the account's groups. An account in none of the groups has the default role.

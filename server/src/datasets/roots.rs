@@ -152,7 +152,8 @@ impl DatasetRoots {
         Err(format!("{}; {ALTERNATIVE}", self.refusal(&format!("{path}, or where its links lead,"))))
     }
 
-    /// The folders in which weights given by this path may be, on the machine that reads them. `None` if every folder is allowed.
+    /// The folders in which the file of weights at `path` may be, after its links are resolved on the machine that reads it. Only a literal
+    /// path may be in the data directory. `None` if every folder is allowed.
     pub(crate) fn allowed_weights_folders(&self, path: &str) -> Option<AllowedFolders> {
         let data_dir = self.data_dir.given.display().to_string();
         let except = if self.names_data_dir(path) { Vec::new() } else { vec![data_dir] };
@@ -197,7 +198,8 @@ impl DatasetRoots {
         path.starts_with(&self.data_dir.resolved)
     }
 
-    /// Whether a path names the data directory literally, without links and `..`. Only admins may give such a path.
+    /// Whether a path names the data directory literally, without links and `..`. Only admins may give such a path, so it stays
+    /// allowed when a job starts. A link into the data directory is refused, because anybody may have made it later.
     fn names_data_dir(&self, path: &str) -> bool {
         let path = Path::new(path);
         self.data_dir.contains(path) && path.components().all(|part| part != Component::ParentDir)
@@ -217,7 +219,7 @@ impl DatasetRoots {
         Err(self.refusal(&format!("it is {path} on the machine that has it, which")))
     }
 
-    /// The folder of the upload that a dataset at this path was unpacked from.
+    /// The folder into which the upload that contains this path was unpacked. `None` if the path is in no upload.
     pub(crate) fn upload_folder(&self, path: &str) -> Option<PathBuf> {
         let below = Path::new(path).strip_prefix(&self.uploads).ok()?;
         let is_plain = below.components().all(|part| matches!(part, Component::Normal(_)));
@@ -230,6 +232,7 @@ impl DatasetRoots {
         self.roots.iter().any(|root| root.contains(path))
     }
 
+    /// The error "`what` is not below a folder ...". `what` is the subject of the sentence.
     fn refusal(&self, what: &str) -> String {
         agent::refusal(what, &self.root_names())
     }

@@ -22,12 +22,12 @@ pub struct Optimizer {
     pub momentum: f32,
     /// For Muon: the momentum of filters.
     pub filter_momentum: f32,
-    /// For Muon: the learning rate of batch norms and biases, as a multiple of the step's learning rate.
+    /// For Muon: the learning rate of batch norms and of biases outside linear layers, as a multiple of the step's learning rate.
     pub bias_lr: f32,
-    /// For Muon: the learning rate of linear layers, as a multiple of the step's learning rate.
+    /// For Muon: the learning rate of linear layers, including their biases, as a multiple of the step's learning rate.
     pub head_lr: f32,
     pub weight_decay: f32,
-    /// Whether batch norm's parameters and biases have weight decay (never with LARS) and, with LAMB, adapted rates.
+    /// Whether batch norm's parameters and biases are treated as weights: with weight decay and, with LAMB, adapted rates. LARS ignores it.
     pub decay_norm_and_bias: bool,
     /// For AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 has a relative error of 1e-5 in float32.
     pub beta1: f64,
@@ -279,11 +279,11 @@ impl Update {
     }
 
     #[inline(always)]
-    fn prepare_inline(&self, policy: ParameterPolicy, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
+    fn prepare_inline(&self, policy: ParameterPolicy, w: &[f32], [first, second]: Slots<'_>, g: &mut [f32]) {
         let ParameterPolicy { decay, is_adapted, .. } = policy;
         if self.optimizer.is_muon() && is_adapted {
             let momentum = self.optimizer.filter_momentum;
-            for (g, v) in g.iter_mut().zip(m.iter_mut()) {
+            for (g, v) in g.iter_mut().zip(first.iter_mut()) {
                 *v = momentum * *v + *g;
                 *g += momentum * *v;
             }
@@ -292,7 +292,7 @@ impl Update {
             return;
         }
         let (adam, scale) = (self.adam, (1.0 / self.adam.correction1) as f32);
-        for (((g, w), m), v) in g.iter_mut().zip(w).zip(m).zip(v) {
+        for (((g, w), m), v) in g.iter_mut().zip(w).zip(first).zip(second) {
             let divisor = adam.update_moments(m, v, *g);
             *g = *m * scale / divisor + decay * w;
         }

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 /// Interval between two measurements of the spool.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
-/// The minimum time that an agent of one job waits for the next attempt. Longer than the server's longest pause before
-/// an attempt (60 s).
+/// How long an agent that serves only one job waits for the job's next attempt, without `recovery.wait_seconds`. Longer than the
+/// server's longest pause before an attempt (60 s).
 const MIN_ATTEMPT_WAIT: Duration = Duration::from_secs(90);
 
-/// Time for which an agent whose job may have another attempt tries to reach an unreachable server.
+/// How long an agent of one job keeps trying to reach the server, if the job may have another attempt.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Time after an attempt within which the next attempt may begin on this agent. If `min_ranks` is set, the server first waits

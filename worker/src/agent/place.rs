@@ -37,7 +37,8 @@ impl Datasets {
 /// Chooses the job's folder, and creates the folder of the attempt. The server's own folder is used only if this agent
 /// shares the server's disk: the agent must read the random mark that the server has just written there, and be able to
 /// write to the same folder. Equal paths do not prove a shared disk. Locks do not either, because some network file
-/// systems do not propagate locks.
+/// systems do not propagate locks. The result says whether the folder was created; the attempt is returned in any case,
+/// so that it can be declined.
 pub(super) fn choose_job_dir(
     state_dir: &StateDir,
     mut start: StartAttempt,

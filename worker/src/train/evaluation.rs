@@ -51,7 +51,7 @@ impl Run<'_> {
         }
         let Some(evaluation) = self.run_validation_pass("the validation's loss")? else { return Ok(false) };
         let mut averaged = None;
-        if self.has_average()? {
+        if self.any_rank_has_average()? {
             let Some(evaluation) = self.run_average_pass()? else { return Ok(false) };
             averaged = Some(evaluation);
         }
@@ -89,8 +89,8 @@ impl Run<'_> {
         observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
     }
 
-    /// Whether rank 0 has an average of the weights. The answer is the same on every rank.
-    fn has_average(&self) -> Result<bool, TrainError> {
+    /// Collective: whether any rank has an average of the weights. The answer is the same on every rank.
+    fn any_rank_has_average(&self) -> Result<bool, TrainError> {
         if self.training.spec.train.ema_decay <= 0.0 {
             return Ok(false);
         }
@@ -101,12 +101,12 @@ impl Run<'_> {
 
     /// As [`Run::run_validation_pass`], for the averaged weights. Afterwards the engine has the trained weights again.
     fn run_average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        let average = if self.keeps_average() { self.engine.averaged()? } else { None };
+        let average = if self.is_average_kept_here() { self.engine.averaged()? } else { None };
         let trained = average.is_some().then(|| self.engine.parameters()).transpose()?;
         self.has_trained_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.run_validation_pass("the loss of the averaged weights in validation");
-        // After any other error, the other ranks join no further collective calls.
+        // Every rank has a result, or every rank has diverged. After another error, ranks join no further collective calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(trained.as_ref())?;
             self.has_trained_weights = true;
@@ -145,7 +145,7 @@ impl Run<'_> {
             let empty_batch = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(empty_batch) {
                 let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
-                // Ranks that share the rows of pictures have the same results, which are counted once.
+                // Ranks that compute the same pictures together have the same results, which are counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;
                     sums[1] += result.correct as f64;
@@ -166,9 +166,10 @@ impl Run<'_> {
         report_broken(self.training, &self.data);
         group.all_reduce((&mut sums).into())?;
         let [loss_sum, correct, samples] = sums;
-        let (seen, all) = (samples as usize, self.data.shape.validation_samples as usize);
-        if replaced::too_many(all.saturating_sub(seen), all, all) {
-            return Err(DataError::Invalid(replaced::too_many_text(all - seen, all, None)).into());
+        let total = self.data.shape.validation_samples as usize;
+        let missing = total.saturating_sub(samples as usize);
+        if replaced::too_many(missing, total, total) {
+            return Err(DataError::Invalid(replaced::too_many_text(missing, total, None)).into());
         }
         if !loss_sum.is_finite() {
             return Err(self.diverged(format!("{what} is not finite")));

@@ -66,7 +66,7 @@ impl Run<'_> {
     /// receive it for its evaluation. If the network is split among ranks, each rank keeps the average of its part.
     pub(super) fn update_average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
-        if let Some(decay) = decay.filter(|_| self.keeps_average()) {
+        if let Some(decay) = decay.filter(|_| self.is_average_kept_here()) {
             self.engine.average(decay)?;
         }
         self.last_average_step = self.step;

@@ -14,7 +14,8 @@ use crate::{
 use lockstep_protocol::JobId;
 use lockstep_web::{Template as _, machines};
 
-/// Returns a job's id and name; an empty id and `private` for a private job of another person, and `None` if the job was deleted.
+/// Returns a job's id and name, or `None` if the job was deleted. `job` is `None` for a private job of another person: the id is then
+/// empty, and the name is `private`.
 async fn link(store: &dyn Store, job: Option<JobId>, private: &str) -> Result<Option<(String, String)>> {
     Ok(match job {
         Some(id) => store.job(&id).await?.map(|row| (id.to_string(), row.job.name)),

@@ -71,8 +71,8 @@ pub(crate) async fn fork(
         None => {
             let (parent_job, from, Checked { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
-            let make = async move { make(&scheduler, &caller, &parent_job, from, spec, key).await };
-            let (status, job) = run_to_completion(make).await?;
+            let making = async move { make(&scheduler, &caller, &parent_job, from, spec, key).await };
+            let (status, job) = run_to_completion(making).await?;
             (status, Job { warnings, ..job })
         }
     };
@@ -148,7 +148,7 @@ fn early_stop_mistake(parent_job: &Job, from: &CheckpointRow, spec: &JobSpec) ->
         && ValidationDivision::of(&spec.data) == ValidationDivision::of(&parent_spec.data);
     let would_stop =
         has_same_metric && *step == from.info.step && spec.stop.patience? <= parent_spec.stop.patience?;
-    let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set more, or remove the key";
+    let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set a larger stop.patience, or remove it";
     would_stop.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
 }
 
@@ -225,7 +225,7 @@ async fn make(
         if spec.tags == parent_job.tags {
             spec.tags.clear();
         }
-        // The fork begins with its checkpoint. A pretrained checkpoint is removed, because its job may be private, too.
+        // The key has no effect on a fork. It is cleared if it names a checkpoint, whose job may be private, too.
         spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
     let fork_id = JobId::generate();
@@ -260,12 +260,12 @@ async fn make(
     }
     let parent = Parent { job: parent_job.id.to_string(), checkpoint: from.id.clone() };
     // Everybody who sees the fork can read the reason.
-    let if_shown = |text: &str| (!hides_parent).then(|| text.into());
+    let unless_hidden = |text: &str| (!hides_parent).then(|| text.into());
     let reason = ReasonKind::Forked {
         step: from.info.step,
-        job: if_shown(&parent.job),
-        checkpoint: if_shown(&parent.checkpoint),
-        detail: if_shown(&parent_job.name),
+        job: unless_hidden(&parent.job),
+        checkpoint: unless_hidden(&parent.checkpoint),
+        detail: unless_hidden(&parent_job.name),
     }
     .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
@@ -325,7 +325,7 @@ fn fork_name(name: &str) -> String {
 /// Sets the value at a path of keys. A table is merged into the existing table.
 fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     let mistake = |detail: String| Error::invalid("/set", detail);
-    // Checked here, because the path grows with every nested table.
+    // Checked before nested tables are entered, because this limits the depth and the length of the path.
     key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
         for (key, value) in inner {

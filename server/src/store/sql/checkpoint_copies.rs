@@ -8,13 +8,13 @@ use lockstep_protocol::job::JobId;
 use sqlx::Row;
 use std::collections::{HashMap, HashSet};
 
-/// Prefix of a marker that was restored from a backup.
+/// Prefix of an object store's marker ([`ArtifactMarker`]) in a database that was restored from a backup.
 pub(super) const RESTORED_PREFIX: &str = "restored ";
 
 /// Prefix of an agent's id in the column `location`.
 const AGENT_PREFIX: &str = "agent:";
 
-/// Stores that an agent has written a complete checkpoint.
+/// Records that an agent has written a complete checkpoint.
 pub(super) async fn add_agent_copy(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
     sqlx::query(
         "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
@@ -27,8 +27,8 @@ pub(super) async fn add_agent_copy(db: &mut Connection, checkpoint: &str, agent_
     Ok(())
 }
 
-/// Removes rows that became invalid when a checkpoint was removed (`None`) or written by `attempt`: the copies that agents wrote in other
-/// attempts, and the damage mark of the server's copy.
+/// Removes the damage mark of the server's copy of a checkpoint, and the agents' copies unless the stored checkpoint is of `attempt`, which
+/// has written it (again). `None`: the checkpoint was removed, so all copies of agents are removed.
 pub(super) async fn delete_invalid_copies(
     db: &mut Connection,
     checkpoint: &str,
@@ -184,7 +184,7 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         if stored.state() == CopyState::Complete {
-            // The upload has read the copy on the server's disk, which is therefore complete.
+            // The upload has read the server's copy, which is therefore not damaged: removes its damage mark.
             sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
                 .bind(&stored.id)
                 .bind(Copies::SERVER)
@@ -224,6 +224,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
+        // The store with this marker may have been known under another URL. Its copies move to the new URL.
         for query in [
             "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
              WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM checkpoint_copies other WHERE other.location = $1 AND \

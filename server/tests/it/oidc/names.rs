@@ -53,7 +53,7 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     for (n, name) in ["a b", "ä", "", &"a".repeat(65)].into_iter().enumerate() {
         set_account("s2", name);
         let page = Browser::from(&server, [127, 0, 9, 10 + n as u8]).sign_in_error(&provider, 403).await;
-        assert!(page.contains("cannot be a name here"), "{page}");
+        assert!(page.contains("cannot be your name on this server"), "{page}");
     }
     assert_eq!(list_people(&server).await.len(), 2);
 

@@ -4,7 +4,7 @@ use super::{
     DataSource, Mixing,
     batch::BatchFormat,
     broken::Broken,
-    part::{Opened, Part, Pixels},
+    part::{OpenSplit, Part, Pixels},
     shape::Shape,
     splits::{self, common_size, normalisation, open_splits},
 };
@@ -104,7 +104,7 @@ impl DataSource {
 
     fn assemble(
         catalog: Catalog,
-        opened: Vec<(Opened, Vec<Identity>)>,
+        opened: Vec<(OpenSplit, Vec<Identity>)>,
         spec: &DataSpec,
         seed: u64,
         has_validation_split: bool,
@@ -142,7 +142,7 @@ impl DataSource {
         };
         let (mean, std) = normalisation(spec, &train);
         let resize = evaluation_resize(spec, side);
-        let part = |split: &Arc<Opened>, chosen: Vec<u32>, whole: bool| {
+        let part = |split: &Arc<OpenSplit>, chosen: Vec<u32>, whole: bool| {
             let broken = Broken::new(spec.broken_files == BrokenFiles::Skip);
             Part { split: split.clone(), chosen, whole, broken }
         };
@@ -216,7 +216,7 @@ impl DataSource {
             .flat_map(|_| random.next_u64().to_le_bytes())
             .collect();
         let (pixels, labels) = (Pixels::Memory(bytes.into()), (0..count as u32).map(|i| i % 10).collect());
-        let split = Arc::new(Opened { pixels, files_digest: None, labels, size });
+        let split = Arc::new(OpenSplit { pixels, files_digest: None, labels, size });
         let part = |chosen| Part { split: split.clone(), chosen, whole: false, broken: Broken::new(false) };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };

@@ -19,12 +19,12 @@ pub(super) enum Pixels {
     },
 }
 
-/// A split whose broken files have been found.
+/// A split as opened for a run, without the files that were found to be broken at its start.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenSplit {
     pub(super) pixels: Pixels,
-    /// For decoded pictures: a hash of their files, because another machine's decoder may produce slightly different
-    /// pixels.
+    /// If files were decoded into memory: the hash of the files. It replaces the hash of the pixels, because another
+    /// machine's decoder may produce slightly different pixels.
     pub(super) files_digest: Option<u32>,
     pub(super) labels: Vec<u32>,
     /// Height, width and channels of a picture in memory, or of the square made from a file.
@@ -34,7 +34,7 @@ pub(super) struct Opened {
 /// The pictures used for one purpose: training or validation.
 #[derive(Debug)]
 pub(super) struct Part {
-    pub(super) split: Arc<Opened>,
+    pub(super) split: Arc<OpenSplit>,
     /// The positions of the part's pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
     /// Whether the transform receives the whole picture of each file, whatever its size.
@@ -57,6 +57,7 @@ impl Part {
         match (&self.split.pixels, self.split.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
             (Pixels::Memory(bytes), None) => hash.update(bytes),
+            // `Listing::add_to` below adds the content of each file.
             (Pixels::Files { .. }, None) => {}
         }
         for position in &self.chosen {

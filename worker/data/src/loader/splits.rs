@@ -1,6 +1,6 @@
 //! Opens the splits of a dataset for a job: finds broken files, and decodes pictures in advance if they fit in memory.
 
-use super::part::{Opened, Pixels};
+use super::part::{OpenSplit, Pixels};
 use crate::{
     Catalog, DataError, Samples, Split,
     held_out::{self, Identity},
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(super) const CACHE_BYTES: usize = 1 << 30;
 
 /// Mean and standard deviation of each channel: the job's values, otherwise measured on training pictures.
-pub(super) fn normalisation(spec: &DataSpec, train: &Opened) -> (Vec<f32>, Vec<f32>) {
+pub(super) fn normalisation(spec: &DataSpec, train: &OpenSplit) -> (Vec<f32>, Vec<f32>) {
     let [height, width, channels] = train.size;
     let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
         (Vec::new(), Vec::new())
@@ -87,7 +87,7 @@ pub(super) fn open_splits(
     needs_whole: bool,
     max_cached_bytes: usize,
     skipped: &mut Vec<String>,
-) -> Result<Vec<(Opened, Vec<Identity>)>, DataError> {
+) -> Result<Vec<(OpenSplit, Vec<Identity>)>, DataError> {
     let mut opened = Vec::new();
     for Split { name, mut labels, samples, .. } in std::mem::take(&mut catalog.splits) {
         let (mut files_digest, mut identities) = (None, Vec::new());
@@ -143,7 +143,7 @@ pub(super) fn open_splits(
             return Err(no_readable_picture(&name, skipped));
         }
         let size = [height, width, channels].map(|length| length as usize);
-        opened.push((Opened { pixels, files_digest, labels, size }, identities));
+        opened.push((OpenSplit { pixels, files_digest, labels, size }, identities));
     }
     Ok(opened)
 }

@@ -39,12 +39,12 @@ pub(crate) fn read_members(file: &ParquetFile, path: &Path) -> Members {
             members.is_transient |= is_transient;
             failed_groups += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
-            let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
-            members.shard_error.get_or_insert_with(|| format!("{detail}. This is {place}"));
+            let place = format!("row group {group}, rows {} to {}", rows.0, rows.1.saturating_sub(1));
+            members.shard_error.get_or_insert_with(|| format!("{detail} ({place})"));
         }
     }
     if let Some(shard_error) = members.shard_error.as_mut().filter(|_| failed_groups > 1) {
-        shard_error.push_str(&format!(" and in {} others", failed_groups - 1));
+        shard_error.push_str(&format!("; {failed_groups} row groups cannot be read"));
     }
     members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
     members
@@ -89,11 +89,11 @@ pub(super) fn read_values<T: DataType>(
     if records != count {
         return Err(ParquetError::EOF(format!("only {records} of {count} rows exist")));
     }
-    // Without definition levels, no value can be null.
+    // No row is null: all values were read, or the column has no definition levels.
     let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {
         return Ok(values.into_iter().map(Some).collect());
     };
-    // If all rows are null, the highest level is also the level of a null.
+    // The highest level marks a value, unless all rows are null: then no level does.
     let level_of_values = if values.is_empty() { i16::MAX } else { highest };
     let mut values = values.into_iter();
     Ok(levels.iter().map(|level| if *level == level_of_values { values.next() } else { None }).collect())
@@ -118,7 +118,7 @@ fn read_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<Str
         ColumnReader::ByteArrayColumnReader(column) => {
             read_values::<ByteArrayType>(column, count)?.into_iter().map(|value| text(value?)).collect()
         }
-        _ => return Err(ParquetError::General("a column of classes of another type".into())),
+        _ => return Err(ParquetError::General("the labels are neither numbers nor text".into())),
     })
 }
 

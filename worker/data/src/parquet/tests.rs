@@ -178,7 +178,7 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
     assert_eq!(catalog.splits[0].labels.len(), 16 + 8);
     let message = broken(&catalog).join("\n");
     assert!(
-        message.contains("train.parquet is damaged") && message.contains("row group 1 (rows 16 to 31)"),
+        message.contains("train.parquet is damaged") && message.contains("row group 1, rows 16 to 31"),
         "{message}"
     );
 }

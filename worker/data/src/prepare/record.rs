@@ -1,4 +1,4 @@
-//! The folder of a copy that is written, with its record.
+//! The folder into which a copy of a dataset is written, and the copy's record.
 
 use super::DataError;
 use crate::{

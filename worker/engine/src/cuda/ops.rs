@@ -49,7 +49,7 @@ pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{Rows, SampleClasses};
 pub(super) use split_loss::SplitLogits;
 pub(super) use step::StatisticsCopy;
-pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
+pub(super) use through::{OutputGradient, ROW_PADDING, TILE_CHANNELS, TILE_ROWS};
 
 use super::{
     command::{Arg, Geometry, Kernel, Operand, Region},

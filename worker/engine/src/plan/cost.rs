@@ -4,7 +4,7 @@
 //! after an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
 //! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
 
-use super::{Mesh, Plan, lower, stages::passes_of};
+use super::{Mesh, Plan, lower, stages::values_moved};
 use crate::{
     LayerTime,
     net::{Axes, Network, Op, Placement, TensorId},
@@ -190,7 +190,7 @@ impl Rates {
         if sums.is_empty() || memory_secs <= 0.0 {
             return Err("the engine has not timed its operations".into());
         }
-        let bytes: f64 = network.ops.iter().map(|op| pictures * passes_of(network, op)).sum();
+        let bytes: f64 = network.ops.iter().map(|op| pictures * values_moved(network, op)).sum();
         let bytes_per_second = bytes * value_bytes as f64 / memory_secs;
         let parameters: f64 = network.ops.iter().map(|op| weights_of(network, op)).sum();
         let update_secs = parameters * update_bytes(state) / bytes_per_second;
@@ -260,7 +260,7 @@ impl Rates {
                 let passes = PRODUCTS * weights_of(network, op) * value_bytes / self.memory_bytes_per_second;
                 (operations / self.flops_of(kind, operations, pictures)).max(passes)
             }
-            None => pictures * passes_of(network, op) * value_bytes / self.memory_bytes_per_second,
+            None => pictures * values_moved(network, op) * value_bytes / self.memory_bytes_per_second,
         }
     }
 

@@ -22,9 +22,9 @@ pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> 
     passes
 }
 
-/// Multiply-adds of a convolution (of its three products in a step) that take as long as reading or writing one value. Measured on an
-/// H200 in 16-bit formats: 2 bytes at 4.5 TB/s, and 6 floating-point operations at 350 TFLOPS.
-const MULTIPLY_ADDS_PER_PASS: u64 = 26;
+/// How many multiply-adds of a convolution's forward product take, with the two products of its backward pass, as long as reading or
+/// writing one value. Measured on an H200 in 16-bit formats: 2 bytes at 4.5 TB/s, and 6 floating-point operations at 350 TFLOPS.
+const MULTIPLY_ADDS_PER_VALUE: u64 = 26;
 
 /// Cuts a network into stages so that the slowest stage is as fast as possible, as estimated by [`cost`]. Returns the index of the first
 /// operation of each stage except the first.
@@ -86,12 +86,12 @@ fn cost(network: &Network, op: &Op) -> u64 {
         Op::Linear { input, output, .. } => (shape(input).len() * shape(output).len()) as u64,
         _ => 0,
     };
-    multiply_adds + MULTIPLY_ADDS_PER_PASS * passes_of(network, op) as u64
+    multiply_adds + MULTIPLY_ADDS_PER_VALUE * values_moved(network, op) as u64
 }
 
 /// Number of values per picture and step that an operation reads from and writes to memory, forward and backward. ReLUs
 /// are counted with the preceding operation.
-pub(super) fn passes_of(network: &Network, op: &Op) -> f64 {
+pub(super) fn values_moved(network: &Network, op: &Op) -> f64 {
     let [from, to] = [op.inputs()[0], op.output()].map(|tensor| network.tensors[tensor].len() as f64);
     match op {
         // Forward: reads the input twice, writes the output. Backward: reads input and gradient twice, writes the input's gradient.
@@ -169,8 +169,8 @@ mod tests {
             let mut remaining: Vec<VecDeque<Pass>> =
                 (0..stages).map(|stage| schedule(stage, stages, micro_batches).into()).collect();
             let mut done: Vec<Vec<Pass>> = vec![Vec::new(); stages];
-            let mut moves = true;
-            while std::mem::take(&mut moves) {
+            let mut has_advanced = true;
+            while std::mem::take(&mut has_advanced) {
                 for stage in 0..stages {
                     let Some(pass) = remaining[stage].front().copied() else { continue };
                     let is_ready = match pass {
@@ -182,7 +182,7 @@ mod tests {
                     };
                     if is_ready {
                         done[stage].extend(remaining[stage].pop_front());
-                        moves = true;
+                        has_advanced = true;
                     }
                     let forward = done[stage].iter().filter(|pass| matches!(pass, Pass::Forward(_))).count();
                     let kept = forward - (done[stage].len() - forward);

@@ -21,7 +21,7 @@ struct Code {
 struct Table {
     /// Indexed by the next [`LOOKUP_BITS`] bits. `bits` is 0 if the code is longer.
     short: Vec<Code>,
-    /// Longer codes in ascending order, each with the code that follows it in this order, as the upper bits of 16 bits.
+    /// Longer codes in ascending order, each with the end of its range: the next code, left-aligned in 16 bits.
     long: Vec<(u32, Code)>,
 }
 
@@ -32,7 +32,7 @@ impl Table {
         let (counts, symbols) = spec.split_at_checked(16)?;
         let mut symbols = symbols.iter();
         let mut table = Self { short: vec![Code::default(); 1 << LOOKUP_BITS], long: Vec::new() };
-        // The next code, as the upper bits of 16 bits.
+        // The next code, left-aligned in 16 bits.
         let mut next = 0;
         for (length, count) in (1..).zip(counts) {
             for _ in 0..*count {
@@ -147,7 +147,7 @@ impl<'a> Bits<'a> {
         (coefficient == 64 || coefficient >= END).then_some(())
     }
 
-    /// Whether no bits after the end of the data were used.
+    /// Whether all used bits are from the data: the added zero bits are still unused.
     fn is_within_data(&self) -> bool {
         self.padding_bits <= self.count
     }
@@ -180,8 +180,8 @@ pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
     Some(blocks)
 }
 
-/// Whether the data of a frame's first scan contains a code for each block. The scan must contain all channels, and
-/// MCUs with these `blocks`.
+/// Whether the data of a frame's first scan contains a code for each block. The scan must contain all channels.
+/// `blocks` is the result of [`blocks`] for this frame.
 pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -> bool {
     let follow = || {
         let mut tables = Vec::new();

@@ -2,8 +2,8 @@
 
 use super::{Arg, CONTROL, FlatParameters, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 
-/// Adam's running means of the gradient and of its square, and the decay rates of the means. The number of updates is
-/// `Scaler::updates`.
+/// Adam's running means of the gradient and of its square, and the decay rates of the means. Kernels correct the
+/// means' bias by the number of updates, `Scaler::updates`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Moments {
     /// The mean of the gradient: float32, with the length of the weights.

@@ -1,4 +1,4 @@
-//! Batch norm backward that computes the gradient of the following 1x1 convolution's input itself; see `norm_through.cu`.
+//! Batch norm backward that also computes its own incoming gradient, that of the next 1x1 convolution's input; see `norm_through.cu`.
 
 use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, norm::shape_args};
 
@@ -10,26 +10,26 @@ pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
 /// banks.
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
-/// Sources of the gradient of a block's output: dy `[rows, inner]` of the next block's first convolution times that
-/// convolution's weights `[inner, channels]`, plus the shortcut's gradient `more`.
+/// The gradient of a block's output, as `dy x weights + added`: `dy` `[rows, inner]` and `weights` `[inner, channels]` are of
+/// the next block's first convolution, and `added` is the shortcut's gradient.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Through {
+pub(in crate::cuda) struct OutputGradient {
     pub(in crate::cuda) dy: Operand,
     pub(in crate::cuda) weights: Operand,
     pub(in crate::cuda) inner: u32,
     /// May be absent.
-    pub(in crate::cuda) more: Operand,
+    pub(in crate::cuda) added: Operand,
     /// The mask of the ReLU at the block's end.
     pub(in crate::cuda) mask: Operand,
 }
 
 impl Ops {
-    /// As [`Ops::norm_backward_sums`], but with the gradient of `through` instead of `p.gradient`; dz must be present. Traffic:
-    /// x, `more` and dz once, dy a few times, mostly from the L2 cache.
-    pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, through: Through) -> Kernel {
-        let Through { dy, weights, inner, more, mask } = through;
+    /// As [`Ops::norm_backward_sums`], but with `gradient` instead of `p.gradient`; dz must be present. Traffic:
+    /// x, `added` and dz once, dy a few times, mostly from the L2 cache.
+    pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, gradient: OutputGradient) -> Kernel {
+        let OutputGradient { dy, weights, inner, added, mask } = gradient;
         let mut args = vec![Arg::In(p.x), Arg::In(dy), Arg::In(weights), Arg::U32(inner)];
-        args.extend([Arg::In(more), Arg::In(mask), Arg::Out(p.dz)]);
+        args.extend([Arg::In(added), Arg::In(mask), Arg::Out(p.dz)]);
         args.extend(shape_args(p.control, p.shape));
         args.extend([Arg::Out(self.partials()), self.counters()]);
         args.extend(p.site.backward_args(p.accumulate, p.reduce));

@@ -200,7 +200,7 @@ impl Facts<'_> {
     }
 
     /// The two parts of [`Region::Policies`]: the entries of the filters, and the policies of all parameters with gradients.
-    pub(super) fn policies(&self, filter_count: usize) -> [Operand; 2] {
+    pub(super) fn muon_tables(&self, filter_count: usize) -> [Operand; 2] {
         let (first, second) =
             (FILTER_BYTES * filter_count, POLICY_BYTES * self.layout.parameters_with_gradients().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]

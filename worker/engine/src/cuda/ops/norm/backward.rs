@@ -1,4 +1,4 @@
-//! Backward: sums over rows, and the application of their results, in two launches or one.
+//! Batch norm backward: sums over rows, then dx from these sums, in one launch or in two.
 
 use super::{Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, per_channel, shape_args};
 
@@ -7,10 +7,10 @@ use super::{Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, per_chan
 pub(in crate::cuda) enum Gradient {
     /// The gradient of all values, without a ReLU.
     All { dy: Operand },
-    /// A ReLU right after the batch norm, whose mask is recomputed. `more` is added to dy; may be absent.
-    Relu { dy: Operand, more: Operand },
-    /// A ReLU after an addition, with the forward pass's mask. `more` is added to dy; may be absent.
-    Mask { dy: Operand, more: Operand, mask: Operand },
+    /// A ReLU right after the batch norm, whose mask is recomputed. `added` is added to dy; may be absent.
+    Relu { dy: Operand, added: Operand },
+    /// A ReLU after an addition, with the forward pass's mask. `added` is added to dy; may be absent.
+    Mask { dy: Operand, added: Operand, mask: Operand },
     /// As `Mask`, before a global average pooling: `dy` is T `[pictures, C]`.
     MaskPooled { dy: Operand, mask: Operand },
 }
@@ -43,7 +43,7 @@ impl Gradient {
                 "norm_backward_small_all",
                 "norm_backward_frozen_all",
             ],
-            Gradient::Relu { more: Operand::NONE, .. } => [
+            Gradient::Relu { added: Operand::NONE, .. } => [
                 "norm_backward_sums_recompute",
                 "norm_backward_apply_recompute",
                 "norm_backward_small_recompute",
@@ -55,7 +55,7 @@ impl Gradient {
                 "norm_backward_small_recompute_added",
                 "norm_backward_frozen_recompute_added",
             ],
-            Gradient::Mask { more: Operand::NONE, .. } => [
+            Gradient::Mask { added: Operand::NONE, .. } => [
                 "norm_backward_sums_bits",
                 "norm_backward_apply_bits",
                 "norm_backward_small_bits",
@@ -77,21 +77,21 @@ impl Gradient {
     }
 
     pub(in crate::cuda::ops) fn args(self) -> [Arg; 3] {
-        let (dy, more, mask) = match self {
+        let (dy, added, mask) = match self {
             Gradient::All { dy } => (dy, Operand::NONE, Operand::NONE),
-            Gradient::Relu { dy, more } => (dy, more, Operand::NONE),
-            Gradient::Mask { dy, more, mask } => (dy, more, mask),
+            Gradient::Relu { dy, added } => (dy, added, Operand::NONE),
+            Gradient::Mask { dy, added, mask } => (dy, added, mask),
             Gradient::MaskPooled { dy, mask } => (dy, Operand::NONE, mask),
         };
-        [Arg::In(dy), Arg::In(more), Arg::In(mask)]
+        [Arg::In(dy), Arg::In(added), Arg::In(mask)]
     }
 }
 
 impl Ops {
     /// Batch norm backward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums (and dz).
     ///
-    /// Traffic: in one launch, x, dy, more, dx (and dz) once. In two launches, x twice, dy and more once, dx once. The second launch reads
-    /// dz, which the first has written, as the gradient; without dz it reads dy and more again.
+    /// Traffic: in one launch, x, dy, `added`, dx (and dz) once. In two launches, x twice, dy and `added` once, dx once. The second launch
+    /// reads dz, which the first has written, as the gradient; without dz it reads dy and `added` again.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
         if p.reduce.stores_sums() {
             return vec![self.norm_backward_sums(p)];
@@ -110,7 +110,7 @@ impl Ops {
     }
 
     /// The first pass: computes dz, the sums, dgamma and dbeta, then reduces the sums over ranks as `reduce` says. Traffic: x, dy
-    /// and more once, dz once if present.
+    /// and `added` once, dz once if present.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
@@ -123,7 +123,8 @@ impl Ops {
         kernel(name, self.sum_over_rows(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from all-reduced sums of [`Reduce::StoreSums`], float32 `[2, C]`.
+    /// Computes each channel's slope and offset for [`Ops::norm_backward_apply`], from the all-reduced sums of [`Reduce::StoreSums`]
+    /// (float32 `[2, C]`).
     pub(in crate::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));
@@ -149,8 +150,8 @@ impl Ops {
     }
 
     /// Backward of a frozen batch norm, whose statistics do not depend on the input: dx is scale times the gradient. Parameters
-    /// have no gradients, and nothing is reduced over ranks. Traffic: dy, more and the mask (or x, if the mask is recomputed) once,
-    /// dx once, dz once if present.
+    /// have no gradients, and nothing is reduced over ranks. Traffic: dy, `added` and the mask (or x, if the mask is recomputed)
+    /// once, dx once, dz once if present.
     pub(in crate::cuda) fn norm_backward_frozen(&self, p: NormBackward) -> Kernel {
         let [_, _, _, name] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];

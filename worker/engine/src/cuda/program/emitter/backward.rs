@@ -112,14 +112,14 @@ impl<'a> GraphEmitter<'a> {
         MicroBatch { is_first, .. }: MicroBatch,
     ) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
-        let [Some(dy), more] = self.gradients_of_norm(node)? else {
+        let [Some(dy), added] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
         };
         // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
         let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
-        let operands = Incoming { dy: at(Some(dy)), more: at(more), mask: optional(self.masks[node.norm]) };
+        let operands = Incoming { dy: at(Some(dy)), added: at(added), mask: optional(self.masks[node.norm]) };
         if node.pooled {
             self.norm_backward_pooled(node, [x, dx], operands, is_first);
         } else {
@@ -127,7 +127,7 @@ impl<'a> GraphEmitter<'a> {
         }
         self.clear_padding(node.input, Some(dx));
         let mut used = vec![dy];
-        used.extend(more);
+        used.extend(added);
         self.gradients[node.input].push(if node.backward_in_conv {
             if let Some(dz) = dz {
                 self.shared_allocations.push(dz);
@@ -164,7 +164,7 @@ impl<'a> GraphEmitter<'a> {
         node: &Norm,
         [x, dx]: [Allocation; 2],
         gradient: Gradient,
-        Incoming { dy, more, mask }: Incoming,
+        Incoming { dy, added, mask }: Incoming,
         dz: Operand,
         is_first: bool,
     ) {
@@ -174,11 +174,11 @@ impl<'a> GraphEmitter<'a> {
             gradient: if !node.relu {
                 ops::Gradient::All { dy }
             } else if mask.is_none() {
-                ops::Gradient::Relu { dy, more }
+                ops::Gradient::Relu { dy, added }
             } else if matches!(gradient, Gradient::Pooled(_)) {
                 ops::Gradient::MaskPooled { dy, mask }
             } else {
-                ops::Gradient::Mask { dy, more, mask }
+                ops::Gradient::Mask { dy, added, mask }
             },
             dz,
             dx: dx.operand(),
@@ -194,7 +194,7 @@ impl<'a> GraphEmitter<'a> {
         let has_sums = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
             Gradient::ThroughConv { weights, outputs, .. } => {
-                Some(ops::Through { dy, weights, inner: outputs as u32, more, mask })
+                Some(ops::OutputGradient { dy, weights, inner: outputs as u32, added, mask })
             }
             _ => None,
         };
@@ -241,13 +241,13 @@ impl<'a> GraphEmitter<'a> {
         &mut self,
         node: &Norm,
         [x, dx]: [Allocation; 2],
-        Incoming { dy, more, mask: argmax }: Incoming,
+        Incoming { dy, added, mask: argmax }: Incoming,
         is_first: bool,
     ) {
         let ops = self.facts.ops;
-        if !more.is_none() {
+        if !added.is_none() {
             let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
-            self.push(ops.add(dy, more, values as u64));
+            self.push(ops.add(dy, added, values as u64));
         }
         let backward = ops::NormBackward {
             x: x.operand(),
@@ -305,7 +305,7 @@ impl<'a> GraphEmitter<'a> {
 struct Incoming {
     dy: Operand,
     /// A second gradient, which is added to `dy`.
-    more: Operand,
+    added: Operand,
     /// The ReLU's mask, or the pooling's argmax.
     mask: Operand,
 }

@@ -136,7 +136,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Sums the gradients of this rank's part of the network over the ranks that have the same part.
-    pub(super) fn add_split_gradients(&mut self, split: ops::Gradients) {
+    pub(super) fn reduce_split_gradients(&mut self, split: ops::Gradients) {
         if !self.plan.is_split() || self.facts.data_ranks == 1 {
             return;
         }

@@ -113,7 +113,7 @@ impl GraphEmitter<'_> {
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
         }
-        self.add_split_gradients(split);
+        self.reduce_split_gradients(split);
         if !recomputes_head_gradient {
             split_squares = self.compute_split_squares(split)?;
         }
@@ -121,20 +121,21 @@ impl GraphEmitter<'_> {
         let updated = self.facts.updated_ranges();
         let bucket_squares = self.facts.share.map(|_| self.compute_bucket_squares(&updated));
         let stage_squares = self.exchange_squares_and_loss(gradients);
-        // Sums of squares of all gradients, if each rank has only some of the gradients.
-        let all_squares = match stage_squares {
+        // Sums of squares of all gradients, if ranks have different stages or divide the optimizer's state.
+        let other_ranks_squares = match stage_squares {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
         self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
         let is_dynamic = self.facts.dynamic_scale;
-        match (split_squares, all_squares) {
+        match (split_squares, other_ranks_squares) {
             (None, None) => self.push(ops.gradient_norm(gradients, is_dynamic)),
             (None, Some((squares, count))) => {
                 let none = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
                 self.push(ops.gradient_norm_of_parts(none, is_dynamic, squares, count as u32));
             }
+            // A network that is split in model groups has neither stages nor a divided optimizer state.
             (Some(Squares { at, count }), _) => {
                 self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at.operand(), count as u32));
                 self.free_now(at);
@@ -154,7 +155,8 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Collective: computes the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
+    /// Collective: computes the sum of squares (f64) of each range of `updated`. Each rank computes its part of a range, and the parts
+    /// are summed over ranks.
     fn compute_bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
@@ -207,22 +209,22 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
+    /// Muon's step. Its temporary matrices are in the arena, because activations no longer need that memory.
     fn update_by_muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
         let gram_len = filters.last().map_or(0, |last| last.gram_offset + last.side().pow(2));
         let [iterates, grams] = [facts.layout.matrix_len, gram_len]
             .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::Update)));
-        let [of_filters, policies] = facts.policies(filters.len());
+        let [filter_entries, parameter_policies] = facts.muon_tables(filters.len());
         self.push(facts.ops.muon(ops::Muon {
             flat: part.flat,
             velocity: part.optimizer_slots[0],
             momentum: optimizer.momentum,
             filter_momentum: optimizer.filter_momentum,
             rates: part.rates,
-            filters: of_filters,
-            policies,
+            filters: filter_entries,
+            policies: parameter_policies,
             host_filters: &filters,
             iterates: iterates.map(Allocation::operand),
             grams: grams.map(Allocation::operand),

@@ -225,6 +225,8 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
 }
 
 fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
+    // A wrong mode was reported and replaced by the default, with which the other keys need not fit.
+    let has_valid_mode = errors.iter().all(|error| error.pointer != "/parallel/mode");
     let mut mistake = |pointer: &str, detail: String| {
         if !errors.iter().any(|error| error.pointer == pointer) {
             errors.push(SpecError { pointer: pointer.into(), detail });
@@ -339,7 +341,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "ranks that share a network evaluate one view of each picture: give 1, or parallel.mode = \"data\"".into(),
         );
     }
-    shard::check_combinations(spec, &mut mistake);
+    if has_valid_mode {
+        shard::check_combinations(spec, &mut mistake);
+    }
     loss::check_combinations(spec, &mut mistake);
     stop::check_combinations(spec, &mut mistake);
     if let Some(detail) = fewer_ranks::mistake(spec) {

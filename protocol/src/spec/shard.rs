@@ -200,10 +200,6 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 /// Reports combinations of `[parallel]` with other keys that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
-    // An unknown mode is reported as a mistake itself.
-    if !MODES.contains(&parallel.mode.as_str()) {
-        return;
-    }
     let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
     if !parallel.is_hybrid() && !parallel.is_auto() {
         for (key, is_set) in [

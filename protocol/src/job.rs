@@ -208,8 +208,8 @@ pub struct Job {
     /// elsewhere, the highest value of its metric `val_accuracy` that is in 0 to 1.
     pub best: Option<Measured>,
     /// Of a job that succeeded: why the validation accuracy is low or uncertain, and what to change, in a few sentences; absent if
-    /// nothing seems wrong or the job was not validated. Of a running job: whether the validation accuracy improves, or that the training
-    /// loss has exploded; absent before the second validation. Only in `GET /jobs/{id}`.
+    /// nothing seems wrong or the job was not validated. Of a running job: from the first validation on, that the training loss has
+    /// exploded; from the second on, whether the validation accuracy improves. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
     /// The newest value of every metric.

@@ -26,7 +26,7 @@ pub use check::{from_json, from_toml, key_mistakes, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
 pub use device::{DEVICE_KINDS, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
-pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
+pub use image_size::{ImageSize, MAX_SIZES, SIDES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
 pub use loss::{ClassWeights, LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};

@@ -4,7 +4,7 @@
 use crate::{
     dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
-    spec::{JobSpec, Validation, from_toml},
+    spec::{JobSpec, SIDES, Validation, from_toml},
 };
 
 /// Keys of a job file, with a comment that explains them.
@@ -79,7 +79,9 @@ impl Suggestion {
         }
         // The network's input is no larger than usual pictures of the dataset.
         let own_side = info.height.min(info.width).max(info.median_side);
-        let side = Some(own_side).filter(|side| (1..effort.side).contains(side));
+        let side = Some(own_side)
+            .filter(|side| (1..effort.side).contains(side))
+            .map(|side| side.max(*SIDES.start()));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
         let ValidationChoice { keys: validation, held_out, is_counted, samples: validation_samples } =
             choose_validation(info);

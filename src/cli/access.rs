@@ -122,8 +122,9 @@ impl AccessArgs {
     /// Returns the command that starts the server of the data directory, if the directory has a server that is stopped.
     pub(crate) fn start_command(&self) -> Option<String> {
         let dir = self.data_dir();
-        let is_stopped = recorded_address(&dir).is_none()
-            && [TOKEN, DATABASE].iter().any(|name| fs::symlink_metadata(dir.join(name)).is_ok());
+        let has = |name: &&str| fs::symlink_metadata(dir.join(name)).is_ok();
+        // A running server has an address, which this account may not be able to use.
+        let is_stopped = !has(&ADDRESS) && [TOKEN, DATABASE].iter().any(has);
         let option = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
         is_stopped.then(|| format!("lockstep serve{}", option.unwrap_or_default()))
     }

@@ -13,7 +13,7 @@ use utoipa::{
 pub const MAX_SIZES: usize = 8;
 
 /// Valid sizes: pixels of a side.
-pub(super) const SIDES: RangeInclusive<u32> = 8..=4096;
+pub const SIDES: RangeInclusive<u32> = 8..=4096;
 /// Valid epochs.
 const EPOCHS: RangeInclusive<u32> = 1..=100_000;
 

@@ -208,6 +208,7 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
         let newest = finite.values.last().copied().map(exact);
         match column.name.as_str() {
             "epoch" => job.epoch = newest.map_or(job.epoch, |epoch| epoch as u32),
+            "images_per_second" => job.images_per_second = newest.or(job.images_per_second),
             "val_loss" => job.last.val_loss = newest.or(job.last.val_loss),
             "val_accuracy" => {
                 note_best(job, &finite, columns);

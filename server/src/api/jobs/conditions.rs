@@ -94,8 +94,8 @@ fn parse_condition(text: &str) -> Result<Condition> {
                 _ if value.to_lowercase().contains(" and ") => {
                     "; separate conditions with commas (in the shell, repeat --where)"
                 }
-                Some(">") => "; write >= instead of =>",
-                Some("<") => "; write <= instead of =<",
+                Some(">") if comparison == Comparison::Equal => "; write >= instead of =>",
+                Some("<") if comparison == Comparison::Equal => "; write <= instead of =<",
                 _ => "",
             };
             let mistake = || {

@@ -39,16 +39,17 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    let start_loss = mean(read_series(metrics, job, "loss", [1, 1]).await?.iter().flatten());
-    let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.unwrap_or(0.0).max(MIN_START_LOSS);
+    // A fork has its own start.
+    let start_loss = job.sparkline.first().map_or(f64::INFINITY, |loss| f64::from(*loss));
+    let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.max(MIN_START_LOSS);
     if is_running && let Some(loss) = job.last.loss.filter(has_exploded) {
-        let start = start_loss.map_or_else(String::new, |start| format!("{} at the start, ", value(start)));
         return Ok(Some(format!(
-            "The training loss has exploded ({start}{} now): the learning rate is too high. Cancel the job and lower train.lr.",
+            "The training loss has exploded ({} at the start, {} now): the learning rate is too high. Cancel the job and lower train.lr.",
+            value(start_loss),
             value(loss)
         )));
     }
-    let series = read_series(metrics, job, "val_accuracy", [0, u64::MAX]).await?;
+    let series = read_series(metrics, job, "val_accuracy", 0).await?;
     let mut by_step = BTreeMap::new();
     for attempt in series {
         // An attempt replaces what an earlier attempt did after the checkpoint.
@@ -67,7 +68,7 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let is_augmented = data.random_resized_crop || data.augment != Augment::None || data.random_erasing > 0.0;
     let training = if is_comparable {
         let first_step = job.step.saturating_sub(job.steps_per_epoch) + 1;
-        let series = read_series(metrics, job, "accuracy", [first_step, u64::MAX]).await?;
+        let series = read_series(metrics, job, "accuracy", first_step).await?;
         mean(series.iter().flatten().filter(|bucket| bucket.step >= first_step))
     } else {
         None
@@ -78,15 +79,9 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     Ok(Course { training, is_augmented, validations, pictures, exploded_loss }.diagnosis())
 }
 
-/// Reads the series of a metric, between two steps, inclusive, in the order of attempts and ranks.
-async fn read_series(
-    metrics: &Metrics,
-    job: &Job,
-    name: &str,
-    [from, to]: [u64; 2],
-) -> Result<Vec<Vec<Bucket>>> {
-    let name = Some(name.to_owned());
-    let filter = MetricFilter { name, from: Some(from), to: Some(to), ..MetricFilter::default() };
+/// Reads the series of a metric from a step, in the order of attempts and ranks.
+async fn read_series(metrics: &Metrics, job: &Job, name: &str, from: u64) -> Result<Vec<Vec<Bucket>>> {
+    let filter = MetricFilter { name: Some(name.to_owned()), from: Some(from), ..MetricFilter::default() };
     Ok(query::find(metrics, job, &filter, MAX_BUCKETS).await?.series.into_values().collect())
 }
 

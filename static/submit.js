@@ -59,8 +59,8 @@ async function readForm(signal) {
 
 // --- the same job, written as a file ------------------------------------------------------------------
 
-/** Whether the form does not have the text's values: the text is new or has mistakes. */
-let isUnread = false, readTimer = 0;
+/** Whether the form does not have the text's values: the text is new or has mistakes. `reading` aborts the newest call of `readText`. */
+let isUnread = false, readTimer = 0, reading = null;
 
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
@@ -70,16 +70,18 @@ async function readText() {
   if (written !== notation) { notation = written; markPressed(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
   checkRequest?.abort();
+  reading?.abort();
+  const { signal } = reading = new AbortController();
   try {
-    content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]) });
+    content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]), signal });
   } catch (error) {
-    if (words !== area.value) return;
+    if (signal.aborted || words !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
     setText(byId("spec-error"), errorTexts(error));
     return showPlan(null);
   }
-  if (words !== area.value) return;
+  if (signal.aborted || words !== area.value) return;
   isUnread = false;
   setText(byId("spec-error"), "");
   fillForm(content.spec);

@@ -151,7 +151,7 @@ function apply(event) {
   drawFactsSoon();
 }
 
-/** Maximum learning rate to try after one that was too high: a tenth of a far too high learning rate is too high, too. */
+/** Maximum learning rate to try after one that was too high. A tenth of that learning rate may still be too high. */
 const MAX_LOWER_LR = 0.1;
 
 /** For each setting that advice may name, a function that returns the value to try next, or a falsy value if there is none. */

@@ -149,7 +149,7 @@ pub(crate) struct Args {
     /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
-    /// On which free GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
+    /// On which GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
     #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM_VALUES)]
     warm: Option<String>,
 }

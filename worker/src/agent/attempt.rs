@@ -129,8 +129,7 @@ impl Attempt {
         } else {
             let is_over = is_over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
-            let StartAttempt { attempt, ranks: slots, .. } = stored.start.clone();
-            context.spares.reserve(&slots);
+            let attempt = stored.start.attempt.clone();
             tokio::spawn(async move {
                 let mode = match mode {
                     StartMode::Launch => {
@@ -143,7 +142,7 @@ impl Attempt {
                 context.release_copy(&attempt);
                 is_over.store(true, Ordering::Release);
                 context.wake.notify_one();
-                context.spares.release(&slots);
+                context.spares.fill();
             });
         }
         Self { stored, orders, is_over, gang }

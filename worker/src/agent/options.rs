@@ -50,14 +50,14 @@ pub struct Options {
     pub dataset_cache_bytes: u64,
     /// Time from SIGTERM to SIGKILL, for this agent and its ranks, as configured in the program that runs the agent.
     pub killed_after_secs: u32,
-    /// The GPUs that are kept open for the next job.
+    /// The GPUs that are kept open for the next rank.
     pub warm: Warm,
 }
 
 /// GPUs with at least this much memory can spare about 0.5 GB for the context of a waiting process.
 const MIN_WARM_BYTES: u64 = 40_000_000_000;
 
-/// The GPUs on which an agent keeps a spare process with an open GPU context while no rank runs on them.
+/// The GPUs on which an agent keeps a spare process with an open GPU context, also while a rank trains on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Warm {
     /// GPUs with at least 40 GB of memory.

@@ -1,4 +1,5 @@
-//! A spare process for each GPU without ranks, so that the next rank on the GPU starts sooner.
+//! A spare process for each GPU, so that the next rank on the GPU starts sooner. It may be a rank of the next job, or of the
+//! next attempt of the running job.
 
 use super::Warm;
 use crate::supervisor::Spare;
@@ -18,15 +19,13 @@ use std::{
 pub(super) struct Spares {
     program: PathBuf,
     /// The GPUs that can have spares, by slot.
-    slots_with_spares: Mutex<BTreeMap<u32, SpareSlot>>,
+    slots: Mutex<BTreeMap<u32, SpareSlot>>,
 }
 
 #[derive(Debug)]
 struct SpareSlot {
     /// The process sees all GPUs of the agent, because it may become a rank of a job that uses several.
     gpu: RankGpu,
-    /// The number of attempts that use the slot. The next attempt may begin just before the previous attempt has ended.
-    attempts: u32,
     spare: Option<Spare>,
 }
 
@@ -40,17 +39,17 @@ impl Spares {
         let is_exclusive = |uuid: &str| nvml.as_ref().is_some_and(|nvml| nvml.is_exclusive(uuid));
         let is_kept = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
         let kept = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
-        let slots_with_spares = kept.map(|(ordinal, (slot, _))| {
+        let slots = kept.map(|(ordinal, (slot, _))| {
             let gpu = RankGpu { ordinal, visible: visible.clone() };
-            (slot.index, SpareSlot { gpu, attempts: 0, spare: None })
+            (slot.index, SpareSlot { gpu, spare: None })
         });
-        Self { program: program.to_owned(), slots_with_spares: Mutex::new(slots_with_spares.collect()) }
+        Self { program: program.to_owned(), slots: Mutex::new(slots.collect()) }
     }
 
-    /// Starts a spare for each slot without an attempt and without a live spare.
+    /// Starts a spare for each slot without a live spare.
     pub(super) fn fill(&self) {
-        for (slot, spare_slot) in &mut *lock(&self.slots_with_spares) {
-            if spare_slot.attempts > 0 || spare_slot.spare.as_mut().is_some_and(Spare::is_alive) {
+        for (slot, spare_slot) in &mut *lock(&self.slots) {
+            if spare_slot.spare.as_mut().is_some_and(Spare::is_alive) {
                 continue;
             }
             match Spare::start(&self.program, &spare_slot.gpu) {
@@ -62,36 +61,14 @@ impl Spares {
         }
     }
 
-    /// Records that an attempt uses the slots of `ranks` (pairs of rank and slot).
-    pub(super) fn reserve(&self, ranks: &[(u32, u32)]) {
-        let mut slots_with_spares = lock(&self.slots_with_spares);
-        for (_, slot) in ranks {
-            if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
-                spare_slot.attempts += 1;
-            }
-        }
-    }
-
-    /// Records that the attempt has ended, and starts spares for the next attempt.
-    pub(super) fn release(&self, ranks: &[(u32, u32)]) {
-        let mut slots_with_spares = lock(&self.slots_with_spares);
-        for (_, slot) in ranks {
-            if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
-                spare_slot.attempts = spare_slot.attempts.saturating_sub(1);
-            }
-        }
-        drop(slots_with_spares);
-        self.fill();
-    }
-
     /// Takes the spare for the next rank in a slot.
     pub(super) fn take(&self, slot: u32) -> Option<Spare> {
-        lock(&self.slots_with_spares).get_mut(&slot)?.spare.take()
+        lock(&self.slots).get_mut(&slot)?.spare.take()
     }
 
     /// Ends all processes, and starts no more.
     pub(super) fn close(&self) {
-        lock(&self.slots_with_spares).clear();
+        lock(&self.slots).clear();
     }
 }
 
@@ -115,11 +92,8 @@ mod tests {
         ];
         let kept = |slots: &[Slot], warm| {
             let spares = Spares::new(Path::new("none"), slots, warm);
-            let slots_with_spares = lock(&spares.slots_with_spares);
-            slots_with_spares
-                .iter()
-                .map(|(slot, spare_slot)| (*slot, spare_slot.gpu.clone()))
-                .collect::<Vec<_>>()
+            let slots = lock(&spares.slots);
+            slots.iter().map(|(slot, spare_slot)| (*slot, spare_slot.gpu.clone())).collect::<Vec<_>>()
         };
         let visible: Vec<String> = ["GPU-a", "GPU-b", "GPU-c"].map(str::to_owned).to_vec();
         let gpu = |ordinal| RankGpu { ordinal, visible: visible.clone() };

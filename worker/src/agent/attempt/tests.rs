@@ -124,8 +124,9 @@ async fn an_attempt_succeeds_if_all_ranks_exit_with_0() {
 }
 
 #[tokio::test]
-async fn a_spare_becomes_the_rank_and_another_spare_is_started() {
-    let script = "[ $2 != --spare ] || { path=$(cat); [ \"$path\" ] || exit 9; exec >\"${path%json}stderr\"; echo spare; }; exit 0";
+async fn a_spare_becomes_the_rank_and_another_spare_is_started_while_it_trains() {
+    let script = "[ $2 != --spare ] || { path=$(cat); [ \"$path\" ] || exit 9; exec >\"${path%json}stderr\"; echo spare; }\n\
+        until [ -e \"${path%/*}/end\" ]; do sleep 0.01; done";
     let mut fixture = fixture(1, script);
     fixture.record(0, &[step(12)]);
     let uuid = crate::toy::device("a");
@@ -136,7 +137,7 @@ async fn a_spare_becomes_the_rank_and_another_spare_is_started() {
     fixture.context.spares = spares.clone();
     spares.fill();
     let attempt = fixture.start();
-    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
+    fixture.wait_for_output(0).await;
     assert_eq!(fixture.printed(0), "spare\n");
     let next_spare = async {
         while spares.take(0).is_none() {
@@ -144,6 +145,8 @@ async fn a_spare_becomes_the_rank_and_another_spare_is_started() {
         }
     };
     tokio::time::timeout(Duration::from_secs(20), next_spare).await.expect("no other spare was started");
+    fs::write(fixture.stored.attempt_dir().join("end"), "").unwrap();
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 12 });
     // After `close`, which the agent calls when it ends, no spare is started.
     spares.fill();
     spares.close();

@@ -1,7 +1,7 @@
 //! Starts or adopts the ranks of an attempt, and decides when they end.
 
 use super::{
-    super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::StoredAttempt},
+    super::{lease::Lease, preflight::Refusal, salvage::Reported, spares::Spares, state_dir::StoredAttempt},
     AttemptContext, Order, StartMode,
 };
 use crate::{
@@ -45,11 +45,14 @@ pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
+    /// Whether the rank has recorded the results of a step.
+    is_training: bool,
 }
 
 impl RecordSink for RecordSummary {
     fn record(&mut self, event: AttemptEvent) {
         self.reported.record(&event);
+        self.is_training |= matches!(event, AttemptEvent::Metrics { .. });
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }
@@ -61,6 +64,8 @@ pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
+    /// Filled after the first step, so that new spares do not delay it. Then `None`.
+    spares: Option<Arc<Spares>>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
     /// The attempt's ending, if it was decided before all ranks had ended.
@@ -87,6 +92,7 @@ impl Watch {
             dir: stored.attempt_dir(),
             stored,
             lease: context.lease.clone(),
+            spares: Some(context.spares.clone()),
             orders,
             last_read: Instant::now(),
             decided: None,
@@ -200,6 +206,11 @@ impl Policy for Watch {
             for rank in &mut ranks.ranks {
                 // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
+            }
+            if ranks.ranks.iter().any(|rank| rank.sink.is_training)
+                && let Some(spares) = self.spares.take()
+            {
+                spares.fill();
             }
         }
         Ok(())

@@ -332,7 +332,7 @@ impl JobPage {
                 (Some(all), ..=1) => (rate(all), empty()),
                 (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),
             },
-            loss: (job.last.loss.map_or_else(dash, value), empty()),
+            loss: job.last.loss.map_or_else(|| (dash(), empty()), |loss| (value(loss), "newest step".into())),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {
                     percent(accuracy) + &uncertainty(accuracy, job.last.val_pictures)

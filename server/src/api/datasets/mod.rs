@@ -133,13 +133,16 @@ pub(crate) async fn register(
     Ok(dataset)
 }
 
-/// Checks that no dataset has this name.
+/// Checks that no dataset has this name, or a name that differs from it only in capitals.
 async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
-    if datasets.store.dataset(name).await?.is_none() {
+    let registered = datasets.store.datasets().await?;
+    let Some(same) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
-    }
-    let detail =
-        format!("a dataset is already called {name:?}; choose another name, or remove that dataset first");
+    };
+    let detail = format!(
+        "a dataset is already called {:?}; choose another name, or remove that dataset first",
+        same.name
+    );
     Err(Error::WithCode(Code::NameTaken, detail))
 }
 

@@ -32,7 +32,8 @@ const EXPLODED: f64 = 3.0;
 const MIN_START_LOSS: f64 = 2.3;
 
 /// Returns the diagnosis of a job. `None` if the job neither runs nor succeeded, or has too few validations; after the end, also if the job
-/// needs no advice and its training accuracy cannot be compared with its validation accuracy. The page's links to clones recognise a learning rate that is too high by these words.
+/// needs no advice and has no training accuracy that can be compared. The page's links to clones recognise a learning rate that is too high
+/// by these words.
 pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
     let is_running = job.state == JobState::Running;
     let has_course = is_running || job.state == JobState::Succeeded;

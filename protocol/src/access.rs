@@ -1,4 +1,4 @@
-//! Access tokens, as `GET /tokens` lists them, and the rights of each scope.
+//! Access tokens, as `GET /tokens` lists them, the rights of each scope, and the audit log.
 
 use crate::spec::named::words;
 use serde::{Deserialize, Serialize};
@@ -91,6 +91,30 @@ impl Token {
     pub fn is_valid(&self, now: jiff::Timestamp) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|at| now < at)
     }
+}
+
+/// A request that changed something, or tried to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AuditEntry {
+    /// Opaque. Ids sort by time.
+    pub id: String,
+    /// When the request was answered.
+    pub at: jiff::Timestamp,
+    /// Name of the person or token; empty if the caller is unknown.
+    pub who: String,
+    /// Id of the token; empty if the caller is unknown.
+    pub token_id: String,
+    /// Network address of the client.
+    pub address: String,
+    /// Method and route, or `sign in`.
+    pub action: String,
+    /// The requested path. If the path does not name the object that was created or changed, the object follows after `: `; so do the
+    /// changes to a job, a person or an alias, such as `priority: 5 (was 0)`.
+    pub object: String,
+    /// HTTP status of the response.
+    pub status: u16,
+    /// Value of the header `x-request-id`.
+    pub request_id: String,
 }
 
 #[cfg(test)]

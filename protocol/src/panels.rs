@@ -15,6 +15,26 @@ const MAX_SPAN: u8 = 3;
 /// Number of vertical axes of a panel: one at each side.
 const AXES: usize = 2;
 
+/// Where the panels of a job come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Origin {
+    /// The job has its own panels.
+    Job,
+    /// The job has no own panels and shows its project's panels.
+    Project,
+    /// Neither the job nor its project has panels.
+    None,
+}
+
+/// The panels of a job's page.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct JobPanels {
+    pub from: Origin,
+    /// In the order on the page.
+    pub panels: Vec<Panel>,
+}
+
 /// A chart of one or several metrics of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

@@ -166,7 +166,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ),
         ("images a second", job.images_per_second.map(rate)),
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
-        ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
+        ("loss", job.last.loss.map(|v| format!("{v:.4} (newest step)"))),
         ("validation accuracy", job.last.accuracy_in_words()),
         ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.epoch_or_step()))),
         (

@@ -86,7 +86,7 @@ export class Facts {
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#rankCount > 1 ? `${rate(speed / this.#rankCount)} per rank` : "");
     const newestLoss = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
-    setFact("loss", newestLoss == null ? "–" : value(newestLoss), "");
+    setFact("loss", newestLoss == null ? "–" : value(newestLoss), newestLoss == null ? "" : "newest step");
     byId("loss").title = newestLoss == null ? "" : String(newestLoss);
 
     const accuracy = newestFinite(metrics.series("val_accuracy")) ?? job.last.val_accuracy, { best } = job;

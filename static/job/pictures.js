@@ -17,6 +17,10 @@ export async function predictionFigures(job, entries, names) {
     const isWrong = label !== predicted;
     const sureness = percent(confidence, 0).replace(" ", "\u00a0");
     const alt = isWrong ? `picture ${index}: ${names[label]}, taken for ${names[predicted]}` : `picture ${index}: ${names[label]}`;
-    return figure(sample.png, alt, [[isWrong ? `${names[predicted]} ${sureness}` : `${sureness} sure`, isWrong ? "bad" : ""], [isWrong ? `is ${names[label]}` : names[label], "muted"]]);
+    const lines = [[isWrong ? `${names[predicted]} ${sureness}` : `${sureness} sure`, isWrong ? "bad" : ""], [isWrong ? `is ${names[label]}` : names[label], "muted"]];
+    if (sample.file) lines.push([sample.file.split("/").pop(), "muted"]);
+    const shown = figure(sample.png, alt, lines);
+    shown.title = sample.file ?? "";
+    return shown;
   });
 }

@@ -98,6 +98,12 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
+  /** Whether all ranks compute on the CPU cores of one machine, which makes their times depend on each other. */
+  #shareCores() {
+    const reports = [...this.#reports.values()];
+    return reports.length > 1 && reports.every(({ device }) => device.startsWith("CPU")) && new Set(this.#agents.values()).size === 1;
+  }
+
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
   #describeLimit(times) {
     const known = times.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).newestSegment?.newestStep >= WINDOW);
@@ -106,9 +112,10 @@ export class Ranks {
     const dataShare = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
     const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), transferShare = slowest.wait / slowest.step;
-    if (slowest.wait > slowest.compute && transferShare > dataShare) return ` · limited by communication (all-reduce takes ${percent(transferShare, 0)} of a step)`;
+    const cores = this.#shareCores() ? " · limited by the machine's CPU cores, which the ranks share: fewer ranks may be as fast" : "";
+    if (slowest.wait > slowest.compute && transferShare > dataShare) return cores || ` · limited by communication (all-reduce takes ${percent(transferShare, 0)} of a step)`;
     if (dataShare > MAX_DATA_SHARE) return ` · limited by data loading (${percent(dataShare, 0)} of a step)`;
-    if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return ` · limited by rank ${slowest.rank}: the others wait for it`;
+    if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return cores || ` · limited by rank ${slowest.rank}: the others wait for it`;
     return " · limited by computing";
   }
 
@@ -116,7 +123,7 @@ export class Ranks {
   findSlowRank() {
     const times = Array.from({ length: this.metrics.rankCount }, (_, r) => ({ rank: r, ...this.#stepTimes(r) }))
       .filter((s) => Number.isFinite(s.step));
-    if (times.length < 2) return null;
+    if (times.length < 2 || this.#shareCores()) return null;
     let worst = null;
     for (const s of times) {
       const segment = this.metrics.series("step_ms", s.rank).newestSegment;

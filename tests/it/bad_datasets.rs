@@ -208,6 +208,8 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
     };
     let job = server.submit(&spec("folder", "fail")).await;
     server.wait_for_success(&job).await;
+    let seen = server.get(&format!("/jobs/{job}/samples?indices=0")).await;
+    assert_eq!(seen["samples"][0]["file"], file, "{seen:#}");
     // A missing shard is a broken file.
     let job = server.wait_for_end(&server.submit(&spec("pattern", "fail")).await).await;
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");

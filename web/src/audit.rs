@@ -2,24 +2,12 @@
 
 use crate::{jobs::percent_encode, layout::CurrentUser};
 use askama::Template;
-use jiff::Timestamp;
+use lockstep_protocol::access::AuditEntry;
 
 /// A line of the log.
 #[derive(Debug, Clone)]
 pub struct AuditLine {
-    pub at: Timestamp,
-    /// Name of the token or person. Empty if the request had neither.
-    pub who: String,
-    /// Network address of the client.
-    pub address: String,
-    /// Method and route, or `sign in`.
-    pub action: String,
-    /// The requested URL. If the URL does not contain the name of the created or changed object, `: ` and the name follow.
-    pub object: String,
-    /// HTTP status of the response.
-    pub status: u16,
-    /// The request's id, as in the server's log.
-    pub request_id: String,
+    pub entry: AuditEntry,
     /// Name of the job whose id [`AuditLine::job_id`] returns. Empty if the job no longer exists.
     pub job_name: String,
 }
@@ -92,7 +80,7 @@ static ACTIONS: [(&str, &str, &str, &str); 60] = [
 impl AuditLine {
     /// Returns the URL without its query, and the name of the object that was created or changed.
     fn url_and_name(&self) -> (&str, &str) {
-        let (url, name) = self.object.split_once(": ").unwrap_or((&self.object, ""));
+        let (url, name) = self.entry.object.split_once(": ").unwrap_or((&self.entry.object, ""));
         (url.split('?').next().unwrap_or_default(), name)
     }
 
@@ -101,17 +89,17 @@ impl AuditLine {
     fn key_and_name(&self) -> (String, &str) {
         let (_, name) = self.url_and_name();
         let (button, object) = name.split_once(' ').unwrap_or((name, ""));
-        if !matches!(self.action.as_str(), "POST /people" | "POST /webhooks") || button.is_empty() {
-            return (self.action.clone(), name);
+        if !matches!(self.entry.action.as_str(), "POST /people" | "POST /webhooks") || button.is_empty() {
+            return (self.entry.action.clone(), name);
         }
         let object = object.split_once("\": ").map_or(object, |(object, _)| object);
-        (format!("{} {button}", self.action), object.trim_matches('"'))
+        (format!("{} {button}", self.entry.action), object.trim_matches('"'))
     }
 
     /// Returns the changes to a job, a person or an alias: `role: "viewer" (was "member")`. Empty for other requests.
     fn changes(&self) -> &str {
         let (_, name) = self.url_and_name();
-        match self.action.as_str() {
+        match self.entry.action.as_str() {
             "POST /people" => name.split_once("\": ").map_or("", |(_, changes)| changes),
             action if action.starts_with("PATCH ") || action.starts_with("PUT ") => name,
             _ => "",
@@ -120,7 +108,7 @@ impl AuditLine {
 
     /// Returns the values of the route's parameters.
     fn parameters(&self) -> Vec<&str> {
-        let route = self.action.split_once(' ').map_or("", |(_, route)| route);
+        let route = self.entry.action.split_once(' ').map_or("", |(_, route)| route);
         let (url, _) = self.url_and_name();
         let parameters = route.split('/').zip(url.split('/')).filter(|(key, _)| key.starts_with('{'));
         parameters.map(|(_, value)| value).collect()
@@ -129,7 +117,8 @@ impl AuditLine {
     /// Returns the id of the job that the request concerns; `None` for a request that concerns no single job.
     pub fn job_id(&self) -> Option<&str> {
         let id = self.parameters().first().copied().unwrap_or_else(|| self.url_and_name().1);
-        let is_about_job = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
+        let is_about_job =
+            self.entry.action.contains(" /api/v1/jobs") || self.entry.action.contains(" /jobs/new");
         Some(id).filter(|id| is_about_job && !id.is_empty())
     }
 
@@ -143,9 +132,9 @@ impl AuditLine {
     fn action_text(&self) -> String {
         let (key, _) = self.key_and_name();
         match ACTIONS.iter().find(|(known, ..)| *known == key) {
-            Some((_, verb, _, object)) if self.status >= 400 => format!("tried to {verb} {object}"),
+            Some((_, verb, _, object)) if self.entry.status >= 400 => format!("tried to {verb} {object}"),
             Some((_, _, past, object)) => format!("{past} {object}"),
-            None => self.action.clone(),
+            None => self.entry.action.clone(),
         }
     }
 
@@ -158,7 +147,7 @@ impl AuditLine {
             self.job_name.clone()
         } else if !id.is_empty() {
             id
-        } else if name.is_empty() && self.action_text() == self.action {
+        } else if name.is_empty() && self.action_text() == self.entry.action {
             url.to_owned()
         } else {
             name.to_owned()
@@ -218,13 +207,17 @@ mod tests {
     #[test]
     fn requests_are_described_with_the_names_of_jobs() {
         let line = |action: &str, object: &str, job_name: &str| AuditLine {
-            at: Timestamp::UNIX_EPOCH,
-            who: "ada".into(),
-            address: "::1".into(),
-            action: action.into(),
-            object: object.into(),
-            status: 200,
-            request_id: "r".into(),
+            entry: AuditEntry {
+                id: "1".into(),
+                at: jiff::Timestamp::UNIX_EPOCH,
+                who: "ada".into(),
+                token_id: String::new(),
+                address: "::1".into(),
+                action: action.into(),
+                object: object.into(),
+                status: 200,
+                request_id: "r".into(),
+            },
             job_name: job_name.into(),
         };
         for (action, object, name, sentence, job) in [
@@ -265,7 +258,8 @@ mod tests {
             assert_eq!(line.job_id(), job, "{action}");
         }
         let mut lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
-        lines.push(AuditLine { status: 422, ..line("POST /api/v1/jobs", "/api/v1/jobs", "") });
+        lines.push(line("POST /api/v1/jobs", "/api/v1/jobs", ""));
+        lines[1].entry.status = 422;
         lines.push(line("PATCH /api/v1/jobs/{id}", "/api/v1/jobs/j1: priority: 5 (was 0)", "shoes"));
         lines.push(line("POST /people", "/people: Role \"bob\": role: \"viewer\" (was \"member\")", ""));
         let (who, text, user) = ("ada".into(), "/jobs".into(), CurrentUser::NOBODY);

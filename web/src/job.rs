@@ -13,7 +13,7 @@ use lockstep_protocol::{
     best::best_words,
     job::{External, Job, JobState, RunFile},
     numbers::uncertainty,
-    panels::Panel,
+    panels::JobPanels,
     queue::reason_for_waiting,
     reason::{Reason, ReasonKind},
 };
@@ -55,15 +55,6 @@ pub struct RankEntry {
     pub report: Option<RankReport>,
 }
 
-/// The panels that a job's page shows.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct Panels {
-    /// Where the panels come from: `job`, `project`, or `none` if no panels are configured.
-    pub from: &'static str,
-    /// The panels, in order.
-    pub panels: Vec<Panel>,
-}
-
 /// `GET /jobs/{id}`.
 #[derive(Debug, Clone, Template)]
 #[template(path = "job.html")]
@@ -81,7 +72,7 @@ pub struct JobPage {
     /// Whether the user may change the job.
     pub may_change: bool,
     /// Panels that people have configured.
-    pub panels: Panels,
+    pub panels: JobPanels,
     /// Whether the job has histograms of its layers.
     pub has_histograms: bool,
     /// Whether the job has a description of its network.
@@ -96,7 +87,7 @@ struct Data<'a> {
     job: &'a Job,
     ranks: &'a [RankEntry],
     checkpoints: &'a [Checkpoint],
-    panels: &'a Panels,
+    panels: &'a JobPanels,
     may_change: bool,
     has_artifact_store: bool,
 }
@@ -332,7 +323,7 @@ impl JobPage {
                 (Some(all), ..=1) => (rate(all), empty()),
                 (Some(all), ranks) => (rate(all), format!("{} per rank", rate(all / f64::from(ranks)))),
             },
-            loss: (job.last.loss.map_or_else(dash, value), empty()),
+            loss: job.last.loss.map_or_else(|| (dash(), empty()), |loss| (value(loss), "newest step".into())),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {
                     percent(accuracy) + &uncertainty(accuracy, job.last.val_pictures)

@@ -290,6 +290,11 @@ fn foreign_word_hint(words: &[&str], word: &str) -> Option<&'static str> {
 }
 
 impl Kind {
+    /// Whether the value is one number.
+    pub fn is_number(self) -> bool {
+        matches!(self, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })
+    }
+
     /// # Errors
     /// What the value must be and what it is.
     pub(super) fn check(self, value: &Value) -> Result<(), String> {

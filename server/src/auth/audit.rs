@@ -1,11 +1,8 @@
 //! The audit log. Requests queue entries and do not wait until the entries are written. A task writes many entries at a time, and removes
 //! old entries.
 
-use crate::{
-    store::{AuditEntry, Store},
-    util::failure_log::FailureLog,
-};
-use lockstep_protocol::backoff::Backoff;
+use crate::{store::Store, util::failure_log::FailureLog};
+use lockstep_protocol::{access::AuditEntry, backoff::Backoff};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{mpsc, oneshot},

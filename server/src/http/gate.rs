@@ -23,7 +23,7 @@ use crate::{
         rate_limit::RateLimiter,
         request_id,
     },
-    store::{AuditEntry, principal},
+    store::principal,
     util::tasks::Tasks,
 };
 use axum::{
@@ -33,7 +33,11 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use base64::{Engine, prelude::BASE64_STANDARD};
-use lockstep_protocol::{access::Scope, people::Role, spec::shortened};
+use lockstep_protocol::{
+    access::{AuditEntry, Scope},
+    people::Role,
+    spec::shortened,
+};
 use lockstep_web::layout::CurrentUser;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;

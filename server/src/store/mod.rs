@@ -31,6 +31,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{
     JobSpec,
+    access::AuditEntry,
     agent::{Acknowledged, AttemptRef, RankReport},
     attempt::Attempt,
     dataset::Dataset,

@@ -10,10 +10,7 @@ use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, PgConnection,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 // The queries are compiled once for each database: see `sql/mod.rs`.
 #[allow(clippy::duplicate_mod)]
@@ -23,19 +20,8 @@ mod sql;
 pub use sql::SqlStore as PostgresStore;
 pub(super) use sql::copy;
 
-/// The advisory lock, which ends with the writing session.
-#[derive(Debug)]
-pub(super) struct Lock;
-
-impl Lock {
-    #[allow(clippy::unused_self)] // The same signature as for SQLite's lock file.
-    pub(super) fn note_closing(&self) {}
-}
-
 /// The comments in the module of the same name in `sqlite.rs` apply here, too.
 mod dialect {
-    pub(super) use super::Lock;
-
     pub(super) type Db = sqlx::Postgres;
     pub(super) type Connection = sqlx::PgConnection;
     pub(super) type DbRow = sqlx::postgres::PgRow;
@@ -138,7 +124,8 @@ impl PostgresStore {
             sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
         }
         let reader = pool(MAX_READERS).connect_with(options).await.map_err(failed)?;
-        Ok(Self { writer, reader, lock: Arc::new(Lock) })
+        // The advisory lock ends with the writing session.
+        Ok(Self { writer, reader, lock: None })
     }
 }
 

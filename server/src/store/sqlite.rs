@@ -32,8 +32,6 @@ pub use sql::SqlStore as SqliteStore;
 pub(super) use sql::copy;
 
 mod dialect {
-    pub(super) use super::Lock;
-
     pub(super) type Db = sqlx::Sqlite;
     pub(super) type Connection = sqlx::SqliteConnection;
     pub(super) type DbRow = sqlx::sqlite::SqliteRow;
@@ -145,7 +143,7 @@ impl SqliteStore {
         let change = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
         sqlx::query(change).execute(&writer).await.map_err(failed_query)?;
         lock.write_note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
-        Ok(Self { writer, reader, lock: Arc::new(lock) })
+        Ok(Self { writer, reader, lock: Some(Arc::new(lock)) })
     }
 }
 

@@ -19,9 +19,6 @@ static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 /// The value in a job's column of JSON. If it cannot be read, logs an error and returns the default.
 pub(super) fn json_or_default<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
-    if text == "{}" {
-        return T::default();
-    }
     from_json(text).unwrap_or_else(|error| {
         log_once(&format!("{column} of job {job}: {error}"));
         T::default()

@@ -72,6 +72,8 @@ async fn test_models(server: TestServer) {
     ] {
         assert_refused(server.post("/models", &body).await, 422, &[pointer]);
     }
+    let capital = json!({"name": "Shoes", "checkpoint": checkpoint});
+    assert_refused(server.post("/models", &capital).await, 409, &["shoes"]);
     for (key, value) in [("checkpoint", format!("{job}-1-6")), ("job", "x".into())] {
         assert_refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
     }

@@ -8,11 +8,12 @@ async fn problems_have_codes() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 2).await;
     let ids = submit_jobs(&server, &[("a", 0.1, "")]).await;
-    let body = json!({"name": "pictures", "path": "/x"});
+    let dataset = |name: &str| json!({"name": name, "path": "/x"});
     for ((status, problem), expected) in [
         (server.get("/nothing").await, (404, "not_found")),
         (server.delete("/jobs").await, (405, "method_not_allowed")),
-        (server.post("/datasets", &body).await, (409, "name_taken")),
+        (server.post("/datasets", &dataset("pictures")).await, (409, "name_taken")),
+        (server.post("/datasets", &dataset("Pictures")).await, (409, "name_taken")),
         (server.delete("/datasets/pictures").await, (409, "dataset_in_use")),
         (server.post(&format!("/jobs/{}/resume", ids[0]), &json!({})).await, (409, "wrong_state")),
         (server.post("/jobs", &json!({"nam": 1})).await, (422, "invalid")),

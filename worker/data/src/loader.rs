@@ -238,6 +238,13 @@ impl DataSource {
         Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
     }
 
+    /// The file of the picture at a position as in [`DataSource::picture`]; `None` if a file has several pictures.
+    pub fn file(&self, is_validation: bool, position: u64) -> Option<String> {
+        let part = if is_validation { &self.validation } else { &self.train };
+        let files = part.files().or(part.split.decoded_files.as_ref())?;
+        usize::try_from(position).ok().filter(|index| *index < files.len()).map(|index| files.name(index))
+    }
+
     /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
     pub fn take_newly_broken(&self) -> (Vec<String>, usize) {
         let (mut lines, training) = self.train.broken.take_unlogged();

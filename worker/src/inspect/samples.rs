@@ -39,7 +39,8 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let requested = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
             for (index, epoch) in requested.take(MAX_PICTURES) {
                 let (label, picture) = source.picture(validation, index, epoch)?;
-                samples.push(Sample { index, label, epoch, file: None, png: encode_png(picture)? });
+                let file = source.file(validation, index);
+                samples.push(Sample { index, label, epoch, file, png: encode_png(picture)? });
             }
             Ok(Samples { total, classes: source.shape.classes.clone(), samples })
         }

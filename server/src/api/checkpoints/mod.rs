@@ -234,14 +234,17 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
             &format!("{how}, also in the object store"),
         )),
         Some(Err(NotFetched::StoreUnavailable(why))) => Err(Error::Unavailable(format!(
-            "this checkpoint is in the object store, which cannot be reached now ({why}); try again later"
+            "checkpoint {} is in the object store, which cannot be reached now ({why}); try again later",
+            row.id
         ))),
         Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
-            "this checkpoint cannot be fetched from the object store: the server cannot write to its disk ({why})"
+            "checkpoint {} cannot be fetched from the object store: the server cannot write to its disk ({why})",
+            row.id
         ))),
-        None => Err(Error::Unavailable(
-            "this checkpoint is being fetched from the object store; ask again in a moment".into(),
-        )),
+        None => Err(Error::Unavailable(format!(
+            "checkpoint {} is being fetched from the object store; ask again in a moment",
+            row.id
+        ))),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     api::datasets::{self, NewDataset},
     config::{Bundled, ServeConfig},
     datasets::Datasets,
-    http::error::{Code, run_blocking},
+    http::error::run_blocking,
 };
 use lockstep_protocol::dataset::Dataset;
 use std::{
@@ -29,10 +29,7 @@ pub(crate) async fn register(
 ) -> Inspected<Response> {
     let missing = || Error::NotFound("this server has no bundled pictures".into());
     let bundled = config.bundled.ok_or_else(missing)?;
-    if datasets.store.dataset(bundled.name).await?.is_some() {
-        let detail = format!("a dataset is already called {:?}", bundled.name);
-        return Err(Error::WithCode(Code::NameTaken, detail).into());
-    }
+    datasets::check_free(&datasets, bundled.name).await?;
     let folder = config.data_dir.join("datasets").join(bundled.name);
     let path = run_blocking(move || unpack(&bundled, &folder)).await?;
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;

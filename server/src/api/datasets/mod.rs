@@ -133,13 +133,16 @@ pub(crate) async fn register(
     Ok(dataset)
 }
 
-/// Checks that no dataset has this name.
+/// Checks that no dataset has this name, or a name that differs from it only in capitals.
 async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
-    if datasets.store.dataset(name).await?.is_none() {
+    let registered = datasets.store.datasets().await?;
+    let Some(same) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
-    }
-    let detail =
-        format!("a dataset is already called {name:?}; choose another name, or remove that dataset first");
+    };
+    let detail = format!(
+        "a dataset is already called {:?}; choose another name, or remove that dataset first",
+        same.name
+    );
     Err(Error::WithCode(Code::NameTaken, detail))
 }
 
@@ -235,7 +238,7 @@ pub(crate) async fn inspect_again(
     Query(wait): Query<WaitQuery>,
     Path(name): Path<String>,
 ) -> Inspected<Json<Dataset>> {
-    let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
+    let dataset = find(&*datasets.store, &name).await?;
     Ok(Json(inspect_registered(&datasets, dataset, wait.patience()?).await?))
 }
 
@@ -295,8 +298,12 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
 }
 
-fn no_such_dataset() -> Error {
-    Error::NotFound("no dataset has this name".into())
+/// Returns the dataset of this name.
+///
+/// # Errors
+/// 404: no dataset has this name.
+pub(super) async fn find(store: &dyn Store, name: &str) -> Result<Dataset> {
+    store.dataset(name).await?.ok_or_else(|| Error::NotFound("no dataset has this name".into()))
 }
 
 /// Returns the mistake in a dataset's name, if any.
@@ -374,7 +381,7 @@ pub(crate) async fn show(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<Response> {
-    json_with_etag(&headers, &store.dataset(&name).await?.ok_or_else(no_such_dataset)?)
+    json_with_etag(&headers, &find(&*store, &name).await?)
 }
 
 /// Remove a dataset

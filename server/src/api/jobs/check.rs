@@ -12,7 +12,6 @@ use crate::{
     scheduler::{Scheduler, device_for, max_capacity_of},
     store::JobFilter,
 };
-use futures_util::future::join_all;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
@@ -201,18 +200,14 @@ async fn current_datasets<'a>(
     documents: impl IntoIterator<Item = &'a Value>,
 ) -> Result<Vec<(Dataset, Option<String>)>> {
     let names: HashSet<&str> = documents.into_iter().filter_map(dataset_name).collect();
-    let visible = datasets::visible_datasets(&*scheduler.store, caller).await?;
-    let refreshed = visible.into_iter().map(|mut dataset| {
+    let mut current = Vec::new();
+    for mut dataset in datasets::visible_datasets(&*scheduler.store, caller).await? {
         let is_named = names.contains(dataset.name.as_str());
-        async move {
-            let mut warning = None;
-            if is_named {
-                warning = datasets::refresh(&scheduler.datasets, &mut dataset).await;
-            }
-            (dataset, warning)
-        }
-    });
-    Ok(join_all(refreshed).await)
+        let warning =
+            if is_named { datasets::refresh(&scheduler.datasets, &mut dataset).await } else { None };
+        current.push((dataset, warning));
+    }
+    Ok(current)
 }
 
 fn dataset_name(document: &Value) -> Option<&str> {

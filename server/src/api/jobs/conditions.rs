@@ -64,8 +64,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
     // A name of both a setting and a result means the setting.
     let (key, kind) = match (find_single_setting(path, &names), as_result) {
         (Ok((table, key, kind)), _) => {
-            let is_number = matches!(kind, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. });
-            (SortBy::Setting { table, key, is_number }, Some(kind))
+            (SortBy::Setting { table, key, is_number: kind.is_number() }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
         (Err(_), None) if FILTERS.contains(&path) => {
@@ -86,7 +85,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
     }
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
-        None | Some(Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
+        _ if kind.is_none_or(Kind::is_number) => {
             let (digits, unit) =
                 value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
             let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
@@ -150,16 +149,7 @@ pub(super) fn result_sort_key(name: &'static str) -> SortBy {
 
 /// Whether a setting has a single value that can be compared.
 fn is_single(kind: &Kind) -> bool {
-    matches!(
-        kind,
-        Kind::Whole { .. }
-            | Kind::Seed
-            | Kind::Number { .. }
-            | Kind::Bool
-            | Kind::Word(_)
-            | Kind::Text { .. }
-            | Kind::Project
-    )
+    kind.is_number() || matches!(kind, Kind::Bool | Kind::Word(_) | Kind::Text { .. } | Kind::Project)
 }
 
 /// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has

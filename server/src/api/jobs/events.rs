@@ -83,16 +83,16 @@ pub(crate) async fn list(
     let has_metrics = types.is_empty() || types.contains(&"metrics");
     let pages = Pages::new("events", ORDER).owned_by("job", job.id.as_str());
     let mut after: u64 = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
-    let (mut items, mut bytes, mut examined, mut is_full) = (Vec::new(), 0, 0, false);
+    let (mut items, mut bytes, mut examined) = (Vec::new(), 0, 0);
     let _permit = large::acquire_permit(limit).await?;
     let limit = limit as usize;
-    while !is_full {
+    let next_cursor = 'pages: loop {
         let rows = scheduler.store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
         let is_end = rows.len() < ROWS as usize;
         // Lets other requests run between two queries.
         tokio::task::yield_now().await;
-        'rows: for row in rows {
+        for row in rows {
             // Nearly all rows of a long run are points, which take the longest to serialize.
             if !has_metrics && matches!(row.content, RowContent::Points { .. }) {
                 after = after.max(row.seq);
@@ -102,8 +102,7 @@ pub(crate) async fn list(
             tokio::task::yield_now().await;
             for (seq, frame) in row.frames(after) {
                 if items.len() == limit || bytes >= PAGE_BYTES {
-                    is_full = true;
-                    break 'rows;
+                    break 'pages Some(pages.encode(&after)?);
                 }
                 let event: Value = serde_json::from_str(&frame)
                     .map_err(|e| Error::Internal(format!("event {seq} cannot be read: {e}")))?;
@@ -116,12 +115,12 @@ pub(crate) async fn list(
             }
             after = after.max(row.seq);
         }
-        if is_end && !is_full {
-            return large::json_response(EventList { events: Elements { items, fields }, next_cursor: None })
-                .await;
+        if is_end {
+            break None;
         }
-        is_full = is_full || examined >= MAX_EXAMINED;
-    }
-    let next_cursor = Some(pages.encode(&after)?);
+        if examined >= MAX_EXAMINED {
+            break Some(pages.encode(&after)?);
+        }
+    };
     large::json_response(EventList { events: Elements { items, fields }, next_cursor }).await
 }

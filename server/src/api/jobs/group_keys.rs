@@ -54,7 +54,7 @@ fn parse_key(part: &str) -> Result<GroupBy> {
             match (table, key, kind) {
                 ("", "project", _) => GroupBy::Project,
                 ("", "name", _) => GroupBy::Name,
-                (_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
+                (_, _, kind) if kind.is_number() => {
                     GroupBy::Setting { table, key, kind: SettingKind::Number }
                 }
                 (_, _, Kind::Bool) => GroupBy::Setting { table, key, kind: SettingKind::Bool },

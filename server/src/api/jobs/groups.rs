@@ -3,14 +3,16 @@
 use super::{group_keys, list::ListQuery, sorting::numeric_sort_key};
 use crate::api::prelude::*;
 use crate::{
-    api::list::{self, Key, MAX_LIMIT, Pages},
+    api::{
+        large,
+        list::{self, Key, MAX_LIMIT, Pages},
+    },
     http::extract::check_count,
     store::{GroupRow, GroupValue, MeanAndSpread, RunningStatistics, Store},
 };
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
-use std::{collections::BTreeMap, time::Duration};
-use tokio::sync::Semaphore;
+use std::collections::BTreeMap;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Maximum number of groups on all pages.
@@ -19,11 +21,6 @@ const MAX_GROUPS: usize = 10_000;
 const MAX_METRICS: usize = 16;
 /// Maximum size of a group's values in a cursor, in bytes. Longer values are replaced by their hash.
 const ID_BYTES: usize = 600;
-
-/// Limits the number of concurrent requests, because each request reads all matching jobs and the database has few readers.
-static PERMITS: Semaphore = Semaphore::const_new(2);
-/// Maximum time to wait for a permit.
-const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Parameters of `GET /jobs/groups`. The filters are the same as in `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -168,9 +165,8 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
-    let permit = tokio::time::timeout(PERMIT_TIMEOUT, PERMITS.acquire()).await;
-    let _permit =
-        permit.map_err(|_| Error::Unavailable("other requests are grouping jobs; try again".into()))?;
+    // Each request reads all matching jobs, and the database has few readers.
+    let _permit = large::acquire_permit(MAX_LIMIT).await?;
     let rows = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(rows) = rows else {
         return Err(Error::BadRequest(format!(

@@ -9,13 +9,14 @@ use crate::{
     auth::Auth,
     http::extract::{check_count, parse_job_id},
     scheduler::Scheduler,
-    store::{AuditEntry, Store},
+    store::Store,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
+    access::AuditEntry,
     attempt::Attempt,
     history::{Entry, History, Relative, What},
-    job::{Job, JobState, Parent, Waiting},
+    job::{Job, JobState, Parent},
     reason::{Reason, ReasonKind},
     stream::{Event, EventBody},
 };
@@ -80,15 +81,12 @@ pub(crate) async fn show(
         at: Some(fork.created_at),
         who: fork.owner,
     });
-    // A job that was queued after the newest round of dispatch is not in the plan.
-    let unplanned = Waiting { place: rows.jobs_before + 1, reason: None };
-    let queue = job.state.is_waiting().then(|| scheduler.last_plan.find(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| pages.encode(&end)).transpose()?;
     entries.truncate(end);
     entries.drain(..from.min(entries.len()));
-    Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
+    Ok(Json(History { parent, forks: forks.collect(), queue: job.queue, entries, next_cursor, total }))
 }
 
 /// Returns the parent of a fork, if the caller may see that job, and the id of the checkpoint from which the fork began. If the

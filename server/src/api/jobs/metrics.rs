@@ -13,7 +13,7 @@ use crate::{
     store::{self, MetricChunk, MetricFilter, Store},
 };
 use axum::body::Body;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use lockstep_protocol::{
     job::Job,
     metric::{self, MetricColumn},
@@ -181,13 +181,14 @@ pub(crate) async fn csv(
     check_name(filter.name.as_deref(), [&job])?;
     let name = attachment(&format!("{}-metrics.csv", job.name));
     let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
+    let heading = stream::once(async { Ok("attempt,rank,name,step,value\n".to_owned()) });
     let parts = stream::try_unfold(csv, |mut csv| async move {
         let part = csv.next_part().await?;
         Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
     Ok((
         [(header::CONTENT_TYPE, "text/csv; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
-        Body::from_stream(parts),
+        Body::from_stream(heading.chain(parts)),
     )
         .into_response())
 }
@@ -197,7 +198,6 @@ struct Csv {
     store: Arc<dyn Store>,
     job: Job,
     filter: MetricFilter,
-    has_header: bool,
     /// Series (metric and rank) whose chunks are not sent yet. Some points of these series are only in chunks. The points in chunks are
     /// sent first, then the points in events.
     series: VecDeque<(String, u32)>,
@@ -219,28 +219,14 @@ impl Csv {
                     && (filter.ranks.is_empty() || filter.ranks.contains(&chunk.rank))
             };
             series.extend(chunks.into_iter().filter(is_requested).map(|chunk| (chunk.name, chunk.rank)));
-            let position = |name: &str| metric::NAMES.iter().position(|known| *known == name);
-            series.sort_by_cached_key(|(name, rank)| {
-                (position(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)
-            });
+            series.sort();
             series.dedup();
         }
-        Ok(Self {
-            store,
-            job,
-            series: series.into(),
-            filter,
-            has_header: false,
-            watermarks: HashMap::new(),
-            after,
-        })
+        Ok(Self { store, job, series: series.into(), filter, watermarks: HashMap::new(), after })
     }
 
     /// Returns the next part of the file; `None` at its end.
     async fn next_part(&mut self) -> store::Result<Option<String>> {
-        if !std::mem::replace(&mut self.has_header, true) {
-            return Ok(Some("attempt,rank,name,step,value\n".into()));
-        }
         let mut text = String::new();
         if let Some((name, rank)) = self.series.pop_front() {
             let filter = MetricFilter { name: Some(name.clone()), ranks: vec![rank], ..self.filter.clone() };

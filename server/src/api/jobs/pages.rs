@@ -249,7 +249,7 @@ pub(crate) async fn job(
         files,
         user: caller.current_user(),
         may_change,
-        panels: panels.into(),
+        panels,
         has_histograms,
         has_network,
         has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),

@@ -9,28 +9,8 @@ use crate::{
 };
 use lockstep_protocol::{
     JobId, labels,
-    panels::{self, Panel},
+    panels::{self, JobPanels, Origin, Panel},
 };
-
-/// Where the panels of a job come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Origin {
-    /// The job has its own panels.
-    Job,
-    /// The job has no own panels and shows its project's panels.
-    Project,
-    /// Neither the job nor its project has panels.
-    None,
-}
-
-/// The panels of a job's page.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct JobPanels {
-    from: Origin,
-    /// In the order on the page.
-    panels: Vec<Panel>,
-}
 
 /// The panels of a project.
 #[derive(Debug, Serialize, ToSchema)]
@@ -44,17 +24,6 @@ pub(crate) struct ProjectPanels {
 pub(crate) struct NewPanels {
     /// The new panels, at most 24.
     panels: Vec<Panel>,
-}
-
-impl From<JobPanels> for lockstep_web::job::Panels {
-    fn from(panels: JobPanels) -> Self {
-        let from = match panels.from {
-            Origin::Job => "job",
-            Origin::Project => "project",
-            Origin::None => "none",
-        };
-        Self { from, panels: panels.panels }
-    }
 }
 
 impl NewPanels {

@@ -3,7 +3,7 @@
 use crate::api::prelude::*;
 use crate::{
     agents::requests,
-    api::{jobs, list::Pages},
+    api::{datasets, jobs, list::Pages},
     datasets::Datasets,
     http::extract::check_count,
     scheduler::Scheduler,
@@ -96,8 +96,7 @@ pub(crate) async fn of_dataset(
     Path(name): Path<String>,
     Query(query): Query<SamplesQuery>,
 ) -> Result<Json<SamplePage>> {
-    let dataset = scheduler.store.dataset(&name).await?;
-    let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
+    let dataset = datasets::find(&*scheduler.store, &name).await?;
     let limit = check_count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
     let pages = Pages::new("samples", &order).owned_by("dataset", &id);

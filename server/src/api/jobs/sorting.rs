@@ -80,17 +80,13 @@ pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
 fn setting_sort_key(path: &str) -> Result<SortBy> {
     let sort_error = |detail: String| Error::BadRequest(format!("sort {detail}"));
     let (table, key, kind) = conditions::find_setting(path, &[]).map_err(sort_error)?;
-    let is_number = match kind {
-        Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
-        Kind::Project | Kind::Tags | Kind::Notes => {
-            return Err(sort_error(format!(
-                "names spec.{key}, which is not part of the stored specification; sort by project or tag:NAME"
-            )));
-        }
-        // A list is sorted by its text.
-        _ => false,
-    };
-    Ok(SortBy::Setting { table, key, is_number })
+    if matches!(kind, Kind::Project | Kind::Tags | Kind::Notes) {
+        return Err(sort_error(format!(
+            "names spec.{key}, which is not part of the stored specification; sort by project or tag:NAME"
+        )));
+    }
+    // A list is sorted by its text.
+    Ok(SortBy::Setting { table, key, is_number: kind.is_number() })
 }
 
 #[cfg(test)]

@@ -242,37 +242,33 @@ async fn follow(
     let (mut sent_pace, mut next_progress) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
-        if let Some(events) = subscription.rows_after(reader.last_sent) {
-            for event in &events {
-                reader.send_events(event).await?;
-                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
-            }
-        } else {
-            let events = match scheduler.store.events(&id, reader.last_sent, REPLAY_EVENTS).await {
-                Ok(events) => events,
+        let events = match subscription.rows_after(reader.last_sent) {
+            Some(events) => events,
+            None => match scheduler.store.events(&id, reader.last_sent, REPLAY_EVENTS).await {
+                Ok(events) => events.into_iter().map(Arc::new).collect(),
                 Err(error) => {
                     tracing::warn!(%error, "the events of a stream cannot be read");
                     return reader.close(UNAVAILABLE).await;
                 }
-            };
-            for event in &events {
-                if event.first_seq() > reader.last_sent + 1 {
-                    let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
-                        return reader.close(UNAVAILABLE).await;
-                    };
-                    if first_seq > reader.last_sent + 1 {
-                        // The next events were removed; their points can be read only with `GET /jobs/{id}/metrics`. `hello` of a new
-                        // connection tells where the stream continues.
-                        let reason = reader.last_sent.to_string();
-                        return reader.close((CLOSE_TOO_SLOW, &reason)).await;
-                    }
+            },
+        };
+        for event in &events {
+            if event.first_seq() > reader.last_sent + 1 {
+                let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
+                    return reader.close(UNAVAILABLE).await;
+                };
+                if first_seq > reader.last_sent + 1 {
+                    // The next events were removed; their points can be read only with `GET /jobs/{id}/metrics`. `hello` of a new
+                    // connection tells where the stream continues.
+                    let reason = reader.last_sent.to_string();
+                    return reader.close((CLOSE_TOO_SLOW, &reason)).await;
                 }
-                reader.send_events(event).await?;
-                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
-            if events.len() == REPLAY_EVENTS as usize {
-                continue;
-            }
+            reader.send_events(event).await?;
+            state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
+        }
+        if events.len() == REPLAY_EVENTS as usize {
+            continue;
         }
         if !is_live && reader.last_sent >= last_seq {
             is_live = true;

@@ -3,9 +3,9 @@
 use crate::api::prelude::*;
 use crate::{
     agents::{RequestError, requests},
-    checkpoints::{Checkpoints, artifact_fetches, artifact_store::NotFetched},
+    api::checkpoints,
     scheduler::{Scheduler, dispatch},
-    store::{CheckpointRow, Store},
+    store::Store,
 };
 use lockstep_protocol::{
     JobSpec,
@@ -24,21 +24,6 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of broken files that a warning names.
 const MAX_NAMED: usize = 3;
-
-/// Fetches the checkpoint from which a job begins, if only the object store has a copy. A checkpoint that is missing or damaged there is
-/// not an error here, because the agent's check of the weights reports it.
-async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
-    let copies = checkpoints.copies_of(row).await?;
-    let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
-    let why = match artifact_fetches::wait(fetch, checkpoints.config.evaluation_wait).await {
-        None => "which takes a while; ask again in a moment".to_owned(),
-        Some(Err(NotFetched::StoreUnavailable(why) | NotFetched::Disk(why))) => {
-            format!("which cannot be done now ({why}); try again later")
-        }
-        Some(_) => return Ok(()),
-    };
-    Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
-}
 
 /// Chooses the validation split for a document that names none: a split that the dataset has, or a fraction of the training pictures.
 pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
@@ -169,7 +154,11 @@ pub(crate) async fn check_pretrained(
         match row.filter(|_| is_visible) {
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
-                fetch_from_store(&scheduler.checkpoints, &row).await?;
+                match checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await {
+                    // The agent's check of the weights reports a checkpoint that is missing or damaged.
+                    Ok(()) | Err(Error::NotFound(_) | Error::Conflict(_) | Error::WithCode(..)) => {}
+                    Err(error) => return Err(error),
+                }
                 scheduler.checkpoints.folder(&row).to_string_lossy().into_owned()
             }
             None => {

@@ -162,10 +162,17 @@ pub(crate) async fn create(
         return Err(Error::invalid("/name", detail));
     }
     // The gate checks only models that are named in the URL.
-    let versions = checkpoints.store.model_versions(Some(&model)).await?;
-    if versions.first().is_some_and(|first| !auth.may_change(&caller, first.ownership.owner.as_deref())) {
-        let detail = format!("the model {model:?} belongs to somebody else; choose another name");
-        return Err(Error::WithCode(Code::NameTaken, detail));
+    let versions = checkpoints.store.model_versions(None).await?;
+    if let Some(same) = versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)) {
+        let known = &same.version.model;
+        if !auth.may_change(&caller, same.ownership.owner.as_deref()) {
+            let detail = format!("the model {known:?} belongs to somebody else; choose another name");
+            return Err(Error::WithCode(Code::NameTaken, detail));
+        }
+        if *known != model {
+            let detail = format!("a model is already called {known:?}; use this name, or choose another");
+            return Err(Error::WithCode(Code::NameTaken, detail));
+        }
     }
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(Error::invalid("/description", detail));

@@ -8,9 +8,8 @@ use crate::{
     },
     auth::Auth,
     http::extract::{PageQuery, check_count},
-    store::AuditEntry,
 };
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, access::AuditEntry};
 use lockstep_web::{Template as _, audit as views};
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -97,20 +96,13 @@ pub(crate) async fn show(
     PageQuery(query): PageQuery<AuditQuery>,
 ) -> html::Page {
     let AuditPage { entries, next_cursor: next } = read_page(&auth, &query).await?;
-    let lines = entries.items.into_iter().map(|entry| views::AuditLine {
-        at: entry.at,
-        who: entry.who,
-        address: entry.address,
-        action: entry.action,
-        object: entry.object,
-        status: entry.status,
-        request_id: entry.request_id,
-        job_name: String::new(),
-    });
-    let mut lines: Vec<_> = lines.collect();
-    for line in &mut lines {
-        let Some(id) = line.job_id().and_then(|id| id.parse::<JobId>().ok()) else { continue };
-        line.job_name = auth.store.job(&id).await?.map(|row| row.job.name).unwrap_or_default();
+    let mut lines = Vec::new();
+    for entry in entries.items {
+        let mut line = views::AuditLine { entry, job_name: String::new() };
+        if let Some(id) = line.job_id().and_then(|id| id.parse::<JobId>().ok()) {
+            line.job_name = auth.store.job(&id).await?.map(|row| row.job.name).unwrap_or_default();
+        }
+        lines.push(line);
     }
     let page = views::AuditPage {
         lines,

@@ -1,7 +1,7 @@
 //! The parts of a job's history except its attempts.
 
-use crate::store::AuditEntry;
 use lockstep_protocol::{
+    access::AuditEntry,
     job::{Job, Parent},
     stream::Event,
 };
@@ -16,6 +16,4 @@ pub struct HistoryRows {
     pub forks: Vec<(Job, String)>,
     /// Successful requests about the job, in order; empty unless requested.
     pub requests: Vec<AuditEntry>,
-    /// Number of waiting jobs before this job in the queue.
-    pub jobs_before: u64,
 }

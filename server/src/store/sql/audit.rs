@@ -2,10 +2,11 @@
 
 use super::{DbRow, SqlStore, jobs::like_pattern};
 use crate::store::{
-    AuditEntry, Result,
+    Result,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
+use lockstep_protocol::access::AuditEntry;
 use sqlx::{QueryBuilder, Row};
 
 /// Maximum number of entries that a statement of a purge removes, so that other writers hardly wait.

@@ -1,13 +1,12 @@
 //! Statements with many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a
 //! hundred attempts end at once, the server executes a few statements, not hundreds.
 
-use super::Query;
+use super::{Db, Query};
 use crate::store::Result;
 use sqlx::AssertSqlSafe;
 
-/// Numbers of rows of a statement, the largest first. The driver caches one statement for each of these numbers, and any number of rows
-/// needs few statements.
-const SIZES: [usize; 7] = [64, 32, 16, 8, 4, 2, 1];
+/// Maximum number of rows of a statement.
+const MAX_ROWS: usize = 64;
 
 /// The statements that execute `text` for all rows, in order. `{}` in `text` becomes the parameters of rows with `columns` columns each,
 /// which `bind` binds.
@@ -19,20 +18,11 @@ pub(super) fn statements<T>(
 ) -> Result<Vec<Query<'static>>> {
     let statement = |rows: &[T]| {
         let text = text.replacen("{}", &values(rows.len(), columns), 1);
-        rows.iter().try_fold(sqlx::query(AssertSqlSafe(text)), &bind)
+        // The driver caches prepared statements. It caches only the two usual sizes, so that the other sizes do not fill the cache.
+        let is_cached = [1, MAX_ROWS].contains(&rows.len());
+        rows.iter().try_fold(sqlx::query::<Db>(AssertSqlSafe(text)).persistent(is_cached), &bind)
     };
-    split(rows).map(statement).collect()
-}
-
-/// Splits rows into slices, one for each statement.
-fn split<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
-    let mut rest = rows;
-    std::iter::from_fn(move || {
-        let size = SIZES.into_iter().find(|size| *size <= rest.len())?;
-        let (part, later) = rest.split_at(size);
-        rest = later;
-        Some(part)
-    })
+    rows.chunks(MAX_ROWS).map(statement).collect()
 }
 
 /// The parameters of rows for `VALUES`: `($1, $2), ($3, $4)`.
@@ -49,11 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_is_in_one_statement_in_order() {
-        let rows: Vec<_> = (0..205).collect();
-        assert_eq!(split(&rows).map(<[_]>::len).collect::<Vec<_>>(), [64, 64, 64, 8, 4, 1]);
-        assert_eq!(split(&rows).collect::<Vec<_>>().concat(), rows);
-        assert_eq!(split::<u8>(&[]).count(), 0);
+    fn each_row_has_its_own_parameters() {
         assert_eq!(values(2, 3), "($1, $2, $3), ($4, $5, $6)");
     }
 }

@@ -1,4 +1,4 @@
-//! The parts of a job's history: changes of state, alerts, forks, requests about the job, and the job's position in the queue.
+//! The parts of a job's history: changes of state, alerts, forks, and requests about the job.
 
 use super::{
     DbRow, SqlStore, audit,
@@ -67,22 +67,11 @@ impl SqlStore {
             requests = self.list(query, audit::entry).await?;
             requests.reverse();
         }
-        // Counts in the order of `waiting_jobs`, which ignores fair share.
-        let jobs_before: i64 = sqlx::query_scalar(
-            "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
-             AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",
-        )
-        .bind(i64::from(job.spec.priority))
-        .bind(job.created_at.as_millisecond())
-        .bind(job.id.as_str())
-        .fetch_one(&self.reader)
-        .await?;
         Ok(HistoryRows {
             events,
             parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
             forks,
             requests,
-            jobs_before: uint(jobs_before),
         })
     }
 }

@@ -121,11 +121,8 @@ impl SqlStore {
             let start = new.len();
             answers.push(match jobs.get_mut(&report.attempt.job) {
                 Some(job) => {
-                    let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
+                    let answer = store_report(&mut db, job, report, answers.len(), &mut new).await?;
                     job.events.extend(new[start..].iter().map(|new| new.row.clone()));
-                    if is_new {
-                        job.first_report.get_or_insert(answers.len());
-                    }
                     answer
                 }
                 None => IngestResult::Stale,
@@ -222,22 +219,23 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     Ok(loaded)
 }
 
-/// Applies a report to a job. Returns the result, and whether the report had new records.
+/// Applies a report, which is number `index` of the transaction, to a job.
 async fn store_report(
     db: &mut Connection,
     job: &mut LoadedJob,
     report: &Report,
+    index: usize,
     new: &mut Vec<events::NewRow>,
-) -> Result<(IngestResult, bool)> {
+) -> Result<IngestResult> {
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
-    let LoadedJob { row, attempts, .. } = job;
+    let LoadedJob { row, attempts, first_report, .. } = job;
     let known = attempts.get_mut(&attempt.attempt).filter(|known| known.token == attempt.fencing_token);
     let Some(Attempt { agents, records, updated_sources, .. }) = known else {
-        return Ok((IngestResult::Stale, false));
+        return Ok(IngestResult::Stale);
     };
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
-        return Ok((IngestResult::Stale, false));
+        return Ok(IngestResult::Stale);
     };
     let number = source_number(source, place);
     let stored = records.get(&number).copied().unwrap_or(0);
@@ -245,14 +243,14 @@ async fn store_report(
     if end <= stored {
         // The report is a duplicate, perhaps after the attempt's end, because its agent has not received the acknowledgement.
         let acknowledged = acknowledgement(attempt.clone(), source, stored);
-        return Ok((IngestResult::Stored { acknowledged, changed: None }, false));
+        return Ok(IngestResult::Stored { acknowledged, changed: None });
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
     if row.live_attempt().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
-        return Ok((IngestResult::Stale, false));
+        return Ok(IngestResult::Stale);
     }
     if first > stored {
-        return Ok((IngestResult::Gap { stored }, false));
+        return Ok(IngestResult::Gap { stored });
     }
     let duplicates = usize::try_from(stored - first).unwrap_or(usize::MAX).min(events.len());
     for event in lifecycle::merge_points(&events[duplicates..]) {
@@ -301,8 +299,6 @@ async fn store_report(
     }
     records.insert(number, end);
     updated_sources.insert(number);
-    Ok((
-        IngestResult::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
-        true,
-    ))
+    first_report.get_or_insert(index);
+    Ok(IngestResult::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None })
 }

@@ -22,8 +22,6 @@ use std::collections::BTreeMap;
 
 /// Default number of jobs on a page.
 const DEFAULT_PAGE_SIZE: u32 = 50;
-/// Maximum number of jobs on a page, as documented in the API.
-const MAX_PAGE_SIZE: u32 = 1000;
 
 /// Number of rows that are parsed before other tasks may run.
 const ROWS_PER_YIELD: usize = 32;
@@ -256,7 +254,7 @@ fn sort_value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
 
 impl SqlStore {
     pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
-        let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit.min(MAX_PAGE_SIZE) };
+        let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit };
         let (by, column_type, nullable) = sort_expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
         let jobs = if filter.with_notes { SELECT_JOBS_WITH_NOTES } else { SELECT_JOBS };

@@ -32,10 +32,10 @@ mod sweeps;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
     USE_LOG_INDEX, USE_METRICS_INDEX,
 };
-use crate::store::{Result, StoreError, unreadable::readable};
+use crate::store::{Result, StoreError, sqlite::Lock, unreadable::readable};
 use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
 
@@ -48,8 +48,8 @@ type Query<'q> = sqlx::query::Query<'q, Db, <Db as Database>::Arguments>;
 pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
     pub(in crate::store) reader: Pool<Db>,
-    /// Locked while the store exists, if the database's lock is a file.
-    pub(in crate::store) lock: Arc<Lock>,
+    /// The lock file of an SQLite database, which is locked while the store exists.
+    pub(in crate::store) lock: Option<Arc<Lock>>,
 }
 
 impl SqlStore {
@@ -103,7 +103,9 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn close(&self) {
-        self.lock.note_closing();
+        if let Some(lock) = &self.lock {
+            lock.note_closing();
+        }
         self.reader.close().await;
         self.writer.close().await;
     }

@@ -216,7 +216,7 @@ impl DataSource {
             .flat_map(|_| random.next_u64().to_le_bytes())
             .collect();
         let (pixels, labels) = (Pixels::Memory(bytes.into()), (0..count as u32).map(|i| i % 10).collect());
-        let split = Arc::new(OpenSplit { pixels, files_digest: None, labels, size });
+        let split = Arc::new(OpenSplit { pixels, decoded_files: None, labels, size });
         let part = |chosen| Part { split: split.clone(), chosen, whole: false, broken: Broken::new(false) };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };

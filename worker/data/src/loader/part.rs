@@ -23,9 +23,8 @@ pub(super) enum Pixels {
 #[derive(Debug)]
 pub(super) struct OpenSplit {
     pub(super) pixels: Pixels,
-    /// If files were decoded into memory: the hash of the files. It replaces the hash of the pixels, because another
-    /// machine's decoder may produce slightly different pixels.
-    pub(super) files_digest: Option<u32>,
+    /// The files that were decoded into memory, if pictures were.
+    pub(super) decoded_files: Option<Listing>,
     pub(super) labels: Vec<u32>,
     /// Height, width and channels of a picture in memory, or of the square made from a file.
     pub(super) size: [usize; 3],
@@ -54,8 +53,13 @@ pub(super) struct Opener {
 impl Part {
     /// Adds the contents, labels and names of the part's pictures to `hash`, in the order of their positions.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
-        match (&self.split.pixels, self.split.files_digest) {
-            (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
+        match (&self.split.pixels, &self.split.decoded_files) {
+            // Another machine's decoder may produce slightly different pixels.
+            (_, Some(files)) => {
+                let mut digest = crc32fast::Hasher::new();
+                (0..files.len()).for_each(|index| files.add_to(&mut digest, index));
+                hash.update(&digest.finalize().to_le_bytes());
+            }
             (Pixels::Memory(bytes), None) => hash.update(bytes),
             // `Listing::add_to` below adds the content of each file.
             (Pixels::Files { .. }, None) => {}

@@ -90,7 +90,7 @@ pub(super) fn open_splits(
 ) -> Result<Vec<(OpenSplit, Vec<Identity>)>, DataError> {
     let mut opened = Vec::new();
     for Split { name, mut labels, samples, .. } in std::mem::take(&mut catalog.splits) {
-        let (mut files_digest, mut identities) = (None, Vec::new());
+        let (mut decoded_files, mut identities) = (None, Vec::new());
         let has_validation = name == held_out::validation_split_name(spec);
         let (pixels, width, height, channels) = match samples {
             Samples::Memory { pixels, height, width, channels } => {
@@ -123,15 +123,13 @@ pub(super) fn open_splits(
                     skipped.extend(decoded.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
                     let is_readable: Vec<bool> = decoded.iter().map(Result::is_ok).collect();
                     files.retain(&mut labels, &is_readable);
-                    let mut hash = crc32fast::Hasher::new();
-                    (0..files.len()).for_each(|index| files.add_to(&mut hash, index));
-                    files_digest = Some(hash.finalize());
                 }
                 if has_validation {
                     identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
                 }
                 let pixels = match decoded {
                     Some(decoded) => {
+                        decoded_files = Some(files);
                         Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                     }
                     None => Pixels::Files { files, square },
@@ -143,7 +141,7 @@ pub(super) fn open_splits(
             return Err(no_readable_picture(&name, skipped));
         }
         let size = [height, width, channels].map(|length| length as usize);
-        opened.push((OpenSplit { pixels, files_digest, labels, size }, identities));
+        opened.push((OpenSplit { pixels, decoded_files, labels, size }, identities));
     }
     Ok(opened)
 }

@@ -6,7 +6,7 @@ use crate::{
     test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, Ending, Source, ToAgent},
     dataset::PicturesFingerprint,
     inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
@@ -81,7 +81,7 @@ async fn answer_all(mut agent: Agent) {
                     .collect(),
             },
         };
-        agent.send(FromAgent::Reply { id, reply: Ok(response) }).await;
+        agent.reply(id, Ok(response)).await;
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, dataset_info, running, start_job},
-    test_server::TestServer,
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Evaluation, Source, ToAgent},
@@ -147,10 +147,9 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
         ("cifar10", &["no dataset is called \"cifar10\"", "`lockstep dataset get cifar10` fetches it"]),
     ] {
         // The server needs no agent for these errors: the agent answers no request.
-        let (status, body) = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
-        assert_eq!(status, 422, "{name}: {body}");
+        let refusal = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
         for message in messages {
-            assert!(body["detail"].as_str().unwrap().contains(message), "{message} in {body}");
+            assert_refused(refusal.clone(), 422, message);
         }
     }
     server.stop().await;

@@ -7,9 +7,7 @@ use crate::{
     test_server::{TestServer, spec},
     uploads::{AttemptApi, checkpoint, manifest},
 };
-use lockstep_protocol::agent::{
-    AgentReply, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent,
-};
+use lockstep_protocol::agent::{AgentReply, AttemptEvent, CheckpointInfo, Ending, Source};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -141,11 +139,9 @@ async fn test_models(server: TestServer) {
     }
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");
-    let answer_weights = async {
-        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no such request") };
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
-    };
-    let ((status, submitted), ()) = tokio::join!(server.post("/jobs", &document), answer_weights);
+    let fit = AgentReply::Weights { mistake: None };
+    let ((status, submitted), _) =
+        tokio::join!(server.post("/jobs", &document), agent.answer_fit_weights(fit));
     assert_eq!((status, &submitted["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{submitted}");
     assert_eq!(server.delete(champion).await.0, 204);
 

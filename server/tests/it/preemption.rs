@@ -5,7 +5,7 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptRef, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AttemptRef, Ending, Source, ToAgent},
     job::{Job, JobState},
 };
 use serde_json::{Value, json};
@@ -315,18 +315,13 @@ async fn no_job_is_preempted_for_a_job_that_cannot_start() {
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let answer_weights = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
-            panic!("no such request")
-        };
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
-    };
     let submitted = server.submit(|s| {
         s["parallel"]["ranks"] = json!(1);
         s["priority"] = json!(5);
         s["model"]["pretrained"] = json!(format!("{}-1-8", first.id));
     });
-    let (high, ()) = tokio::join!(submitted, answer_weights);
+    let fit = AgentReply::Weights { mistake: None };
+    let (high, _) = tokio::join!(submitted, agent.answer_fit_weights(fit));
     assert_eq!(server.delete(&format!("/jobs/{}", first.id)).await.0, 204);
     assert_eq!(server.post("/agents/id-a/undrain", &json!({})).await.0, 204);
     let high = server.wait_for_state(high.id.as_str(), JobState::Failed).await;

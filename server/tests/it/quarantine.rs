@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, line, losses, running, start_job},
-    test_server::TestServer,
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
@@ -53,8 +53,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     assert_eq!(response["spec"]["train"]["lr"], 0.25);
     let (_, response) = server.get(&format!("/jobs/{}", archived.id)).await;
     assert!(response["unreadable"].as_str().unwrap().contains("archived"), "{response}");
-    let (status, response) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
-    assert!(status == 409 && response["detail"].as_str().unwrap().contains("archived"), "{response}");
+    assert_refused(server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await, 409, "archived");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
         assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }

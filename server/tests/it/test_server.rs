@@ -89,6 +89,13 @@ pub async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     }
 }
 
+/// Asserts that the server has refused a request with this status, and that the error's detail contains `text`.
+#[track_caller]
+pub fn assert_refused((status, problem): (u16, Value), expected: u16, text: &str) {
+    let detail = problem["detail"].as_str().unwrap_or_default();
+    assert!(status == expected && detail.contains(text), "{text:?}: {status} {problem}");
+}
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await

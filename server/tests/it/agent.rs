@@ -13,6 +13,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
 };
 use serde_json::{Value, json};
+use std::time::Duration;
 use tokio::time::timeout;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
@@ -205,6 +206,20 @@ impl Agent {
             Some(ToAgent::Start(start)) => *start,
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Waits for the next message, which must be `Stop`. Returns whether the ranks should write a checkpoint first.
+    pub async fn expect_stop(&mut self) -> bool {
+        match self.next().await {
+            Some(ToAgent::Stop { patient, .. }) => patient,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Asserts that no message arrives for some rounds of dispatch, which takes place twice a second.
+    pub async fn expect_silence(&mut self, ms: u64) {
+        let early = timeout(Duration::from_millis(ms), self.next()).await;
+        assert!(early.is_err(), "{early:?}");
     }
 
     /// Waits for the next message, which must be a request. Returns its id, too.

@@ -1,10 +1,10 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, checkpoint, running},
     gangs::rank_killed,
     test_server::{TestServer, config, database_of, wait_until},
-    uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
+    uploads::{AttemptApi, FILES, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, Source};
 use lockstep_server::{ServeConfig, serve};
@@ -65,9 +65,7 @@ async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'
 
 #[tokio::test]
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let folder = store.path().join("jobs").join(&id).join("1-10");
@@ -137,7 +135,6 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 #[tokio::test]
 async fn the_next_server_completes_the_object_store() {
     let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
     // The first server has no store.
     let server = TestServer::new().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
@@ -145,7 +142,8 @@ async fn the_next_server_completes_the_object_store() {
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
-    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    let url = store.path().to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     server.stop().await;
@@ -153,9 +151,7 @@ async fn the_next_server_completes_the_object_store() {
 
 #[tokio::test]
 async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
@@ -185,7 +181,8 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     // The next server remembers the damaged checkpoint, and does not log it again.
     drop(agent);
     let dir = server.stop().await;
-    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    let url = store.path().to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
     wait_until("the damaged checkpoint is not pending", async || {
         stored_states(&server, &id).await == expected
     })
@@ -197,9 +194,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
 
 #[tokio::test]
 async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
@@ -238,9 +233,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
 
 #[tokio::test]
 async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.expect_start().await;
@@ -264,9 +257,7 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
 
 #[tokio::test]
 async fn an_undeletable_object_does_not_delay_others() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.

@@ -1,11 +1,11 @@
 //! Damaged files of checkpoints on the server's disk: changed bytes of the same length, and read errors.
 
 use crate::{
-    agent::{running, start_job},
+    agent::{checkpoint, running, start_job},
     artifacts::{start_job_with_checkpoint, stored_states},
     gangs::rank_killed,
     test_server::{TestServer, wait_until},
-    uploads::{AttemptApi, checkpoint, manifest},
+    uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
@@ -42,9 +42,7 @@ async fn damaged_bytes_are_not_sent() {
 
 #[tokio::test]
 async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
@@ -76,9 +74,7 @@ fn make_unreadable(path: &Path) {
 
 #[tokio::test]
 async fn unreadable_files_are_read_from_the_object_store() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let (server, _store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     let weights = folder.join("model.safetensors");
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;

@@ -119,7 +119,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
-            assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+            agent.expect_stop().await;
             agent.end(&attempt, Ending::Stopped).await;
             assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
             let next = agent.expect_start().await;

@@ -19,7 +19,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let first_attempt = agent.expect_start().await.attempt;
     agent.report(&first_attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let assert_refused = async |named: &[(&str, &str, &str)], others: &[&str]| {
+    let assert_kept = async |named: &[(&str, &str, &str)], others: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
@@ -28,10 +28,10 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
         }
         assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
     };
-    assert_refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
+    assert_kept(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
     agent.end(&first_attempt, Ending::Succeeded { step: 100 }).await;
     let second_attempt = agent.expect_start().await.attempt;
-    assert_refused(&[(&second, "second", "starting")], &[&first]).await;
+    assert_kept(&[(&second, "second", "starting")], &[&first]).await;
     assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     // A NUL in a name is refused, because a database may cut the name at the NUL.
     for path in ["/datasets/pictures%00", "/datasets/%00", "/jobs?q=%00"] {

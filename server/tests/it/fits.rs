@@ -208,8 +208,7 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
         .await;
         // The fork inherits the current tags, not the submitted tags.
         let path = format!("/jobs/{id}");
-        let change = server.http.patch(server.url(&format!("/api/v1{path}")));
-        let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
+        let (status, body) = server.patch(&path, &json!({"tags": ["sweep", "seed-2"]})).await;
         assert_eq!(status, 200, "{body}");
         for (set, tags) in [
             (json!({}), json!(["seed-2", "sweep"])),

@@ -158,10 +158,7 @@ async fn the_length_of_a_search_is_limited() {
 #[tokio::test]
 async fn the_length_of_notes_and_tags_is_limited() {
     let (server, _agent, id, _) = start_job(|_| {}).await;
-    let change = async |body: Value| {
-        let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
-        server.send(request).await.0
-    };
+    let change = async |body: Value| server.patch(&format!("/jobs/{id}"), &body).await.0;
     let tags = |count: usize| (0..count).map(|i| format!("tag {i}")).collect::<Vec<_>>();
     for (allowed, refused) in [
         (json!({"notes": "n".repeat(20_000)}), json!({"notes": "n".repeat(20_001)})),

@@ -286,8 +286,7 @@ async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
     assert_eq!(projects().await, [("default".into(), queued.clone()), ("vision".into(), queued.clone())]);
 
     // The change of the project also changes the stored specification.
-    let change =
-        |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
+    let change = async |body: Value| server.patch(&format!("/jobs/{id}"), &body).await;
     assert_eq!(change(json!({"project": "audio", "tags": [], "notes": "n"})).await.0, 200);
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!((&job["project"], &job["spec"]["project"]), (&json!("audio"), &json!("audio")));
@@ -335,7 +334,7 @@ async fn unchanged_responses_are_not_sent_again() {
     }
     let url = server.url(&format!("/api/v1{job}"));
     let tag = server.http.get(&url).send().await.unwrap().headers()["etag"].clone();
-    assert_eq!(server.send(server.http.patch(&url).json(&json!({"tags": ["new"]}))).await.0, 200);
+    assert_eq!(server.patch(&job, &json!({"tags": ["new"]})).await.0, 200);
     let changed = server.http.get(&url).header("if-none-match", tag).send().await.unwrap();
     assert_eq!(changed.status().as_u16(), 200);
     server.stop().await;

@@ -1,22 +1,14 @@
 //! Registered models: versions never change, aliases move, and checkpoints of versions are kept.
 
 use crate::{
-    agent::{Agent, running, start_job},
+    agent::{Agent, checkpoint, running, start_job},
     document::create_failed_job,
     postgres,
     test_server::{TestServer, spec},
-    uploads::{AttemptApi, checkpoint, manifest},
+    uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AgentReply, AttemptEvent, CheckpointInfo, Ending, Source};
-use reqwest::Method;
 use serde_json::{Value, json};
-
-impl TestServer {
-    async fn request(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
-        let request = self.http.request(method, self.url(&format!("/api/v1{path}")));
-        self.send(if body.is_null() { request } else { request.json(&body) }).await
-    }
-}
 
 /// Asserts that a request was refused with this status, and that the error contains `parts`.
 fn assert_refused((status, problem): (u16, Value), expected: u16, parts: &[&str]) {
@@ -77,9 +69,7 @@ async fn test_models(server: TestServer) {
     // An alias can move to another version. A version without an alias can be removed, and its number is not used again.
     let champion = "/models/shoes/aliases/champion";
     let put = async |alias: &str, version: u32| {
-        server
-            .request(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
-            .await
+        server.put(&format!("/models/shoes/aliases/{alias}"), &json!({"version": version})).await
     };
     assert_refused(put("7", 1).await, 422, &["/alias", "number"]);
     assert_refused(put("champion", 9).await, 404, &["no version 9"]);
@@ -148,11 +138,7 @@ async fn test_models(server: TestServer) {
     // A job with registered checkpoints can be neither deleted nor retried.
     let versions = ["models:/shoes/1", "models:/shoes/3"];
     assert_refused(server.delete(&format!("/jobs/{job}")).await, 409, &versions);
-    assert_refused(
-        server.request(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await,
-        409,
-        &versions,
-    );
+    assert_refused(server.post(&format!("/jobs/{job}/retry"), &Value::Null).await, 409, &versions);
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }

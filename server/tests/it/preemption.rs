@@ -123,8 +123,8 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     act(&jobs[0].0, "pause").await;
     act(&jobs[1].0, "cancel").await;
     // Both agents get another order, for the pause and the cancellation.
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: false, .. })));
+    assert!(agent.expect_stop().await);
+    assert!(!agent.expect_stop().await);
     agent.end(&jobs[0].1, Ending::Stopped).await;
     agent.end(&jobs[1].1, Ending::Stopped).await;
     let reason = "rank 0 was killed by signal 9".into();
@@ -181,7 +181,7 @@ async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
     let attempt = agent.expect_start().await.attempt;
     let (status, _) = server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await;
     assert_eq!(status, 202);
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    assert!(agent.expect_stop().await);
     let high = submit(&server, 1, 3, false).await;
     expect_wait_without_preemption(&server, &high).await;
     // No order for the job of lower priority arrives in between.

@@ -98,8 +98,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         assert!(job.reason.unwrap().contains("another version of lockstep"));
     }
     // A change of the priority keeps the unreadable parts of the specification.
-    let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{}", newer.id)));
-    assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
+    assert_eq!(server.patch(&format!("/jobs/{}", newer.id), &json!({"priority": 3})).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
     assert_eq!(server.query_number(kept).await, 1);
     // Reading a row does not change it.

@@ -1,11 +1,11 @@
 //! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; limits.
 
 use crate::{
-    agent::{Agent, hello, losses, running, start_job},
+    agent::{Agent, checkpoint, hello, losses, running, start_job},
     test_server::{TestServer, assert_refused, spec},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, PROTOCOL_VERSION, Source},
+    agent::{AttemptEvent, Ending, FromAgent, PROTOCOL_VERSION, Source},
     job::JobState,
     reason::ReasonKind,
 };
@@ -20,16 +20,6 @@ fn create_checkpoint_folder(server: &TestServer, id: &str) {
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
-}
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        best: true,
-        size_bytes: 1,
-        ..CheckpointInfo::default()
-    })
 }
 
 #[tokio::test]

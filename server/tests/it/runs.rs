@@ -8,10 +8,6 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 impl TestServer {
-    async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
-        self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
-    }
-
     /// Sends records, which the server must accept. Returns the number of stored records.
     async fn log_records(&self, run: &str, first: u64, records: &Value) -> u64 {
         let body = json!({"first": first, "records": records});
@@ -258,8 +254,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let (_, compared) = server.get(&format!("/metrics/query?jobs={id}&name={encoded}")).await;
     assert_eq!(compared["jobs"][0]["series"][0]["name"], name);
     let panels = json!({"panels": [{"title": "t", "metrics": [name, "b", "never logged"]}]});
-    let put = server.http.put(server.url(&format!("/api/v1/jobs/{id}/panels"))).json(&panels);
-    assert_eq!(server.send(put).await.0, 200);
+    assert_eq!(server.put(&format!("/jobs/{id}/panels"), &panels).await.0, 200);
     let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
     let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
     let first = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];

@@ -105,6 +105,13 @@ impl TestServer {
         Self::open(tempfile::tempdir().unwrap(), change).await
     }
 
+    /// Starts a server with an object store, which is the returned directory.
+    pub async fn with_object_store() -> (Self, TempDir) {
+        let store = tempfile::tempdir().unwrap();
+        let directory = store.path().to_str().unwrap().to_owned();
+        (Self::with(|config| config.artifacts = Some(directory)).await, store)
+    }
+
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
         // Clients without TLS settings use this provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -170,6 +177,14 @@ impl TestServer {
 
     pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         self.send(self.http.post(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    pub async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    pub async fn put(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.put(self.url(&format!("/api/v1{path}"))).json(body)).await
     }
 
     pub async fn delete(&self, path: &str) -> (u16, Value) {

@@ -1,8 +1,8 @@
 //! Checkpoints on the server's disk that no agent has reported.
 
 use crate::{
-    agent::{losses, running, start_job},
-    uploads::{FILES, checkpoint, manifest},
+    agent::{checkpoint, losses, running, start_job},
+    uploads::{FILES, manifest},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use std::{fs, path::Path};

@@ -1,13 +1,13 @@
 //! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
-    agent::{Agent, hello, running, start_job},
-    gangs::{connect_machines, expect_stop, hello_at, lost_contact, next_attempt, start_gang},
+    agent::{Agent, checkpoint, hello, running, start_job},
+    gangs::{connect_machines, hello_at, lost_contact, next_attempt, start_gang},
     test_server::{TIMEOUT, TestServer, assert_refused, client, wait_until},
 };
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, AttemptRef, Ending, FencingToken, FromAgent, Source, ToAgent},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -27,10 +27,6 @@ pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
     let entry = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
     let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), entry(bytes))).collect();
     serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
-}
-
-pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 14, ..CheckpointInfo::default() })
 }
 
 /// Client of the routes for an attempt.
@@ -86,7 +82,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if leaves {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-            assert!(expect_stop(&mut a).await, "with a checkpoint");
+            assert!(a.expect_stop().await, "with a checkpoint");
         }
         // Renames a column, so that the server cannot read its records of checkpoints.
         let rename = async |from: &str, to: &str| {

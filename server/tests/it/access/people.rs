@@ -23,7 +23,7 @@ impl TestServer {
 
     /// Changes a person.
     pub async fn change_person(&self, name: &str, change: &Value) -> (u16, Value) {
-        self.send(self.http.patch(self.url(&format!("/api/v1/people/{name}"))).json(change)).await
+        self.patch(&format!("/people/{name}"), change).await
     }
 
     /// A browser with a session of a person.

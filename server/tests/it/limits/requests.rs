@@ -1,7 +1,10 @@
 //! Headers, names and cursors of requests.
 
 use super::*;
-use crate::uploads::{AttemptApi, checkpoint, manifest};
+use crate::{
+    agent::checkpoint,
+    uploads::{AttemptApi, manifest},
+};
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 
 #[tokio::test]

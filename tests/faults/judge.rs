@@ -68,8 +68,7 @@ pub(crate) async fn trained_weights(spec: &Value) -> Vec<u8> {
     let at_full_speed = variables([("LOCKSTEP_FAULT", "")]);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, at_full_speed).await;
     let server = register_pictures(server).await;
-    let id = server.submit(spec).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(spec).await;
     let model = server.last_model(&id).await;
     server.stop().await;
     trained.insert(spec.to_string(), model.clone());

@@ -120,8 +120,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
     // The machine accepts the next job.
-    let next = server.submit(&spec("afterwards", 5)).await;
-    server.wait_for_success(&next).await;
+    server.train(&spec("afterwards", 5)).await;
     server.stop().await;
 }
 

@@ -3,6 +3,7 @@
 use crate::{
     pictures,
     server::{Finished, Folder, Server, TIMEOUT, exit_status, lockstep, signal, training_permit},
+    tensors::tensors,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -323,18 +324,6 @@ async fn train_needs_no_server() {
     let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
     Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))
         .assert_usage_error(&["train.lr", "data.dataset"]);
-}
-
-/// Names and bytes of all tensors of a safetensors file.
-pub(crate) fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
-    let mut all: Vec<_> = safetensors::SafeTensors::deserialize(file)
-        .expect("safetensors")
-        .tensors()
-        .into_iter()
-        .map(|(name, view)| (name, view.data().to_vec()))
-        .collect();
-    all.sort();
-    all
 }
 
 #[tokio::test]

@@ -50,8 +50,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
     let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
-    let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
     assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);
     let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
     let file = async |name: &str| server.bytes(&format!("/checkpoints/{checkpoint}/{name}")).await;
@@ -80,8 +79,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
 async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
     let server = Server::start_training(64, 16).await;
-    let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::short("classifier", "fashion", 1, 4)).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
     let png = fs::read(

@@ -1,7 +1,8 @@
 //! A plain websocket client of the streams.
 
-use crate::server::{Server, TIMEOUT, number};
+use crate::server::{Server, TIMEOUT, number, state_of};
 use futures_util::StreamExt;
+use lockstep_protocol::JobState;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio_tungstenite::{
@@ -109,7 +110,7 @@ pub(crate) fn is_event(frame: &Value) -> bool {
 
 /// Whether a frame is the final state of the job.
 pub(crate) fn is_end(frame: &Value) -> bool {
-    frame["type"] == "state" && crate::server::state_of(frame).is_final()
+    frame["type"] == "state" && state_of(frame).is_final()
 }
 
 /// Whether a frame has points of this metric.
@@ -120,6 +121,13 @@ pub(crate) fn is_metric(frame: &Value, name: &str) -> bool {
 /// Highest step of a metrics frame.
 pub(crate) fn last_step(frame: &Value) -> u64 {
     frame["steps"].as_array().and_then(|s| s.last()).map_or(0, number)
+}
+
+/// The states of a job's events. A waiting job repeats its state with each new reason; repetitions are left out.
+pub(crate) fn states(events: &[Value]) -> Vec<JobState> {
+    let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
+    states.dedup();
+    states
 }
 
 /// Waits until a job has passed a step.

@@ -52,8 +52,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .current_dir(serve.folder.path())
         .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let client = serve.client(&ca);
     let online = async || -> Vec<String> {
         let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let response: Value = response.json().await.expect("JSON");

@@ -5,7 +5,7 @@ use crate::{
     pictures,
     server::{Finished, Folder, attempt_dir, lockstep, number, signal, training_permit},
     specs,
-    tls::serve::{Serve, client_config_for},
+    tls::serve::Serve,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -65,8 +65,7 @@ impl Site {
         // Hosts can read this copy; the data directory is hidden from them.
         let ca = serve.folder.path().join("ca.crt");
         fs::copy(serve.ca(), &ca).expect("the CA");
-        let http = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
-        let http = http.default_headers(serve.bearer()).build().expect("a client");
+        let http = serve.client(&ca);
         Self { agents: Vec::new(), serve, url, ca, http, network }
     }
 

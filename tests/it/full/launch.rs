@@ -44,6 +44,14 @@ fn short(name: &str) -> Value {
     )
 }
 
+/// A job that lasts until it is cancelled or paused.
+fn endless(name: &str, ranks: u32) -> Value {
+    specs::with(
+        specs::short(name, "fashion", ranks, 1_000_000),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
+    )
+}
+
 /// Writes a job file with this number of ranks and these lines of `[train]`, and returns its path.
 fn job_file(server: &Server, name: &str, ranks: u32, train: &str) -> String {
     let toml = format!(
@@ -257,7 +265,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
 #[tokio::test]
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
     let server = server().await;
-    let id = submit(&server, &batch::endless("comes-back")).await;
+    let id = submit(&server, &endless("comes-back", 2)).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
     let token = server.folder().write("serves.token", token.ok());
     let start = || {
@@ -295,7 +303,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
-    let id = submit(&server, &specs::with(batch::endless("fewer"), fewer)).await;
+    let id = submit(&server, &specs::with(endless("fewer", 2), fewer)).await;
     let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:2"];
     let mut first =
         launch(&server, &hosts, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");

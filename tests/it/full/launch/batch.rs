@@ -1,21 +1,14 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agents_of, job_file, launch, launch_program, server, short, submit, valid_agent_tokens};
+use super::{
+    agents_of, endless, job_file, launch, launch_program, server, short, submit, valid_agent_tokens,
+};
 use crate::{
     cluster::Slurm,
     server::{Finished, LOCKSTEP, Server, number},
-    specs,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::PermissionsExt as _};
-
-/// A job that lasts until it is cancelled or paused.
-pub(super) fn endless(name: &str) -> Value {
-    specs::with(
-        specs::short(name, "fashion", 2, 1_000_000),
-        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
-    )
-}
 
 /// Launches a job with `--detach` and returns the number of Slurm's job.
 fn launch_detached(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> String {
@@ -58,7 +51,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("cancelled")).await;
+    let id = submit(&server, &endless("cancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
     trains_past(&server, &id, 1, 0).await;
     // Slurm's description of the job contains no token.
@@ -71,7 +64,7 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
     server.cli(&["cancel", &id]).ok();
     slurm.until_ended(&batch);
 
-    let id = submit(&server, &endless("scancelled")).await;
+    let id = submit(&server, &endless("scancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
@@ -97,7 +90,7 @@ async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, 
 async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("requeued")).await;
+    let id = submit(&server, &endless("requeued", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
@@ -118,7 +111,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let mut server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("time-limit")).await;
+    let id = submit(&server, &endless("time-limit", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
@@ -144,7 +137,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
-    let id = submit(&server, &endless("too-slow")).await;
+    let id = submit(&server, &endless("too-slow", 2)).await;
     // The third checkpoint hangs while it is written.
     let hold = server.folder().path().join("hold");
     let fault = format!("checkpoint.model:hold@3:{}", hold.display());

@@ -257,35 +257,6 @@ async fn tls_errors_of_clients_are_explained() {
     }
 }
 
-/// With openssl as the client, as the program's own client uses the server's TLS library.
-#[tokio::test]
-async fn old_versions_of_tls_are_refused_by_the_server() {
-    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
-    let connect = format!("127.0.0.1:{}", serve.port);
-    for (version, is_accepted) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)]
-    {
-        let mut openssl = Command::new("openssl");
-        // At its default security level, openssl refuses old versions itself.
-        openssl.args([
-            "s_client",
-            "-connect",
-            &connect,
-            "-servername",
-            "localhost",
-            "-cipher",
-            "DEFAULT@SECLEVEL=0",
-        ]);
-        openssl.args([version, "-brief", "-verify_return_error", "-verify_hostname", "localhost", "-CAfile"]);
-        let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
-        let report = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(report.contains("CONNECTION ESTABLISHED"), is_accepted, "{version}: {report}");
-        assert!(
-            is_accepted || report.contains("SSL alert number"),
-            "the server sends an alert: {version}: {report}"
-        );
-    }
-}
-
 #[test]
 fn certificates_are_issued_for_other_servers() {
     let folder = Folder::new();

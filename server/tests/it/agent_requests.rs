@@ -135,7 +135,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let ask = async |step: u64| {
-        let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-{step}"));
+        let folder = server.job_dir(&id).join(format!("checkpoints/1-{step}"));
         std::fs::create_dir_all(folder).unwrap();
         server.get(&format!("/jobs/{id}/evaluation?checkpoint={step}")).await
     };
@@ -232,7 +232,7 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
+    let folder = server.job_dir(&id).join("checkpoints/1-1");
     std::fs::create_dir_all(folder).unwrap();
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
     // An error of the files is an error of the request.
@@ -273,7 +273,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();
+    std::fs::create_dir_all(server.job_dir(&id).join("checkpoints/1-1")).unwrap();
     let set = |pictures| Some(ValidationSet { pictures, fingerprint: format!("{pictures:016x}") });
     let evaluation = |samples| ModelEvaluation {
         samples,

@@ -46,7 +46,7 @@ pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf 
 pub(crate) async fn start_job_with_checkpoint(server: &TestServer) -> (Agent, String, AttemptRef, PathBuf) {
     let mut agent = Agent::join_with_dataset(server, 2).await;
     let (id, attempt) = agent.start_job(server, |spec| spec["recovery"] = json!({"max_restarts": 1})).await;
-    let folder = write_checkpoint(server.dir.path().join("jobs").join(&id), 10);
+    let folder = write_checkpoint(server.job_dir(&id), 10);
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     (agent, id, attempt, folder)
 }
@@ -102,7 +102,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     assert_eq!(modified_at(&weights), before);
 
     // Without the files on disk, the checkpoint is not shown as being uploaded, and its files are read from the store.
-    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    fs::remove_dir_all(server.job_dir(&id).join("checkpoints")).unwrap();
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"][0].get("uploading_from"), None, "{listed}");
     let file = format!("/checkpoints/{id}-1-10/state.json");
@@ -207,7 +207,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
     assert_eq!(status, 201, "{fork}");
-    let forked = server.dir.path().join("jobs").join(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
+    let forked = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
     assert_eq!(fs::read(forked.join("model.safetensors")).unwrap(), b"weights");
     server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
 
@@ -297,7 +297,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.
     fs::rename(&directory, &elsewhere).unwrap();
     fs::create_dir(&directory).unwrap();
-    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    fs::remove_dir_all(server.job_dir(&id).join("checkpoints")).unwrap();
     let file = format!("/checkpoints/{id}-1-10/state.json");
     let (status, problem) = server.get(&file).await;
     assert_eq!(status, 503, "{problem}");

@@ -107,7 +107,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     agent.end(&attempt, rank_killed(0)).await;
 
     // The machine has lost its disk, and the server's copies are damaged one after the other.
-    let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");
+    let folder = server.job_dir(&id).join("checkpoints");
     for (step, status, code) in [(20, 422, "checkpoint_damaged"), (10, 409, "conflict")] {
         let start = agent.expect_start().await;
         assert_eq!(start.resume, Some(format!("1-{step}")));
@@ -119,9 +119,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
         agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;
     }
     assert!(folder.join("damaged-1-20").exists() && folder.join("1-10").exists());
-    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let listed = listed["checkpoints"].as_array().unwrap();
-    assert_eq!(listed.iter().map(|c| c["step"].clone()).collect::<Vec<_>>(), [10]);
+    assert_eq!(server.checkpoint_steps(&id).await, [10]);
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("it is set aside and the job continues from the previous one"), "{logs}");
     server.stop().await;

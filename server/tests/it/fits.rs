@@ -34,7 +34,7 @@ async fn start_job_with_checkpoint(
     change: impl FnOnce(&mut Value),
 ) -> (String, AttemptRef) {
     let (id, attempt) = agent.start_job(server, change).await;
-    write_checkpoint(&server.dir.path().join("jobs").join(&id));
+    write_checkpoint(&server.job_dir(&id));
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     (id, attempt)
 }

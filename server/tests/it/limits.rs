@@ -35,7 +35,7 @@ fn nested(depth: usize) -> String {
 async fn create_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
     let (id, attempt) = agent.start_job(server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), best_checkpoint(1, 5, 0.5)]).await;
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let folder = server.job_dir(&id).join("checkpoints/1-5");
     std::fs::create_dir_all(folder).unwrap();
     let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     (id, list["checkpoints"][0]["id"].as_str().unwrap().to_owned())
@@ -255,7 +255,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, checkpoint) = create_checkpoint(&server, &mut agent).await;
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let folder = server.job_dir(&id).join("checkpoints/1-5");
     let pipe = |name: &str| {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         let path = folder.join(name);

@@ -23,7 +23,7 @@ async fn test_models(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) =
         create_failed_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
-    let folder = server.dir.path().join("jobs").join(&job);
+    let folder = server.job_dir(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
     let fingerprint = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
@@ -106,7 +106,7 @@ async fn test_models(server: TestServer) {
     let (live, attempt) = agent.start_job(&server, |_| {}).await;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
-    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
+    std::fs::create_dir_all(server.job_dir(&live).join("checkpoints/1-5")).unwrap();
     assert_refused(
         server.post("/models", &json!({"name": "shoes", "job": live})).await,
         409,
@@ -177,8 +177,7 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
             assert_eq!(register(step).await.0, 201);
         }
     }
-    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let steps: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
+    let steps = server.checkpoint_steps(&id).await;
     assert_eq!(steps, [40, 30, 10], "the newest two checkpoints and the registered checkpoint");
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await.0, 200);
     server.stop().await;

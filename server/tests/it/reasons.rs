@@ -17,7 +17,7 @@ fn rank_killed(rank: u32, step: u64) -> Ending {
 
 /// Creates the files of checkpoint 1-50 that a fork checks.
 fn create_checkpoint_folder(server: &TestServer, id: &str) {
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
+    let folder = server.job_dir(id).join("checkpoints/1-50");
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
 }

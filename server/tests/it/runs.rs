@@ -442,7 +442,7 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(list().await, [entry("a picture.png", 5)]);
 
     // Limits: creates large and many files in the run's folder.
-    let folder = server.dir.path().join("jobs").join(&id).join("files");
+    let folder = server.job_dir(&id).join("files");
     let large = std::fs::File::create(folder.join("large")).unwrap();
     large.set_len((64 << 30) - 5).unwrap();
     assert_refused(put("path=more", "x").await, 413, "0 are left");

@@ -222,6 +222,17 @@ impl TestServer {
         serde_json::from_value(body).unwrap()
     }
 
+    pub fn job_dir(&self, id: &str) -> PathBuf {
+        self.dir.path().join("jobs").join(id)
+    }
+
+    /// The steps of the job's listed checkpoints, newest first.
+    pub async fn checkpoint_steps(&self, id: &str) -> Vec<u64> {
+        let (_, listed) = self.get(&format!("/jobs/{id}/checkpoints")).await;
+        let checkpoints = listed["checkpoints"].as_array().unwrap();
+        checkpoints.iter().map(|checkpoint| checkpoint["step"].as_u64().unwrap()).collect()
+    }
+
     /// Waits on the job's stream until the job has this state.
     pub async fn wait_for_state(&self, id: &str, state: JobState) -> Job {
         let mut stream = self.stream(id, 0).await;

@@ -137,10 +137,7 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let start = agent.expect_start().await;
     let other = server.agent_token("b").await;
     let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-    assert_eq!(
-        fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
-        start.files.mark
-    );
+    assert_eq!(fs::read_to_string(server.job_dir(&id).join("mark")).ok(), start.files.mark);
     let api =
         |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
     let own = api(&token, "id-a", &start.attempt);
@@ -265,7 +262,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     damaged["files"]["state.json"]["sha256"] = sum(b"[]").into();
     let (status, problem) = own.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
-    assert!(!server.dir.path().join("jobs").join(&id).join("checkpoints/1-20").exists());
+    assert!(!server.job_dir(&id).join("checkpoints/1-20").exists());
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
@@ -282,9 +279,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(start.resume.as_deref(), Some("1-20"), "the newest uploaded checkpoint");
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
     assert_eq!(json!(start.files.dataset), note);
-    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [20], "{listed}");
+    assert_eq!(server.checkpoint_steps(&id).await, [20]);
     // The attempt of the first machine has ended. The server needs no more of its files.
     assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
     assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));

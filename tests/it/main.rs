@@ -24,7 +24,6 @@ mod addresses;
 mod artifacts;
 mod backup;
 mod bad_datasets;
-mod bad_requests;
 mod bad_starts;
 mod browser;
 mod cli_messages;

@@ -189,6 +189,14 @@ async fn a_job_can_be_cancelled_in_any_state() {
     let server = Server::start_training(160, 16).await;
     let running = server.submit(&endless("running", 2)).await;
     server.wait_for_job(&running, "the job trains", |job| number(&job["step"]) >= 5).await;
+    // A request that a job's state forbids gets a 409 that names the state, and changes nothing.
+    let assert_refused = async |method: Method, path: &str, state: &str| {
+        let problem = server.request(method, &format!("/jobs/{running}{path}"), None).await.problem(409);
+        assert_eq!(problem["state"], state, "{problem}");
+        assert!(problem["detail"].as_str().is_some_and(|d| d.contains(state)), "{problem}");
+    };
+    assert_refused(Method::DELETE, "", "running").await;
+    assert!(!server.ranks(&running).is_empty(), "the ranks still run");
     let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;
     cancel(&server, &queued).await;
     let job = server.wait_for_end(&queued).await;
@@ -202,6 +210,7 @@ async fn a_job_can_be_cancelled_in_any_state() {
     let events = stored(&server, &running).await;
     let ends: Vec<_> = events.iter().filter(|e| e["state"] == "cancelled").collect();
     assert_eq!(ends.len(), 1, "{ends:?}");
+    assert_refused(Method::POST, "/cancel", "cancelled").await;
 
     // The slots are free again. A job that is cancelled while its ranks start also ends.
     let early = server.submit(&endless("early", 2)).await;

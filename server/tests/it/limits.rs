@@ -9,10 +9,9 @@ use crate::{
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
-    inspect::Prediction,
+    agent::{FromAgent, Source, ToAgent},
     limits::{JSON_NESTING, KEY_BYTES, KEY_PARTS, MESSAGE_NESTING, PART_BYTES, SEARCH_CHARS, TOML_NESTING},
-    wire::{self, PartialMessages},
+    wire,
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -168,85 +167,6 @@ async fn the_length_of_notes_and_tags_is_limited() {
     ] {
         assert_eq!((change(allowed).await, change(refused).await), (200, 422));
     }
-    server.stop().await;
-}
-
-/// Returns the next message to an agent, joined from its parts.
-async fn next_message(agent: &mut Agent, partial: &mut PartialMessages) -> ToAgent {
-    loop {
-        match agent.next().await.expect("the connection is open") {
-            ToAgent::Part(part) => {
-                assert!(part.bytes.len() <= PART_BYTES);
-                if let Some(complete) = partial.add(part).unwrap() {
-                    return wire::decode(&complete).unwrap();
-                }
-            }
-            other => return other,
-        }
-    }
-}
-
-#[tokio::test]
-async fn pictures_up_to_24_mib_reach_the_agent() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
-    let url = server.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
-    const LIMIT: usize = 24 << 20;
-    let post = |bytes: usize| {
-        let body = server.http.post(&url).header("content-type", "application/octet-stream");
-        server.send(body.body(vec![7_u8; bytes]))
-    };
-    let form = |sizes: &[usize]| {
-        let mut body = Vec::new();
-        for (i, size) in sizes.iter().enumerate() {
-            let head =
-                format!("--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"{i}.png\"\r\n\r\n");
-            body.extend(head.bytes());
-            body.extend(std::iter::repeat_n(7_u8, *size));
-            body.extend(b"\r\n");
-        }
-        body.extend(b"--B--\r\n");
-        let request = server.http.post(&url).header("content-type", "multipart/form-data; boundary=B");
-        server.send(request.body(body))
-    };
-    let mut partial = PartialMessages::default();
-    for count in [1, 3] {
-        let predict = async {
-            let ToAgent::Request { id, request: AgentRequest::Predict { pictures, .. } } =
-                next_message(&mut agent, &mut partial).await
-            else {
-                panic!("another request")
-            };
-            // In base64, four characters are three bytes.
-            let bytes: usize = pictures.iter().map(|p| p.content.len() / 4 * 3).sum();
-            assert!(bytes.abs_diff(LIMIT) < 10 && pictures.len() == count, "{bytes} in {}", pictures.len());
-            let predictions = pictures
-                .into_iter()
-                .map(|p| Prediction {
-                    name: p.name,
-                    classes: Vec::new(),
-                    embedding: None,
-                    error: Some("not a picture".into()),
-                })
-                .collect();
-            agent.reply(id, Ok(AgentReply::Predictions { predictions })).await;
-        };
-        let upload = async {
-            match count {
-                1 => post(LIMIT).await,
-                _ => form(&[LIMIT / 3; 3]).await,
-            }
-        };
-        let ((status, body), ()) = tokio::join!(upload, predict);
-        assert_eq!((status, body["predictions"].as_array().map(Vec::len)), (200, Some(count)), "{body}");
-    }
-    assert_eq!(post(LIMIT + 1).await.0, 413);
-    assert_eq!(form(&[LIMIT / 2, LIMIT / 2, 1]).await.0, 413);
-    assert_eq!(form(&[1; 101]).await.0, 400);
-    // The agent's connection is still open.
-    agent.heartbeat(&[]).await;
-    agent.register_as(&server, "more", dataset_info()).await;
     server.stop().await;
 }
 

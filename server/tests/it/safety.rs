@@ -41,6 +41,11 @@ async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
     let mut request = server.socket_request("/stream", &server.token);
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
+    let unknown = server.socket_request("/jobs/j00000000000000000000000000/stream", &server.token);
+    match connect_async(unknown).await {
+        Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), 404),
+        other => panic!("{other:?}"),
+    }
     server.stop().await;
 }
 

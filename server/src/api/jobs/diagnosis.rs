@@ -389,7 +389,9 @@ mod tests {
             // Chance alone changes the accuracy by its standard error.
             (
                 &[0.25, 0.5, 0.5, 0.46],
-                Some("is about the same as the best (50.0 %, 2 validations ago): the newest is 46.0 % ± 5.0 of 100 pictures."),
+                Some(
+                    "is about the same as the best (50.0 %, 2 validations ago): the newest is 46.0 % ± 5.0 of 100 pictures.",
+                ),
             ),
         ] {
             let found = progress(validations, Some(100));

@@ -8,7 +8,7 @@ use std::{fmt, ops::Deref};
 use utoipa::ToSchema;
 
 /// Maximum length of a text in a reason, in bytes.
-pub const TEXT_BYTES: usize = 2000;
+const TEXT_BYTES: usize = 2000;
 
 /// Maximum number of jobs in [`SlotWait::kept_for`].
 pub const MAX_KEPT_FOR: usize = 16;

@@ -3,11 +3,11 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, trained_weights,
-        undisturbed_weights, variables, wait_for_step,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, spec, start, trained_weights, undisturbed_weights,
+        variables, wait_for_step,
     },
     postgres,
-    server::{Agents, Server, number, signal, training_permit},
+    server::{Server, number, signal, training_permit},
     socket::stored,
     specs,
 };
@@ -15,8 +15,6 @@ use lockstep_protocol::fault::{CHECKPOINT_POINTS, INGEST_POINTS, JOB_POINTS};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::Duration;
-
-const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
 /// Faults that strike once each, at the `nth` pass of their points. Each fault leaves a mark in `folder`.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
@@ -39,7 +37,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
     for points in CHECKPOINT_POINTS.chunks(3) {
         // Faults strike at the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
-        let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let server = start(None, environment).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
         judge(&server, &id, STEPS, &model, &[]).await;
@@ -70,7 +68,7 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let points = &CHECKPOINT_POINTS[..8];
     // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
     let environment = faults(marks.path(), points, "error", 2);
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let id = server.submit(&frequent).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -95,7 +93,7 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
     let environment = with_slow_steps(faults(marks.path(), &["checkpoint.synced"], "hold", 2));
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mark = marks.path().join("checkpoint.synced");
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
@@ -123,7 +121,7 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let environment = faults(marks.path(), &["checkpoint.model"], "error", 1);
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
     let row = Row::begin("disk full at the last checkpoint, then space again");
@@ -141,8 +139,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     let steps = 2 * STEPS;
     let model = undisturbed_weights(steps).await;
     let dies_at = |point: &str| with_slow_steps(faults(marks.path(), &[point], "kill", 2));
-    let mut server =
-        register_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
+    let mut server = start(database(), dies_at(INGEST_POINTS[0])).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     let mut rows = Vec::new();
     for (index, point) in INGEST_POINTS.iter().enumerate() {
@@ -163,8 +160,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     let model = undisturbed_weights(CHECKPOINT_STEPS).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
-    let mut server =
-        register_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
+    let mut server = start(database(), dies_at(JOB_POINTS[0])).await;
     let mut jobs = 0;
     for (index, point) in JOB_POINTS.iter().enumerate() {
         let key = if point.starts_with("create") { "create" } else { *point };
@@ -217,7 +213,7 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
     let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let row = Row::begin(&format!("the database's disk is full at each of {points:?}"));
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -236,7 +232,7 @@ async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let model = undisturbed_weights(CHECKPOINT_STEPS).await;
     let points = ["claim.begin", "claim.commit", "claim.committed"];
     let environment = faults(marks.path(), &points, "error", 1);
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", CHECKPOINT_STEPS)).await;
     let row = Row::begin(&format!("a claim fails at each of {points:?}"));
     judge(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;

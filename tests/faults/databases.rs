@@ -2,19 +2,17 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, spec, start, undisturbed_weights, variables,
+        wait_for_step,
     },
     postgres::Cluster,
-    server::{Agents, Server, number, training_permit},
+    server::{Server, number, training_permit},
 };
 use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use std::{
     fs,
     time::{Duration, Instant},
 };
-
-const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
 #[tokio::test]
 #[ignore = "slow: 15 s without a database"]
@@ -23,7 +21,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
-    let server = register_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
+    let server = start(Some(url), variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
@@ -53,7 +51,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
 #[tokio::test]
 async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     let _permit = training_permit().await;
-    let server = register_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
+    let server = start(None, variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
@@ -116,7 +114,7 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
 #[ignore = "takes minutes"]
 async fn kill_50_times_the_server_on_sqlite() {
     let _permit = training_permit().await;
-    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let server = start(None, Vec::new()).await;
     kill_50_times("kill -9 of the server and its SQLite", server, async |server: &mut Server| {
         server.kill_serve();
         server.start_serve().await;
@@ -130,7 +128,7 @@ async fn kill_50_times_the_server_on_postgres() {
     let _permit = training_permit().await;
     let cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let server = start(Some(url), Vec::new()).await;
     kill_50_times("kill -9 of the server on Postgres", server, async |server: &mut Server| {
         server.kill_serve();
         server.start_serve().await;
@@ -144,7 +142,7 @@ async fn kill_50_times_postgres() {
     let _permit = training_permit().await;
     let mut cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let server = start(Some(url), Vec::new()).await;
     kill_50_times("kill -9 of Postgres", server, async |server: &mut Server| {
         cluster.kill();
         cluster.start();

@@ -52,6 +52,11 @@ pub(crate) async fn register_pictures(server: Server) -> Server {
     server
 }
 
+/// A server with the pictures, and a local agent of two slots.
+pub(crate) async fn start(database: Option<String>, environment: Vec<(String, String)>) -> Server {
+    register_pictures(Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await).await
+}
+
 /// The weights of an undisturbed [`spec`] of this number of steps.
 pub(crate) async fn undisturbed_weights(steps: u64) -> Vec<u8> {
     trained_weights(&spec("disturbed", steps)).await
@@ -66,10 +71,8 @@ pub(crate) async fn trained_weights(spec: &Value) -> Vec<u8> {
         return model.clone();
     }
     let at_full_speed = variables([("LOCKSTEP_FAULT", "")]);
-    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, at_full_speed).await;
-    let server = register_pictures(server).await;
-    let id = server.submit(spec).await;
-    server.wait_for_success(&id).await;
+    let server = start(None, at_full_speed).await;
+    let id = server.train(spec).await;
     let model = server.last_model(&id).await;
     server.stop().await;
     trained.insert(spec.to_string(), model.clone());

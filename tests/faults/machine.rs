@@ -9,7 +9,7 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, start, undisturbed_weights,
         variables, wait_for_step,
     },
     server::{Agents, Process, Server, number, training_permit},
@@ -58,8 +58,7 @@ async fn a_rank_without_enough_memory_fails_with_that_reason() {
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     // The next job has enough memory.
-    let id = server.submit(&spec("small", 5)).await;
-    server.wait_for_success(&id).await;
+    server.train(&spec("small", 5)).await;
     row.passed("failed as out of memory, not restarted; the next job runs");
     server.stop().await;
 }
@@ -99,7 +98,7 @@ impl Drop for Group {
 #[ignore = "needs root and cgroup v1"]
 async fn root_the_kernel_s_oom_killer_ends_a_rank() {
     let _permit = training_permit().await;
-    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let server = start(None, Vec::new()).await;
     let group = Group::new("memory");
     group.set("memory.limit_in_bytes", 1u64 << 30);
     // The agent's ranks inherit the group.
@@ -131,7 +130,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
     let _permit = training_permit().await;
     // No signal reaches a rank.
     let environment = vec![("LOCKSTEP_FAULT".into(), "rank.signal:error*".into())];
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let id = server.submit(&spec("immortal", 100_000)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
@@ -149,7 +148,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
 #[ignore = "needs root and cgroup v1"]
 async fn root_a_rank_frozen_by_the_kernel_is_named() {
     let _permit = training_permit().await;
-    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let server = start(None, Vec::new()).await;
     let group = Group::new("freezer");
     let id = server.submit(&spec("immortal", 100_000)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
@@ -199,7 +198,7 @@ async fn the_clock_may_be_set_forward_and_back() {
     ];
     let clock_variables = clock_variables.map(|(name, value)| (name.into(), value.display().to_string()));
     let environment = [variables([SLOW_STEPS]), clock_variables.into()].concat();
-    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = start(None, environment).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;

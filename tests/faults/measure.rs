@@ -104,8 +104,7 @@ async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
         "checkpoint": {"every_epochs": every.is_none().then_some(0), "every_steps": every},
         "evaluate": {"every_epochs": 0},
     });
-    let id = server.submit(&spec).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec).await;
     let events = stored(server, &id).await;
     let stored_at = |step: u64| {
         let has_step = |e: &&serde_json::Value| {

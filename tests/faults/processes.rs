@@ -2,7 +2,7 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec,
+        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, start,
         undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Server, number, signal, training_permit},
@@ -18,8 +18,7 @@ use std::{
 
 /// A server whose ranks have slow steps, so that a job lasts until it is disturbed.
 async fn server() -> Server {
-    let local = Agents::Local { cpu_slots: 2 };
-    register_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
+    start(None, variables([SLOW_STEPS])).await
 }
 
 /// The step from which an attempt continued.
@@ -120,8 +119,7 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
     // The machine accepts the next job.
-    let next = server.submit(&spec("afterwards", 5)).await;
-    server.wait_for_success(&next).await;
+    server.train(&spec("afterwards", 5)).await;
     server.stop().await;
 }
 
@@ -311,8 +309,7 @@ async fn slow_the_server_may_be_down_for_20_s() {
     let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;
     let model = undisturbed_weights(steps).await;
-    let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
-    server = register_pictures(server).await;
+    let mut server = server().await;
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));

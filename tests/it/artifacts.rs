@@ -72,8 +72,7 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
-    let finished = server.submit(&spec("finished", 20)).await;
-    server.wait_for_success(&finished).await;
+    let finished = server.train(&spec("finished", 20)).await;
     wait_until_stored(&server, &finished).await;
     let (checkpoints, model) = (server.checkpoints(&finished).await, server.last_model(&finished).await);
     let running = server.submit(&spec("running", 3000)).await;
@@ -117,8 +116,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let _permit = training_permit().await;
     let kept = Folder::new();
     let server = start_with_directory(&kept).await;
-    let id = server.submit(&spec("finished", 20)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("finished", 20)).await;
     wait_until_stored(&server, &id).await;
     let (best, model) = (newest(&server.checkpoints(&id).await), server.last_model(&id).await);
     let delete_folder = || fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
@@ -134,9 +132,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let evaluation = server.evaluation(&id, &format!("?checkpoint={best}")).await;
     assert!(evaluation["accuracy"].is_number(), "{evaluation}");
     delete_folder();
-    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;
-    assert_eq!(fork.status, 201, "{}", fork.text);
-    let fork = fork.json()["id"].as_str().expect("an id").to_owned();
+    let fork = server.create(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;
     server.wait_for_success(&fork).await;
     wait_until_stored(&server, &fork).await;
 
@@ -151,6 +147,12 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     server.stop().await;
 }
 
+/// A job whose weights and optimizer's state have 45 MB each: several parts of an upload.
+fn large() -> Value {
+    let changes = json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}});
+    specs::with(specs::short("large", "fashion", 1, 2), changes)
+}
+
 /// Size of one part of an upload.
 const PART_BYTES: u64 = 8 << 20;
 
@@ -159,14 +161,9 @@ async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
-    let large = specs::with(
-        specs::short("large", "fashion", 1, 2),
-        json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
-    );
     // The connection breaks in the third part of the first file.
     bucket.gate.pass_only(2 * PART_BYTES + PART_BYTES / 2);
-    let id = server.submit(&large).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&large()).await;
     server.until("the upload is in its third part", async |_: &Server| bucket.gate.is_waiting()).await;
     assert_eq!((bucket.objects().await, bucket.open_uploads().await), (Vec::new(), 1));
     bucket.gate.cut();
@@ -187,14 +184,8 @@ async fn a_killed_upload_continues() {
     let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
-    // The weights and the optimizer's state have 45 MB each: several parts.
-    let large = specs::with(
-        specs::short("large", "fashion", 1, 2),
-        json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
-    );
     bucket.gate.pass_only(70 << 20);
-    let id = server.submit(&large).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&large()).await;
     server.until("the upload is in its second file", async |_: &Server| bucket.gate.is_waiting()).await;
     let before = bucket.objects().await;
     assert_eq!(before.len(), 1, "{before:?}");
@@ -226,15 +217,13 @@ async fn jobs_run_while_the_store_is_unreachable() {
     let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
-    let before = server.submit(&spec("before", 10)).await;
-    server.wait_for_success(&before).await;
+    let before = server.train(&spec("before", 10)).await;
     wait_until_stored(&server, &before).await;
     bucket.gate.close();
     // While the store is unreachable, a server starts and jobs run.
     server.kill_serve();
     server.start_serve().await;
-    let id = server.submit(&spec("while", 30)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("while", 30)).await;
     let all = server.checkpoints(&id).await;
     assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
     // Checkpoints that are only in the store are reported as unavailable.

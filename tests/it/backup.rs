@@ -10,8 +10,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_to_another() {
     let server = Server::start_training(64, 16).await;
-    let id = server.submit(&specs::short("kept", "fashion", 2, 8)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::short("kept", "fashion", 2, 8)).await;
     let file = server.folder().path().join("backup");
     let file = file.to_str().expect("UTF-8");
     let data = server.data_dir();

@@ -83,8 +83,7 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     assert_eq!(job["state"], "failed", "{job:#}");
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("data_batch_2.bin")), "{job:#}");
     assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
-    let skipping = server.submit(&spec("skip")).await;
-    server.wait_for_success(&skipping).await;
+    server.train(&spec("skip")).await;
     server.stop().await;
 }
 
@@ -117,8 +116,7 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
     assert!(reason.contains("readme.jpg"), "{reason}");
     assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
 
-    let skipping = server.submit(&spec("skip")).await;
-    server.wait_for_success(&skipping).await;
+    let skipping = server.train(&spec("skip")).await;
     let logs = server.get(&format!("/jobs/{skipping}/logs")).await;
     let named = |l: &Value| l["text"].as_str().is_some_and(|t| t.contains("readme.jpg"));
     assert!(logs["lines"].as_array().expect("lines").iter().any(named), "{logs:#}");
@@ -169,8 +167,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     for (name, why) in broken {
         assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
     }
-    let skipping = server.submit(&spec("skip")).await;
-    server.wait_for_success(&skipping).await;
+    server.train(&spec("skip")).await;
     server.stop().await;
 }
 
@@ -206,15 +203,13 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
             }),
         )
     };
-    let job = server.submit(&spec("folder", "fail")).await;
-    server.wait_for_success(&job).await;
+    let job = server.train(&spec("folder", "fail")).await;
     let seen = server.get(&format!("/jobs/{job}/samples?indices=0")).await;
     assert_eq!(seen["samples"][0]["file"], file, "{seen:#}");
     // A missing shard is a broken file.
     let job = server.wait_for_end(&server.submit(&spec("pattern", "fail")).await).await;
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");
-    let skipping = server.submit(&spec("pattern", "skip")).await;
-    server.wait_for_success(&skipping).await;
+    server.train(&spec("pattern", "skip")).await;
     // Other pictures in the same files are another dataset.
     let long = specs::with(spec("folder", "fail"), json!({"train": {"steps": 100_000}}));
     let id = server.submit(&long).await;
@@ -260,8 +255,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
             specs::short(name, name, 2, 3),
             json!({"data": data, "train": {"batch_size": 4}, "evaluate": {"every_epochs": 1}}),
         );
-        let job = server.submit(&spec).await;
-        server.wait_for_success(&job).await;
+        server.train(&spec).await;
     }
     server.stop().await;
 }

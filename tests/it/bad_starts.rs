@@ -55,22 +55,24 @@ fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
 }
 
 #[tokio::test]
-async fn a_database_of_a_newer_version_is_not_changed() {
+async fn a_database_of_a_newer_version_is_neither_changed_nor_backed_up() {
     let server = Server::start_on(Agents::None, None, Vec::new()).await;
-    let copy = Folder::new();
-    let data = copy.path().join("data");
     let second = serve(&format!("127.0.0.1:{}", free_port()), &server.data_dir());
     second.assert_usage_error(&["in use", "--data-dir"]);
 
-    let database = server.data_dir().join("lockstep.db");
-    let original = server.stop_and_keep().await;
+    let server = server.stop_and_keep().await;
+    let data = server.data_dir();
     let mut command = lockstep();
-    command.args(["list", "--data-dir"]).arg(database.parent().expect("a folder"));
+    command.args(["list", "--data-dir"]).arg(&data);
     Finished::of(command.env_remove("LOCKSTEP_SERVER"))
         .assert_fails(1, &["the data directory is stopped", "`lockstep serve --data-dir /"]);
-    fs::create_dir(&data).expect("a folder");
-    fs::copy(&database, data.join("lockstep.db")).expect("the database");
-    drop(original);
+    let file = server.folder().path().join("backup");
+    let backup = || {
+        let mut command = lockstep();
+        Finished::of(command.args(["backup", "-o"]).arg(&file).arg("--data-dir").arg(&data))
+    };
+    backup().ok();
+    fs::remove_file(&file).expect("a backup");
     let url = format!("sqlite://{}", data.join("lockstep.db").display());
     let mut connection = SqliteConnection::connect(&url).await.expect("the database");
     sqlx::query(
@@ -84,6 +86,8 @@ async fn a_database_of_a_newer_version_is_not_changed() {
     let before = fs::read(data.join("lockstep.db")).expect("the database");
     serve(&format!("127.0.0.1:{}", free_port()), &data)
         .assert_usage_error(&["newer version", "99990101000000"]);
+    backup().assert_usage_error(&["newer version", "99990101000000"]);
+    assert!(!file.exists(), "no backup is written");
     assert!(before == fs::read(data.join("lockstep.db")).expect("the database"), "the database is unchanged");
 }
 

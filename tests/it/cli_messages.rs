@@ -90,12 +90,14 @@ async fn init_writes_a_file_for_train_and_submit() {
         .assert_usage_error(&["no dataset is called \"empty\"", "write ./empty"]);
     // On a terminal `submit` follows the job without --watch.
     let file = file.to_str().expect("UTF-8");
-    let (status, shown) = run_on_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
+    let (status, shown) =
+        run_on_terminal(&server.client_variables(), &[&["submit", file][..], &QUICK].concat(), "");
     assert!(
         status == 0 && shown.contains("Ctrl-C ends") && shown.contains("succeeded after "),
         "{status}: {shown}"
     );
-    let (status, shown) = run_on_terminal(&server, &["dataset", "remove", "folder"], "n\n");
+    let (status, shown) =
+        run_on_terminal(&server.client_variables(), &["dataset", "remove", "folder"], "n\n");
     assert!(
         status == 2 && shown.contains("Remove folder?") && shown.contains("dataset folder stays as it is"),
         "{shown}"

@@ -3,10 +3,12 @@
 use crate::{
     pictures,
     server::{Finished, Folder, Server, TIMEOUT, exit_status, lockstep, signal, training_permit},
+    tensors::tensors,
 };
 use rustix::process::Signal;
 use serde_json::Value;
 use std::{
+    ffi::OsString,
     fs,
     io::{BufRead, BufReader},
     path::Path,
@@ -157,17 +159,17 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert!(watched.stdout.trim_end().ends_with(" s: cancelled on request"), "{}", watched.stdout);
     // On a terminal the command asks, and an empty reply means no. A script passes --yes.
     for reply in ["\n", "no\n"] {
-        let (code, shown) = run_on_terminal(&server, &["delete", &unwatched], reply);
+        let (code, shown) = run_on_terminal(&server.client_variables(), &["delete", &unwatched], reply);
         assert_eq!(code, 2, "{shown}");
         for words in ["Delete unwatched (", "[y/N]", "stays as it is"] {
             assert!(shown.contains(words), "{shown}");
         }
     }
     server.cli(&["show", &unwatched]).ok();
-    let (code, shown) = run_on_terminal(&server, &["delete", &unwatched], "y\n");
+    let (code, shown) = run_on_terminal(&server.client_variables(), &["delete", &unwatched], "y\n");
     assert!(code == 0 && shown.contains(&format!("{unwatched} deleted")), "{code}: {shown}");
     server.cli(&["show", &unwatched]).assert_usage_error(&["job"]);
-    let (code, shown) = run_on_terminal(&server, &["delete", "--yes", "watched"], "");
+    let (code, shown) = run_on_terminal(&server.client_variables(), &["delete", "--yes", "watched"], "");
     assert!(code == 0 && !shown.contains("[y/N]"), "{code}: {shown}");
     let [again, other] = ["again", "other"].map(|name| {
         let name = format!("name={name}");
@@ -194,8 +196,9 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.stop().await;
 }
 
-/// Runs a command on a terminal into which `typed` is typed. Returns the exit status and the terminal's text.
-pub(crate) fn run_on_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
+/// Runs a command with these environment variables on a terminal into which `typed` is typed. Returns the exit status and the
+/// terminal's text.
+pub(crate) fn run_on_terminal(variables: &[(&str, OsString)], args: &[&str], typed: &str) -> (i32, String) {
     // Types only after the question, as a person does.
     const TERMINAL: &str = "import os, pty, sys\n\
         typed, seen, pid_fd = sys.argv[1].encode(), b'', pty.fork()\n\
@@ -210,8 +213,7 @@ pub(crate) fn run_on_terminal(server: &Server, args: &[&str], typed: &str) -> (i
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid_fd[0], 0)[1]))";
     let mut command = std::process::Command::new("python3");
     command.args(["-c", TERMINAL, typed, crate::server::LOCKSTEP]).args(args);
-    command.envs(server.client_variables());
-    let done = Finished::of(command.args(["--server", &server.url]).stdin(Stdio::null()));
+    let done = Finished::of(command.envs(variables.iter().cloned()).stdin(Stdio::null()));
     (done.status, done.stdout + &done.stderr)
 }
 
@@ -323,18 +325,6 @@ async fn train_needs_no_server() {
     let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
     Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))
         .assert_usage_error(&["train.lr", "data.dataset"]);
-}
-
-/// Names and bytes of all tensors of a safetensors file.
-pub(crate) fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
-    let mut all: Vec<_> = safetensors::SafeTensors::deserialize(file)
-        .expect("safetensors")
-        .tensors()
-        .into_iter()
-        .map(|(name, view)| (name, view.data().to_vec()))
-        .collect();
-    all.sort();
-    all
 }
 
 #[tokio::test]

@@ -89,8 +89,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let last = changed.len() - 1;
     changed[last] = (changed[last] + 1) % 10;
     fs::write(&labels, &changed).expect("other labels");
-    let id = server.submit(&spec("changed", STEPS)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("changed", STEPS)).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let renewed = copies(&b, &server);
     assert!(renewed.len() == 1 && renewed != kept, "{renewed:?}");
@@ -198,8 +197,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     assert!(why.contains("link is a link that leads out of the dataset's folder"), "{why}");
     assert!(copies(&d, &server).is_empty());
     fs::remove_file(data.join("link")).expect("the link is removed");
-    let id = server.submit(&spec("fits", STEPS)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("fits", STEPS)).await;
     assert!(log(&server, &id).await.contains(&format!("machine-d {COPIES}")));
     assert_eq!(copies(&d, &server).len(), 1);
 }

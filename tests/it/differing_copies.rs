@@ -84,6 +84,5 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
         assert!(why.contains(own) && why.contains("machine-b"), "{why}");
     }
     // A job on only the server's own machine uses the server's files.
-    let job = server.submit(&specs::short("own", "fashion", 1, 20)).await;
-    server.wait_for_success(&job).await;
+    server.train(&specs::short("own", "fashion", 1, 20)).await;
 }

@@ -2,19 +2,14 @@
 //! file descriptors.
 
 use crate::{
+    commands::run_on_terminal,
     pictures,
     server::{Agents, Finished, Folder, Response, Server, client, lockstep},
     specs,
 };
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::{
-    fs,
-    net::TcpStream,
-    os::unix::fs::PermissionsExt,
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::{fs, net::TcpStream, os::unix::fs::PermissionsExt};
 
 #[test]
 fn keys_on_the_command_line_have_a_maximum_depth() {
@@ -50,8 +45,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
     let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
-    let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
     assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);
     let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
     let file = async |name: &str| server.bytes(&format!("/checkpoints/{checkpoint}/{name}")).await;
@@ -80,8 +74,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
 async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
     let server = Server::start_training(64, 16).await;
-    let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::short("classifier", "fashion", 1, 4)).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
     let png = fs::read(
@@ -124,6 +117,7 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     let response = send(form(&[LIMIT / 4; 4])).await;
     assert_eq!((response.status.as_u16(), count_valid(&response.json())), (200, 4), "{}", response.text);
     send(form(&[LIMIT / 4, LIMIT / 4, LIMIT / 4, LIMIT / 4 + 1])).await.problem(413);
+    send(form(&[png.len() + 12; 101])).await.problem(400);
     // The agent stayed connected.
     let log = fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     assert!(!log.contains("connection ends"), "{log}");
@@ -188,21 +182,6 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     server.stop().await;
 }
 
-/// Runs a command on a new terminal (util-linux's `script`) and returns its output.
-fn run_on_terminal(command: &str, folder: &Path) -> String {
-    let typescript = folder.join("typescript");
-    let mut script = Command::new("script");
-    script.args(["-qec", command]).arg(&typescript);
-    script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = script.spawn().expect("script runs");
-    // Keeps the input open: the terminal would echo its end as a key.
-    let keyboard = child.stdin.take();
-    let done = child.wait_with_output().expect("script runs");
-    drop(keyboard);
-    assert!(done.status.success(), "{command}: {done:?}");
-    String::from_utf8(done.stdout).expect("UTF-8")
-}
-
 #[test]
 fn names_of_files_cannot_control_a_terminal() {
     let folder = Folder::new();
@@ -211,18 +190,18 @@ fn names_of_files_cannot_control_a_terminal() {
     for split in ["train", "val"] {
         fs::rename(data.join(split).join("boot"), data.join(split).join(evil)).expect("a name");
     }
-    let inspect = format!("{} dataset inspect {}", crate::server::LOCKSTEP, data.display());
-    let shown = run_on_terminal(&inspect, folder.path());
+    let data = data.to_str().expect("UTF-8");
+    let inspect = ["dataset", "inspect", data];
+    let (_, shown) = run_on_terminal(&[], &inspect, "");
     let escaped = "boot\\u001b]0;owned\\u0007\\u009b31m    9  cat";
     assert!(shown.contains(escaped), "{shown:?}");
     assert!(!shown.contains(|c: char| c.is_control() && c != '\n' && c != '\r'), "{shown:?}");
     // JSON output is unchanged.
-    let json = run_on_terminal(&format!("{inspect} --json"), folder.path());
+    let (_, json) = run_on_terminal(&[], &[&inspect[..], &["--json"]].concat(), "");
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert!(json["classes"].as_array().expect("classes").iter().any(|class| class == evil), "{json}");
     // Output into a pipe is escaped, too, as it may end on a terminal.
-    let mut piped = lockstep();
-    let piped = Finished::of(piped.args(["dataset", "inspect"]).arg(&data));
+    let piped = Finished::of(lockstep().args(inspect));
     assert!(piped.ok().contains(escaped));
 }
 
@@ -240,31 +219,4 @@ async fn the_server_responds_when_few_file_descriptors_are_left() {
     }
     drop(idle);
     server.stop().await;
-}
-
-#[tokio::test]
-async fn a_newer_database_is_not_backed_up() {
-    let server = Server::start_on(Agents::None, None, Vec::new()).await;
-    let server = server.stop_and_keep().await;
-    let database = server.data_dir().join("lockstep.db");
-    let file = server.folder().path().join("backup");
-    let backup = || {
-        let mut command = lockstep();
-        command.args(["backup", "-o"]).arg(&file).arg("--data-dir").arg(server.data_dir());
-        Finished::of(&mut command)
-    };
-    backup().ok();
-    fs::remove_file(&file).expect("a backup");
-    let url = format!("sqlite://{}", database.display());
-    let mut db = <sqlx::SqliteConnection as sqlx::Connection>::connect(&url).await.expect("the database");
-    sqlx::query(
-        "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
-         VALUES (99990101000000, 'of the future', TRUE, x'00', 0)",
-    )
-    .execute(&mut db)
-    .await
-    .expect("a migration");
-    sqlx::Connection::close(db).await.expect("closed");
-    backup().assert_usage_error(&["newer version", "99990101000000"]);
-    assert!(!file.exists(), "no file is left");
 }

@@ -1,6 +1,6 @@
 //! Embeddings of pictures, and evaluation by their nearest neighbours.
 
-use crate::{pictures, server::Server, specs};
+use crate::{pictures, server::Server, specs, tensors::floats};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::fs;
@@ -9,8 +9,7 @@ use std::fs;
 async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    let id = server.submit(&specs::short("embedding", "fashion", 1, 4)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::short("embedding", "fashion", 1, 4)).await;
     let files: Vec<_> = fs::read_dir(pictures::image_folder(folder, 2).join("train/boot"))
         .expect("a folder")
         .map(|entry| entry.expect("a picture").path())
@@ -40,12 +39,8 @@ async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).expect("a header");
     let names = header.metadata().as_ref().expect("metadata")["names"].clone();
     assert_eq!(serde_json::from_str::<Value>(&names).expect("JSON"), json!([first, second]));
-    let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
-    let tensor = file.tensor("embeddings").expect("embeddings");
-    assert_eq!(tensor.shape(), [2, 64]);
-    let values: Vec<f32> =
-        tensor.data().chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect();
-    assert_eq!(values, [embedding(&lines[0]), embedding(&lines[1])].concat());
+    assert_eq!(header.info("embeddings").expect("embeddings").shape, [2, 64]);
+    assert_eq!(floats(&bytes)["embeddings"], [embedding(&lines[0]), embedding(&lines[1])].concat());
     server.cli(&["predict", first, "-o", "classes"]).assert_usage_error(&["--embed"]);
 
     let found = server.cli(&["evaluate", &id, "--knn", "5", "--json"]).json();

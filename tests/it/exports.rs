@@ -41,8 +41,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let server = Server::start_training(320, 40).await;
     let folder = server.folder().path();
     let spec = specs::short("exported", "fashion", 1, 12);
-    let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
 
     // The server (although a folder has the job's name), the checkpoint's folder and the weights' file give the same network.
     fs::create_dir(folder.join("exported")).expect("a folder");

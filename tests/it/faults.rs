@@ -1,10 +1,11 @@
 //! Killed processes: nothing is lost or reported twice, and no process is left.
 
 use crate::{
-    server::{Server, number, signal, state_of},
-    socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
+    server::{Server, number, signal},
+    socket::{Socket, assert_unbroken, is_end, is_metric, last_step, states, stored},
     specs,
 };
+use lockstep_protocol::JobState::{Queued, Restarting, Running, Starting, Succeeded};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
@@ -42,13 +43,6 @@ async fn read_until_step(server: &Server, id: &str, steps: u64) -> Socket {
     socket
 }
 
-fn states(events: &[Value]) -> Vec<String> {
-    let mut states: Vec<_> =
-        events.iter().filter(|e| e["type"] == "state").map(|e| state_of(e).as_str().to_owned()).collect();
-    states.dedup();
-    states
-}
-
 /// Asserts that every rank has reported every step in some attempt, and no step twice in one attempt.
 async fn assert_every_step(server: &Server, id: &str) {
     let points = server.points(id, "loss").await;
@@ -63,8 +57,7 @@ async fn assert_every_step(server: &Server, id: &str) {
 #[tokio::test]
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it() {
     let server = server().await;
-    let undisturbed = server.submit(&spec("disturbed", 3)).await;
-    server.wait_for_success(&undisturbed).await;
+    let undisturbed = server.train(&spec("disturbed", 3)).await;
 
     let id = server.submit(&spec("disturbed", 3)).await;
     let mut socket = read_until_step(&server, &id, 70).await;
@@ -77,8 +70,8 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let events = stored(&server, &id).await;
     let states = states(&events);
     let (first, rest) = states.split_at(4);
-    assert_eq!(first, ["queued", "starting", "running", "restarting"]);
-    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{states:?}");
+    assert_eq!(first, [Queued, Starting, Running, Restarting]);
+    assert_eq!(rest.last(), Some(&Succeeded), "{states:?}");
     let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
     let reason = restarting["reason"].as_str().expect("a reason");
     for words in ["rank 1 was killed by signal 9 at step", "attempt 2 starts from step"] {

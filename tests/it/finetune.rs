@@ -4,11 +4,12 @@
 use crate::{
     pages,
     server::{Agents, Finished, Folder, Server, training_permit},
+    tensors::floats,
 };
 use image::{Rgb, RgbImage};
 use lockstep_engine::net::{init, resnet};
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, tensor::TensorView};
 use std::{fs, path::Path};
 
 const CLASSES: usize = 131;
@@ -62,12 +63,6 @@ fn write_weights(path: &Path) {
         (name, TensorView::new(*dtype, shape.clone(), bytes).expect("a tensor"))
     });
     fs::write(path, safetensors::serialize(views, None).expect("safetensors")).expect("a file");
-}
-
-fn values(file: &[u8], tensor: &str) -> Vec<f32> {
-    let file = SafeTensors::deserialize(file).expect("safetensors");
-    let view = file.tensor(tensor).expect("the tensor");
-    view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes"))).collect()
 }
 
 #[tokio::test]
@@ -149,10 +144,11 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     // Training began with these weights: one epoch at a small learning rate changes them little.
     let model = server.last_model(id).await;
     let given = fs::read(&weights).expect("the weights");
-    let (before, after) = (values(&given, "layer3.0.conv1.weight"), values(&model, "layer3.0.conv1.weight"));
+    let (given, model) = (floats(&given), floats(&model));
+    let (before, after) = (&given["layer3.0.conv1.weight"], &model["layer3.0.conv1.weight"]);
     let norm =
         |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
-    let change = norm(&mut before.iter().zip(&after).map(|(a, b)| a - b)) / norm(&mut before.iter().copied());
+    let change = norm(&mut before.iter().zip(after).map(|(a, b)| a - b)) / norm(&mut before.iter().copied());
     assert!(change > 0.0 && change < 0.2, "{change}");
     server.stop().await;
 }

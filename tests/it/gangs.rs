@@ -165,8 +165,7 @@ async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
     // With optimizer sharding, only the newest checkpoint has the killed rank's part of the state.
     for is_sharded in [false, true] {
         let spec = specs::with(job(2, steps), json!({"parallel": {"optimizer_sharding": is_sharded}}));
-        let undisturbed = machines.server.submit(&spec).await;
-        machines.server.wait_for_success(&undisturbed).await;
+        let undisturbed = machines.server.train(&spec).await;
         let id = machines.server.submit(&spec).await;
         machines.server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) >= 25).await;
         let ranks = machines.server.ranks(&id);

@@ -28,8 +28,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     fs::rename(images.join("val"), &later).expect("moves");
     server.register("folder", &images).await;
     let spec = specs::with(specs::short("one", "folder", 1, 6), json!({"data": {"validation": 0.2}}));
-    let id = server.submit(&spec).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec).await;
     let checkpoints = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = &checkpoints["checkpoints"][0];
     let held_out = checkpoint["validation"]["pictures"].as_u64().expect("a count");

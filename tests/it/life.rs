@@ -2,8 +2,8 @@
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, number, state_of, training_permit},
-    socket::{Socket, stored},
+    server::{Finished, Server, number, training_permit},
+    socket::{Socket, states, stored},
     specs,
 };
 use lockstep_protocol::JobState;
@@ -90,9 +90,7 @@ async fn the_python_example_submits_waits_evaluates_and_downloads() {
 }
 
 fn assert_valid_states(events: &[Value]) {
-    let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
-    // A waiting job repeats its state with each new reason.
-    states.dedup();
+    let states = states(events);
     use JobState::*;
     assert_eq!(states, [Queued, Starting, Running, Succeeded]);
     assert!(states.windows(2).all(|pair| pair[0].may_become(pair[1])), "{states:?}");

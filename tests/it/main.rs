@@ -1,7 +1,7 @@
 //! End-to-end tests: they start the real `lockstep` binary and use it over REST, websockets and the command line,
 //! with real pictures.
 //!
-//! All tests share `server.rs`, `socket.rs`, `pages.rs`, `pictures.rs` and `specs.rs`; every other file tests one feature.
+//! All tests share `server.rs`, `socket.rs`, `pages.rs`, `pictures.rs`, `specs.rs` and `tensors.rs`; every other file tests one feature.
 //! A semaphore (`server::training_permit`) limits how many tests train at the same time, so that each has enough cores
 //! to keep its deadlines. With `LOCKSTEP_TEST_DATABASE=postgres` every server uses a Postgres database.
 
@@ -17,13 +17,13 @@ mod postgres;
 mod server;
 mod socket;
 mod specs;
+mod tensors;
 
 mod access;
 mod addresses;
 mod artifacts;
 mod backup;
 mod bad_datasets;
-mod bad_requests;
 mod bad_starts;
 mod browser;
 mod cli_messages;

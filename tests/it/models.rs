@@ -16,8 +16,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     let folder = server.folder().path();
     server.register("clothes", &pictures::idx_dataset(folder, 64, 16)).await;
     let job = |name: &str| specs::short(name, "clothes", 1, 4);
-    let first = server.submit(&job("fashion")).await;
-    server.wait_for_success(&first).await;
+    let first = server.train(&job("fashion")).await;
     let boots = pictures::image_folder(folder, 2).join("train/boot");
     let boot = fs::read_dir(boots).expect("a folder").flatten().next().expect("a picture").path();
     image::open(&boot).expect("a picture").save(folder.join("shoe.png")).expect("a picture");
@@ -58,8 +57,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
 
     // Another job starts from these weights. When the alias moves, the job's specification does not change.
     let tuned = specs::with(job("tuned"), json!({"model": {"pretrained": "models:/shoes@champion"}}));
-    let second = server.submit(&tuned).await;
-    server.wait_for_success(&second).await;
+    let second = server.train(&tuned).await;
     server.cli(&["model", "register", "shoes", "tuned"]).ok();
     server.cli(&["model", "alias", "shoes", "champion", "2"]).ok();
     assert_eq!(server.job(&second).await["spec"]["model"]["pretrained"], version["checkpoint"]);

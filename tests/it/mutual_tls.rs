@@ -7,11 +7,12 @@ use crate::{
     pictures,
     server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
     specs,
-    tls::serve::{Serve, client_config_for, listens},
+    tls::serve::{Serve, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
 use std::{
+    ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -27,7 +28,7 @@ struct Agent {
 
 impl Agent {
     /// Starts an agent in the server's folder, with a data directory and a log of this name.
-    fn start(serve: &Serve, dir: &str, options: &[&str]) -> Self {
+    fn start(serve: &Serve, dir: &str, options: &[impl AsRef<OsStr>]) -> Self {
         let log = serve.folder.path().join(format!("{dir}.log"));
         let mut command = lockstep();
         command.args(["agent", "--server", &https(serve), "--ca-file", "data/ca/ca.crt", "--cpu-slots", "1"]);
@@ -94,9 +95,7 @@ fn refusals(serve: &Serve) -> Vec<String> {
 }
 
 async fn agents(serve: &Serve) -> Vec<Value> {
-    let client =
-        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let client = serve.client(&serve.ca());
     let response = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("a response");
     response.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
 }
@@ -130,7 +129,6 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
         Serve::start(&["--tls-own-ca", "--no-local-agent", "--agent-auth", "certificate"], listens).await;
     issue(&serve, "node-a", &["--days", "120"]);
     let certificate = files("node-a");
-    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let mut first = Agent::start(&serve, "one", &certificate);
     let joined = agent(&serve, "node-a", is_online).await;
     let warnings = joined["warnings"].as_array().expect("its warnings");
@@ -139,14 +137,10 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     let here = |args: &[&str]| serve.cli(&https(&serve), Some(&serve.ca()), args);
     here(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
-    let spec = serve.folder.write("job.json", specs::short("by-certificate", "pictures", 1, 20).to_string());
-    let client =
-        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
-    let body = fs::read_to_string(spec).expect("a job");
-    let submitted = client.post(format!("{}/api/v1/jobs", https(&serve)));
-    let submitted =
-        submitted.header("content-type", "application/json").body(body).send().await.expect("a response");
+    let spec = specs::short("by-certificate", "pictures", 1, 20);
+    let client = serve.client(&serve.ca());
+    let submitted = client.post(format!("{}/api/v1/jobs", https(&serve))).json(&spec).send().await;
+    let submitted = submitted.expect("a response");
     let job: Value = submitted.json().await.expect("JSON");
     let watched = here(&["watch", job["id"].as_str().expect("an id")]);
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
@@ -206,9 +200,7 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     // Issued 311 days and an hour ago for 400 days, so 88 days and 23 hours are left.
     issue_at(&serve, "node-a", "-7465h", "400");
-    let certificate = files("node-a");
-    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
-    let _agent = Agent::start(&serve, "one", &certificate);
+    let _agent = Agent::start(&serve, "one", &files("node-a"));
     let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate expires in 88 days");
     agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
     wait_until("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log())
@@ -217,9 +209,7 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
     let report = Finished::of(&mut doctor).stdout;
     assert!(report.contains("node-a.crt: 88 days left"), "{report}");
-    let client =
-        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let client = serve.client(&serve.ca());
     let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
     let ready = ready.text().await.expect("text");
     assert!(ready.contains("note: the certificate of the agent node-a expires in 88 days"), "{ready}");
@@ -265,9 +255,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
         ),
         ("proxy.example", "not for clients", "is not acceptable to it"),
     ] {
-        let certificate = files(name);
-        let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
-        let agent = Agent::start(&serve, name, &certificate);
+        let agent = Agent::start(&serve, name, &files(name));
         agent.wait_for_log(reported).await;
         assert!(agent.output().contains("lockstep ca issue NAME --agent"), "{}", agent.output());
         // The server logs the refusal after the agent has read the reason and closed the connection.
@@ -280,16 +268,14 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
         );
     }
     // Neither certificate nor token.
-    let nobody = Agent::start(&serve, "nobody", &[]);
+    let nobody = Agent::start(&serve, "nobody", &[""; 0]);
     nobody.wait_for_log("neither a certificate nor a token").await;
     let lines: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(agents(&serve).await.is_empty());
     // A name that differs from the certificate's.
     issue(&serve, "node-b", &[]);
-    let certificate = files("node-b");
-    let mut other: Vec<_> = certificate.iter().map(String::as_str).collect();
-    other.extend(["--name", "node-c"]);
+    let other = [&files("node-b")[..], &["--name".into(), "node-c".into()]].concat();
     let mut other = Agent::start(&serve, "other", &other);
     assert_eq!(other.exit_status().await.code(), Some(1), "{}", other.output());
     assert!(other.output().contains("start this agent with --name node-b"), "{}", other.output());
@@ -355,9 +341,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     }
     // With --agent-ca, certificates of the server's own CA are refused.
     issue(&serve, "node-a", &[]);
-    let certificate = files("node-a");
-    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
-    let own = Agent::start(&serve, "own", &certificate);
+    let own = Agent::start(&serve, "own", &files("node-a"));
     own.wait_for_log("that it does not know").await;
 
     // openssl can read the PKCS #12 files of `ca issue`.
@@ -382,10 +366,7 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     let options =
         ["--tls-own-ca", "--no-local-agent", "--agent-ca", "lab/ca/ca.crt", "--agent-crl", "lab/ca/ca.crl"];
     let serve = Serve::start_in(folder, &options, listens).await;
-    let start_agent = |name: &str| {
-        let certificate = files(name);
-        Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
-    };
+    let start_agent = |name: &str| Agent::start(&serve, name, &files(name));
     let revoked = start_agent("node-1");
     revoked.wait_for_log("which was revoked").await;
     let still_valid = start_agent("node-2");

@@ -2,9 +2,11 @@
 
 use crate::{
     server::{Server, number},
-    socket::{stored, wait_for_step},
+    socket::{states, stored, wait_for_step},
     specs,
+    tensors::tensors,
 };
+use lockstep_protocol::JobState::{Paused, Pausing, Queued, Running, Starting, Succeeded};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -25,8 +27,7 @@ fn spec(name: &str) -> Value {
 #[tokio::test]
 async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     let server = Server::start_training(640, 64).await;
-    let undisturbed = server.submit(&spec("paused")).await;
-    server.wait_for_success(&undisturbed).await;
+    let undisturbed = server.train(&spec("paused")).await;
 
     let id = server.submit(&spec("paused")).await;
     wait_for_step(&server, &id, 30).await;
@@ -38,8 +39,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     // There is a checkpoint of this step, and no rank is left.
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), step);
     assert!(server.ranks(&id).is_empty());
-    let other = server.submit(&specs::short("meanwhile", "fashion", 2, 5)).await;
-    server.wait_for_success(&other).await;
+    server.train(&specs::short("meanwhile", "fashion", 2, 5)).await;
     assert_eq!(server.job(&id).await["state"], "paused");
 
     let resumed = server.cli(&["resume", "paused"]);
@@ -52,17 +52,10 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
         server.last_model(&id).await == server.last_model(&undisturbed).await,
         "a pause does not change a bit of the weights"
     );
-    let events = stored(&server, &id).await;
-    let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
-    states.dedup();
-    assert_eq!(
-        states,
-        ["queued", "starting", "running", "pausing", "paused", "queued", "starting", "running", "succeeded"]
-    );
+    let states = states(&stored(&server, &id).await);
+    assert_eq!(states, [Queued, Starting, Running, Pausing, Paused, Queued, Starting, Running, Succeeded]);
     // The second attempt starts at the step where the first ended: no step is repeated.
-    let points = server.points(&id, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
-    assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
+    assert_eq!(server.steps(&id).await, (1..=STEPS).collect::<Vec<_>>());
     server.cli(&["pause", &id]).assert_usage_error(&["the job has succeeded"]);
     server.cli(&["resume", &id]).assert_usage_error(&["the job has succeeded", "fork it"]);
     server.stop().await;
@@ -112,8 +105,7 @@ async fn a_waiting_job_is_paused_immediately() {
 #[tokio::test]
 async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let server = Server::start_training(640, 64).await;
-    let id = server.submit(&spec("origin")).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("origin")).await;
     let model = server.last_model(&id).await;
 
     // With unchanged settings, the final weights are the same at any number of ranks.
@@ -148,13 +140,8 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         );
         let done = server.wait_for_success(fork_id).await;
         assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
-        let points = server.points(fork_id, "loss").await;
-        let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
-        assert_eq!(steps, (from + 1..=STEPS).collect::<Vec<_>>());
+        assert_eq!(server.steps(fork_id).await, (from + 1..=STEPS).collect::<Vec<_>>());
     }
-    let tensors = |file: &[u8]| {
-        file[8 + u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize..].to_vec()
-    };
     let model_of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
     assert!(model_of(&same).await == model, "unchanged settings give the same model");
     assert!(
@@ -170,10 +157,8 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     assert!(fs::metadata(manifest).is_ok());
 
     let same_id = same["id"].as_str().expect("an id").to_owned();
-    let fork = |request: Value| {
-        let (server, path) = (&server, format!("/jobs/{same_id}/fork"));
-        async move { server.post(&path, &request).await }
-    };
+    let path = format!("/jobs/{same_id}/fork");
+    let fork = async |request: Value| server.post(&path, &request).await;
     assert!(
         fork(json!({"checkpoint": 51})).await.problem(409)["detail"]
             .as_str()
@@ -184,20 +169,13 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         .assert_invalid(&[("/model/arch", &["resnet20", "another network"])]);
     fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.assert_invalid(&[("/train/lr", &[])]);
     fork(json!({})).await.assert_invalid(&[("/train/steps", &["no steps are left"])]);
-    let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
-    assert_eq!(further.status.as_u16(), 201, "{}", further.text);
-    assert_eq!(
-        number(&server.wait_for_success(further.json()["id"].as_str().expect("an id")).await["step"]),
-        STEPS + 10
-    );
+    let further = server.create(&path, &json!({"set": {"train.steps": STEPS + 10}})).await;
+    assert_eq!(number(&server.wait_for_success(&further).await["step"]), STEPS + 10);
     // With twice the batch size, step 100 becomes step 50, which is also in the middle of the third epoch.
-    let larger = fork(json!({"checkpoint": 100, "set": {"train": {"batch_size": 16, "steps": 52}}})).await;
-    assert_eq!(larger.status.as_u16(), 201, "{}", larger.text);
-    let larger = larger.json()["id"].as_str().expect("an id").to_owned();
+    let larger = json!({"checkpoint": 100, "set": {"train": {"batch_size": 16, "steps": 52}}});
+    let larger = server.create(&path, &larger).await;
     server.wait_for_success(&larger).await;
-    let points = server.points(&larger, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
-    assert_eq!(steps, [51, 52]);
+    assert_eq!(server.steps(&larger).await, [51, 52]);
 
     let listed = server.cli(&["checkpoints", &same_id]);
     assert!(listed.ok().lines().count() > 3 && listed.stdout.contains("STEP"), "{}", listed.stdout);

@@ -3,9 +3,10 @@
 use crate::{
     pictures,
     server::{Finished, Folder, Server, lockstep, training_permit},
+    tensors::tensors,
 };
 use serde_json::{Value, json};
-use std::{fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 /// 12 steps per epoch, with 8 pixels in the first epoch and 12 in the second and third; evaluated at 16.
 const JOB: &str = r#"
@@ -42,11 +43,8 @@ fn model(out: &Path, checkpoint: &str) -> Vec<u8> {
     fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The weights without the file's header, which has the number of ranks.
-fn weights(out: &Path, checkpoint: &str) -> Vec<u8> {
-    let file = model(out, checkpoint);
-    let header = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
-    file[8 + header..].to_vec()
+fn weights(out: &Path, checkpoint: &str) -> BTreeMap<String, Vec<u8>> {
+    tensors(&model(out, checkpoint))
 }
 
 #[tokio::test]
@@ -115,8 +113,7 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
 
     // A fork continues at a fixed size.
     let change = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &change).await;
-    assert_eq!(fork.status, 201, "{}", fork.text);
-    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
+    let fork = server.create(&format!("/jobs/{id}/fork"), &change).await;
+    server.wait_for_success(&fork).await;
     server.stop().await;
 }

@@ -3,9 +3,10 @@
 use crate::{
     pictures,
     server::{Agents, Server, number, training_permit},
-    socket::{Socket, is_metric, last_step, stored},
+    socket::{Socket, is_metric, last_step, states, stored},
     specs,
 };
+use lockstep_protocol::JobState::{Pausing, Queued, Running, Starting, Succeeded};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -188,6 +189,14 @@ async fn a_job_can_be_cancelled_in_any_state() {
     let server = Server::start_training(160, 16).await;
     let running = server.submit(&endless("running", 2)).await;
     server.wait_for_job(&running, "the job trains", |job| number(&job["step"]) >= 5).await;
+    // A request that a job's state forbids gets a 409 that names the state, and changes nothing.
+    let assert_refused = async |method: Method, path: &str, state: &str| {
+        let problem = server.request(method, &format!("/jobs/{running}{path}"), None).await.problem(409);
+        assert_eq!(problem["state"], state, "{problem}");
+        assert!(problem["detail"].as_str().is_some_and(|d| d.contains(state)), "{problem}");
+    };
+    assert_refused(Method::DELETE, "", "running").await;
+    assert!(!server.ranks(&running).is_empty(), "the ranks still run");
     let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;
     cancel(&server, &queued).await;
     let job = server.wait_for_end(&queued).await;
@@ -201,6 +210,7 @@ async fn a_job_can_be_cancelled_in_any_state() {
     let events = stored(&server, &running).await;
     let ends: Vec<_> = events.iter().filter(|e| e["state"] == "cancelled").collect();
     assert_eq!(ends.len(), 1, "{ends:?}");
+    assert_refused(Method::POST, "/cancel", "cancelled").await;
 
     // The slots are free again. A job that is cancelled while its ranks start also ends.
     let early = server.submit(&endless("early", 2)).await;
@@ -208,8 +218,7 @@ async fn a_job_can_be_cancelled_in_any_state() {
     cancel(&server, &early).await;
     assert_eq!(server.wait_for_end(&early).await["state"], "cancelled");
     server.until("the job's ranks have ended", async |s: &Server| s.ranks(&early).is_empty()).await;
-    let next = server.submit(&specs::short("next", "fashion", 2, 5)).await;
-    server.wait_for_success(&next).await;
+    let next = server.train(&specs::short("next", "fashion", 2, 5)).await;
 
     // Several jobs in one command: with an unknown name nothing is cancelled; a job that has ended does not prevent the others.
     let long = server.submit(&endless("long", 2)).await;
@@ -242,8 +251,7 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
             "recovery": {"max_restarts": 0},
         }),
     );
-    let undisturbed = server.submit(&low).await;
-    server.wait_for_success(&undisturbed).await;
+    let undisturbed = server.train(&low).await;
 
     let id = server.submit(&low).await;
     let mut socket = Socket::of_job(&server, &id, 0).await;
@@ -254,18 +262,11 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     assert_eq!(number(&done["attempt"]), 1, "{done:#}");
     let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 2, "one preemption: {job:#}");
-    let events = stored(&server, &id).await;
-    let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
-    states.dedup();
-    assert_eq!(
-        states,
-        ["queued", "starting", "running", "pausing", "queued", "starting", "running", "succeeded"]
-    );
+    let states = states(&stored(&server, &id).await);
+    assert_eq!(states, [Queued, Starting, Running, Pausing, Queued, Starting, Running, Succeeded]);
     assert!(started_at(&done) < job["finished_at"].as_str().expect("the end").parse().expect("a time"));
-    let points = server.points(&id, "loss").await;
-    let steps: Vec<_> = points.iter().filter(|p| p.rank == 0).map(|p| p.step).collect();
+    let steps = server.steps(&id).await;
     assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "no step is missing or repeated");
-    assert!(points.iter().any(|p| p.attempt == 2), "some steps are in the second attempt");
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
         "a preemption does not change a bit of the weights"

@@ -192,13 +192,12 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let evaluated = evaluated.send().await.expect("a response");
     assert!([StatusCode::OK, StatusCode::ACCEPTED].contains(&evaluated.status()), "{evaluated:?}");
     let set = json!({"set": {"parallel.ranks": 1, "train.steps": 2 * STEPS + 5}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
-    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
+    let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
+    server.wait_for_success(&fork).await;
     // A fork for two ranks runs on the other machine, which fetches the checkpoint. A job that starts from a checkpoint's weights, too.
     let set = json!({"set": {"train.steps": STEPS + 5}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
+    let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
+    server.wait_for_success(&fork).await;
     let weights =
         specs::with(spec("tuned", STEPS), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
     let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
@@ -206,8 +205,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
         true => weights,
         false => specs::with(weights, json!({"model": {"pretrained": listed[0]["id"]}})),
     };
-    let tuned = server.submit(&weights).await;
-    server.wait_for_success(&tuned).await;
+    server.train(&weights).await;
 }
 
 #[tokio::test]

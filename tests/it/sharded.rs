@@ -37,8 +37,7 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 #[tokio::test]
 async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let server = Server::start_training(640, 64).await;
-    let whole = server.submit(&spec("whole", 2, false)).await;
-    server.wait_for_success(&whole).await;
+    let whole = server.train(&spec("whole", 2, false)).await;
     let expected = download(&server, &whole).await;
 
     let id = server.submit(&spec("sharded", 2, true)).await;
@@ -79,8 +78,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     assert!(part.status().is_success() && part.headers().contains_key("x-checksum-sha256"));
 
     let set = json!({"checkpoint": 75, "set": {"parallel.ranks": 1, "train.batch_size": 16, "checkpoint.sharded": false}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    let fork = fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text)).to_owned();
+    let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(&fork).await;
     assert!(download(&server, &fork).await == expected);
     let of_fork = &server.checkpoints(&fork).await[0];
@@ -89,8 +87,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let accuracy = async |id: &str| server.evaluation(id, "?checkpoint=latest").await["accuracy"].clone();
     assert_eq!(accuracy(&id).await, accuracy(&whole).await);
     let tuned = specs::short("tuned", "fashion", 1, 5);
-    let tuned = server.submit(&specs::with(tuned, json!({"model": {"pretrained": last}}))).await;
-    server.wait_for_success(&tuned).await;
+    server.train(&specs::with(tuned, json!({"model": {"pretrained": last}}))).await;
     server.cli(&["delete", &id, "--yes"]).ok();
     server.until("the job's files are deleted", async |s: &Server| !s.job_dir(&id).exists()).await;
     server.stop().await;
@@ -125,6 +122,6 @@ async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store()
     assert!(download(&server, &id).await == expected, "from the object store");
     // A fork on fewer ranks, on a machine that fetches the checkpoint.
     let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
-    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.wait_for_success(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
+    let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
+    server.wait_for_success(&fork).await;
 }

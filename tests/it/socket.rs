@@ -1,12 +1,13 @@
 //! A plain websocket client of the streams.
 
-use crate::server::{Server, TIMEOUT, number};
+use crate::server::{Server, TIMEOUT, number, state_of};
 use futures_util::StreamExt;
+use lockstep_protocol::JobState;
 use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio_tungstenite::{
     MaybeTlsStream, WebSocketStream, connect_async,
-    tungstenite::{self, Message, client::IntoClientRequest, http::HeaderValue},
+    tungstenite::{Message, client::IntoClientRequest, http::HeaderValue},
 };
 
 /// An open stream whose `hello` has been read.
@@ -20,24 +21,17 @@ pub(crate) struct Socket {
 
 impl Socket {
     /// Connects to a path under `/api/v1`.
-    pub(crate) async fn connect(
-        server: &Server,
-        path: &str,
-        origin: Option<&str>,
-    ) -> Result<WebSocketStream<MaybeTlsStream<TcpStream>>, tungstenite::Error> {
-        let mut request = server.api(path).replacen("http", "ws", 1).into_client_request()?;
+    async fn connect(server: &Server, path: &str) -> WebSocketStream<MaybeTlsStream<TcpStream>> {
+        let mut request = server.api(path).replacen("http", "ws", 1).into_client_request().expect("a URL");
         let token = format!("Bearer {}", server.token());
         request.headers_mut().insert("authorization", HeaderValue::from_str(&token).expect("a header"));
-        if let Some(origin) = origin {
-            request.headers_mut().insert("origin", HeaderValue::from_str(origin).expect("a header"));
-        }
-        Ok(connect_async(request).await?.0)
+        connect_async(request).await.expect("a stream").0
     }
 
     /// The stream of a job.
     pub(crate) async fn of_job(server: &Server, id: &str, since: u64) -> Self {
         let path = format!("/jobs/{id}/stream?since={since}");
-        let mut socket = Self::connect(server, &path, None).await.expect("the job's stream");
+        let mut socket = Self::connect(server, &path).await;
         let hello = frame(&mut socket).await.expect("a first frame");
         assert_eq!(hello["type"], "hello", "{hello}");
         assert_eq!(hello["job"]["id"], id);
@@ -46,7 +40,7 @@ impl Socket {
 
     /// The stream of the list page, which sends no `hello`.
     pub(crate) async fn of_list(server: &Server) -> Self {
-        let socket = Self::connect(server, "/stream", None).await.expect("the list's stream");
+        let socket = Self::connect(server, "/stream").await;
         Self { socket, hello: Value::Null, frames: Vec::new() }
     }
 
@@ -109,7 +103,7 @@ pub(crate) fn is_event(frame: &Value) -> bool {
 
 /// Whether a frame is the final state of the job.
 pub(crate) fn is_end(frame: &Value) -> bool {
-    frame["type"] == "state" && crate::server::state_of(frame).is_final()
+    frame["type"] == "state" && state_of(frame).is_final()
 }
 
 /// Whether a frame has points of this metric.
@@ -120,6 +114,13 @@ pub(crate) fn is_metric(frame: &Value, name: &str) -> bool {
 /// Highest step of a metrics frame.
 pub(crate) fn last_step(frame: &Value) -> u64 {
     frame["steps"].as_array().and_then(|s| s.last()).map_or(0, number)
+}
+
+/// The states of a job's events. A waiting job repeats its state with each new reason; repetitions are left out.
+pub(crate) fn states(events: &[Value]) -> Vec<JobState> {
+    let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
+    states.dedup();
+    states
 }
 
 /// Waits until a job has passed a step.

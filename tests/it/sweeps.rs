@@ -262,8 +262,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         assert_eq!((number(&job["attempt"]), &job["trial"]["sweep"]), (2, &json!(id)));
         let mut undisturbed = job["spec"].clone();
         undisturbed["name"] = json!("undisturbed");
-        let undisturbed = server.submit(&undisturbed).await;
-        server.wait_for_success(&undisturbed).await;
+        let undisturbed = server.train(&undisturbed).await;
         assert!(
             server.last_model(&undisturbed).await
                 == server.last_model(job["id"].as_str().expect("an id")).await,

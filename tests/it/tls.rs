@@ -52,8 +52,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .current_dir(serve.folder.path())
         .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let client = serve.client(&ca);
     let online = async || -> Vec<String> {
         let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let response: Value = response.json().await.expect("JSON");
@@ -255,35 +254,6 @@ async fn tls_errors_of_clients_are_explained() {
         crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
         agent.wait().expect("its status");
         assert!(log.contains(words), "{server}: {log}");
-    }
-}
-
-/// With openssl as the client, as the program's own client uses the server's TLS library.
-#[tokio::test]
-async fn old_versions_of_tls_are_refused_by_the_server() {
-    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
-    let connect = format!("127.0.0.1:{}", serve.port);
-    for (version, is_accepted) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)]
-    {
-        let mut openssl = Command::new("openssl");
-        // At its default security level, openssl refuses old versions itself.
-        openssl.args([
-            "s_client",
-            "-connect",
-            &connect,
-            "-servername",
-            "localhost",
-            "-cipher",
-            "DEFAULT@SECLEVEL=0",
-        ]);
-        openssl.args([version, "-brief", "-verify_return_error", "-verify_hostname", "localhost", "-CAfile"]);
-        let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
-        let report = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(report.contains("CONNECTION ESTABLISHED"), is_accepted, "{version}: {report}");
-        assert!(
-            is_accepted || report.contains("SSL alert number"),
-            "the server sends an alert: {version}: {report}"
-        );
     }
 }
 

@@ -3,17 +3,12 @@
 use crate::{
     server::{Agents, Server},
     specs,
+    tensors::tensors,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
 
 const STEPS: u64 = 30;
-
-/// Names and bytes of all tensors, without the file's metadata, which has the number of ranks.
-pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
-    let tensors = safetensors::SafeTensors::deserialize(model).expect("safetensors");
-    tensors.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
-}
 
 struct Run {
     ranks: u32,
@@ -71,7 +66,7 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
         assert!((accuracy - other_accuracy).abs() <= 0.005, "{accuracy} and {other_accuracy}");
     }
     for Run { ranks, model: other, .. } in &runs[1..3] {
-        assert!(weights(other) == weights(model), "on {ranks} ranks the weights have the same bits");
+        assert!(tensors(other) == tensors(model), "on {ranks} ranks the weights have the same bits");
     }
     let (second, fourth) = (&runs[1], &runs[3]);
     let mut losses = second.losses.iter().zip(&fourth.losses);

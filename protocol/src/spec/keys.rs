@@ -2,7 +2,7 @@
 
 use super::{
     Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe, ScheduleKind, Stem,
-    image_size, loss,
+    SweepMethod, image_size, loss,
     mistake::{describe_value, shortened},
     nearest::nearest,
     shard, stop,
@@ -265,7 +265,7 @@ pub const KEYS: &[Section] = &[
 pub(super) const SWEEP: Section = Section {
     name: "sweep",
     keys: &[
-        ("method", Kind::Word(&["grid", "random", "asha"])),
+        ("method", Kind::Word(&SweepMethod::NAMES)),
         ("seed", Kind::Seed),
         ("max_trials", whole(1, MAX_TRIALS)),
         ("max_concurrent", whole(1, MAX_TRIALS)),

@@ -277,25 +277,23 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
 impl SweepSpec {
     /// Refuses a grid with a range, and a sweep without a limit of its number of trials.
     fn check_size(&self, errors: &mut Vec<SpecError>) {
-        let combinations = self.combinations();
-        let detail = match (self.method, combinations, self.max_trials) {
-            (SweepMethod::Grid, None, _) => {
-                "a grid needs values for every parameter; draw from min and max with method = \"random\""
-                    .into()
+        errors.push(match (self.method, self.combinations(), self.max_trials) {
+            (SweepMethod::Grid, None, _) => mistake(
+                "/method",
+                "a grid needs values for every parameter; draw from min and max with method = \"random\"".into(),
+            ),
+            (_, None, None) => {
+                mistake("/max_trials", "is missing: say how many settings are drawn from min and max".into())
             }
-            (_, None, None) => "is missing: say how many settings are drawn from min and max".into(),
-            (_, Some(many), None) if many > u64::from(MAX_TRIALS) => format!(
-                "is missing: the values have more than {MAX_TRIALS} combinations, and a sweep has at most {MAX_TRIALS} trials; \
-                 say how many to train"
+            (_, Some(many), None) if many > u64::from(MAX_TRIALS) => mistake(
+                "/max_trials",
+                format!(
+                    "is missing: the values have more than {MAX_TRIALS} combinations, and a sweep has at most {MAX_TRIALS} trials; \
+                     say how many to train"
+                ),
             ),
             _ => return,
-        };
-        let key = if self.method == SweepMethod::Grid && combinations.is_none() {
-            "/method"
-        } else {
-            "/max_trials"
-        };
-        errors.push(mistake(key, detail));
+        });
     }
 
     /// Checks the sweep against the specification of one of its trials.

@@ -8,10 +8,12 @@ use lockstep_protocol::{
         LogLine, Machine, PROTOCOL_VERSION, Slot, Source, StartAttempt, ToAgent,
     },
     dataset::{DatasetInfo, SplitInfo},
+    inspect::FitWeights,
     job::JobId,
     metric::MetricColumn,
 };
 use serde_json::{Value, json};
+use std::time::Duration;
 use tokio::time::timeout;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
@@ -146,12 +148,20 @@ impl Agent {
 
     /// Answers the next request, which must be to inspect a dataset.
     pub async fn answer_inspection(&mut self, info: Result<DatasetInfo, String>) {
-        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } }) =
-            self.next().await
-        else {
-            panic!("the agent gets no request to inspect a dataset")
-        };
-        let reply = info.map(|info| AgentReply::Dataset { path, info });
+        let (id, request) = self.expect_request().await;
+        let AgentRequest::InspectDataset { path, .. } = request else { panic!("{request:?}") };
+        self.reply(id, info.map(|info| AgentReply::Dataset { path, info })).await;
+    }
+
+    /// Answers the next request, which must be `FitWeights`, and returns the request.
+    pub async fn answer_fit_weights(&mut self, reply: AgentReply) -> FitWeights {
+        let (id, request) = self.expect_request().await;
+        let AgentRequest::FitWeights(request) = request else { panic!("{request:?}") };
+        self.reply(id, Ok(reply)).await;
+        request
+    }
+
+    pub async fn reply(&mut self, id: u64, reply: Result<AgentReply, String>) {
         self.send(FromAgent::Reply { id, reply }).await;
     }
 
@@ -194,6 +204,28 @@ impl Agent {
     pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
             Some(ToAgent::Start(start)) => *start,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits for the next message, which must be `Stop`. Returns whether the ranks should write a checkpoint first.
+    pub async fn expect_stop(&mut self) -> bool {
+        match self.next().await {
+            Some(ToAgent::Stop { patient, .. }) => patient,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Asserts that no message arrives for some rounds of dispatch, which takes place twice a second.
+    pub async fn expect_silence(&mut self, ms: u64) {
+        let early = timeout(Duration::from_millis(ms), self.next()).await;
+        assert!(early.is_err(), "{early:?}");
+    }
+
+    /// Waits for the next message, which must be a request. Returns its id, too.
+    pub async fn expect_request(&mut self) -> (u64, AgentRequest) {
+        match self.next().await {
+            Some(ToAgent::Request { id, request }) => (id, request),
             other => panic!("{other:?}"),
         }
     }

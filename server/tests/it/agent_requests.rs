@@ -2,10 +2,10 @@
 
 use crate::{
     agent::{Agent, checkpoint, dataset_info, hello, running, start_job},
-    test_server::{TIMEOUT, TestServer, wait_until},
+    test_server::{TIMEOUT, TestServer, assert_refused, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, Source, ToAgent},
     dataset::ValidationSet,
     inspect::ModelEvaluation,
 };
@@ -22,7 +22,7 @@ async fn next_request(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest)
         match agent.next().await.expect("a request") {
             ToAgent::Request { id, request: AgentRequest::HasFiles { paths } } => {
                 let there = vec![has_files; paths.len()];
-                agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Files { there }) }).await;
+                agent.reply(id, Ok(AgentReply::Files { there })).await;
             }
             ToAgent::Request { id, request } => return (id, request),
             other => panic!("{other:?}"),
@@ -41,14 +41,14 @@ async fn answer_only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) 
     loop {
         let (id, request) = next_request(agent, true).await;
         assert!(matches!(request, AgentRequest::InspectProgress { .. }), "{request:?}");
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Progress { inspected }) }).await;
+        agent.reply(id, Ok(AgentReply::Progress { inspected })).await;
     }
 }
 
 async fn answer_inspection(agent: &mut Agent, has_files: bool) {
     let (id, request) = next_request(agent, has_files).await;
     let AgentRequest::InspectDataset { path, .. } = request else { panic!("{request:?}") };
-    agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: dataset_info() }) }).await;
+    agent.reply(id, Ok(AgentReply::Dataset { path, info: dataset_info() })).await;
 }
 
 #[tokio::test]
@@ -81,7 +81,7 @@ async fn requests_go_to_an_agent_that_has_the_files() {
                 ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
                 ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } } => {
                     let response = Ok(AgentReply::Dataset { path, info: dataset_info() });
-                    return without.send(FromAgent::Reply { id, reply: response }).await;
+                    return without.reply(id, response).await;
                 }
                 other => panic!("{other:?}"),
             }
@@ -121,7 +121,7 @@ async fn requests_go_to_the_least_busy_agent() {
     };
     assert_eq!(status, 201, "{body}");
     let path = "/first".to_owned();
-    idle.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: dataset_info() }) }).await;
+    idle.reply(id, Ok(AgentReply::Dataset { path, info: dataset_info() })).await;
     assert_eq!(timeout(TIMEOUT, pending).await.unwrap().0, 201);
     server.stop().await;
 }
@@ -135,7 +135,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let ask = async |step: u64| {
-        let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-{step}"));
+        let folder = server.job_dir(&id).join(format!("checkpoints/1-{step}"));
         std::fs::create_dir_all(folder).unwrap();
         server.get(&format!("/jobs/{id}/evaluation?checkpoint={step}")).await
     };
@@ -158,7 +158,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     }
     // When the first evaluation ends, the third begins.
     let (id, _) = next_request(&mut agent, true).await;
-    agent.send(FromAgent::Reply { id, reply: Err("no".into()) }).await;
+    agent.reply(id, Err("no".into())).await;
     wait_until("the third evaluation moves up", async || ask(3).await.1["ahead"] == 1).await;
     server.stop().await;
 }
@@ -205,18 +205,21 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!(body["detail"], "the inspection of /third waits on a, behind 2 other requests; ask again");
     // The inspection may end during or just before a waiting request.
     let done = Ok(AgentReply::Dataset { path: "/large".into(), info: dataset_info() });
-    let reply = agent.send(FromAgent::Reply { id, reply: done });
+    let reply = agent.reply(id, done);
     let ((status, body), ()) = tokio::join!(ask("120"), reply);
     assert_eq!((status, &body["name"]), (201, &json!("large")), "{body}");
     assert_eq!(ask("0").await.0, 409, "the name is taken");
-    let (status, body) = server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await;
-    assert!(status == 400 && body["detail"].as_str().unwrap().contains("but must be 0 to 120"), "{body}");
+    assert_refused(
+        server.post("/datasets/inspect?wait_secs=121", &json!({"path": "/large"})).await,
+        400,
+        "but must be 0 to 120",
+    );
     // An error is returned once. The next request starts another inspection.
     let wrong = json!({"name": "wrong", "path": "/wrong"});
     for detail in ["holds nothing", "holds nothing yet"] {
         let fail = async {
             let (id, _) = next_request(&mut agent, true).await;
-            agent.send(FromAgent::Reply { id, reply: Err(detail.into()) }).await;
+            agent.reply(id, Err(detail.into())).await;
         };
         let ((status, body), ()) = tokio::join!(server.post("/datasets", &wrong), fail);
         assert_eq!((status, &body["errors"][0]["detail"]), (422, &json!(detail)), "{body}");
@@ -229,33 +232,31 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
+    let folder = server.job_dir(&id).join("checkpoints/1-1");
     std::fs::create_dir_all(folder).unwrap();
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
     // An error of the files is an error of the request.
     let refuse = async {
         let (id, _) = next_request(&mut agent, true).await;
-        agent.send(FromAgent::Reply { id, reply: Err("the model is of other classes".into()) }).await;
+        agent.reply(id, Err("the model is of other classes".into())).await;
     };
-    let ((status, body), ()) = tokio::join!(server.get(&path), refuse);
-    assert_eq!((status, &body["detail"]), (422, &json!("the model is of other classes")), "{body}");
+    let (refusal, ()) = tokio::join!(server.get(&path), refuse);
+    assert_refused(refusal, 422, "the model is of other classes");
     // If all processes of an agent get a signal, the computing process ends first, and the agent can still report it.
     let report_signal = async {
         let (id, _) = next_request(&mut agent, true).await;
         let error = "the process that looks at files ended with signal: 15 (SIGTERM)";
-        agent.send(FromAgent::Reply { id, reply: Err(error.into()) }).await;
+        agent.reply(id, Err(error.into())).await;
     };
-    let ((status, body), ()) = tokio::join!(server.get(&path), report_signal);
-    assert_eq!(status, 503, "{body}");
-    assert!(body["detail"].as_str().unwrap().contains("signal: 15 (SIGTERM); try again"), "{body}");
+    let (refusal, ()) = tokio::join!(server.get(&path), report_signal);
+    assert_refused(refusal, 503, "signal: 15 (SIGTERM); try again");
     let disconnect = async {
         let (_, request) = next_request(&mut agent, true).await;
         assert!(matches!(request, AgentRequest::Evaluate(_)), "{request:?}");
         drop(agent);
     };
-    let ((status, body), ()) = tokio::join!(server.get(&path), disconnect);
-    assert_eq!(status, 503, "{body}");
-    assert_eq!(body["detail"], "a disconnected or did not respond in time; try again");
+    let (refusal, ()) = tokio::join!(server.get(&path), disconnect);
+    assert_refused(refusal, 503, "a disconnected or did not respond in time; try again");
     // Without an agent, requests fail. An agent that connects later gets the next request.
     let (status, body) = server.get(&path).await;
     assert_eq!(status, 503, "{body}");
@@ -272,7 +273,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();
+    std::fs::create_dir_all(server.job_dir(&id).join("checkpoints/1-1")).unwrap();
     let set = |pictures| Some(ValidationSet { pictures, fingerprint: format!("{pictures:016x}") });
     let evaluation = |samples| ModelEvaluation {
         samples,
@@ -307,7 +308,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
                     }
                     other => panic!("{other:?}"),
                 };
-                agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+                agent.reply(id, Ok(reply)).await;
                 if computed == is_computed {
                     return;
                 }

@@ -1,10 +1,10 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, checkpoint, running},
     gangs::rank_killed,
     test_server::{TestServer, config, database_of, wait_until},
-    uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
+    uploads::{AttemptApi, FILES, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, Source};
 use lockstep_server::{ServeConfig, serve};
@@ -46,7 +46,7 @@ pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf 
 pub(crate) async fn start_job_with_checkpoint(server: &TestServer) -> (Agent, String, AttemptRef, PathBuf) {
     let mut agent = Agent::join_with_dataset(server, 2).await;
     let (id, attempt) = agent.start_job(server, |spec| spec["recovery"] = json!({"max_restarts": 1})).await;
-    let folder = write_checkpoint(server.dir.path().join("jobs").join(&id), 10);
+    let folder = write_checkpoint(server.job_dir(&id), 10);
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     (agent, id, attempt, folder)
 }
@@ -65,9 +65,7 @@ async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'
 
 #[tokio::test]
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let folder = store.path().join("jobs").join(&id).join("1-10");
@@ -104,7 +102,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     assert_eq!(modified_at(&weights), before);
 
     // Without the files on disk, the checkpoint is not shown as being uploaded, and its files are read from the store.
-    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    fs::remove_dir_all(server.job_dir(&id).join("checkpoints")).unwrap();
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"][0].get("uploading_from"), None, "{listed}");
     let file = format!("/checkpoints/{id}-1-10/state.json");
@@ -137,7 +135,6 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 #[tokio::test]
 async fn the_next_server_completes_the_object_store() {
     let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
     // The first server has no store.
     let server = TestServer::new().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
@@ -145,7 +142,8 @@ async fn the_next_server_completes_the_object_store() {
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
-    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    let url = store.path().to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     server.stop().await;
@@ -153,9 +151,7 @@ async fn the_next_server_completes_the_object_store() {
 
 #[tokio::test]
 async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
@@ -185,7 +181,8 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     // The next server remembers the damaged checkpoint, and does not log it again.
     drop(agent);
     let dir = server.stop().await;
-    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    let url = store.path().to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
     wait_until("the damaged checkpoint is not pending", async || {
         stored_states(&server, &id).await == expected
     })
@@ -197,9 +194,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
 
 #[tokio::test]
 async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
@@ -212,7 +207,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
     assert_eq!(status, 201, "{fork}");
-    let forked = server.dir.path().join("jobs").join(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
+    let forked = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
     assert_eq!(fs::read(forked.join("model.safetensors")).unwrap(), b"weights");
     server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
 
@@ -238,9 +233,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
 
 #[tokio::test]
 async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.expect_start().await;
@@ -264,9 +257,7 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
 
 #[tokio::test]
 async fn an_undeletable_object_does_not_delay_others() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
     wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
@@ -306,7 +297,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.
     fs::rename(&directory, &elsewhere).unwrap();
     fs::create_dir(&directory).unwrap();
-    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    fs::remove_dir_all(server.job_dir(&id).join("checkpoints")).unwrap();
     let file = format!("/checkpoints/{id}-1-10/state.json");
     let (status, problem) = server.get(&file).await;
     assert_eq!(status, 503, "{problem}");

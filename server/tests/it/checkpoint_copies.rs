@@ -1,12 +1,12 @@
 //! Records of checkpoint copies in both databases.
 
 use crate::{
-    agent::running,
+    agent::{checkpoint, running},
     store::{dataset, on_both_databases},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source},
+    agent::{AttemptEvent, AttemptRef, Ending, Source},
     job::JobId,
     spec::JobSpec,
 };
@@ -56,10 +56,6 @@ fn report(attempt: &AttemptRef, (agent, source): (&str, Source), first: u64, eve
         at: at(),
         leaving: None,
     }
-}
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 9, ..CheckpointInfo::default() })
 }
 
 async fn test_holders(store: &dyn Store) {

@@ -1,11 +1,10 @@
 //! Checks of checkpoints on the server's disk before the attempts that continue from them (`serve --artifacts`).
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, checkpoint, running},
     artifacts::{stored_states, write_checkpoint},
     gangs::rank_killed,
     test_server::{TestServer, wait_until},
-    uploads::checkpoint,
 };
 use lockstep_protocol::{JobId, agent::Source};
 use serde_json::{Value, json};
@@ -63,9 +62,7 @@ async fn waits_for(server: &TestServer, id: &JobId, code: &str) -> bool {
 
 #[tokio::test]
 async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let (server, _store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 6).await;
     let (mut attempts, mut files) = (Vec::new(), Vec::new());
     for _ in 0..3 {

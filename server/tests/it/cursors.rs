@@ -74,8 +74,7 @@ async fn cursors_are_valid_only_for_their_own_list() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for name in ["a", "b"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id;
-        let note = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
-        assert_eq!(server.send(note.json(&json!({"notes": "x"}))).await.0, 200);
+        assert_eq!(server.patch(&format!("/jobs/{id}"), &json!({"notes": "x"})).await.0, 200);
         server.make_token(&json!({"name": name, "scope": "read"})).await;
     }
     agent.expect_start().await;

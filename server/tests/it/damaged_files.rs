@@ -1,50 +1,47 @@
 //! Damaged files of checkpoints on the server's disk: changed bytes of the same length, and read errors.
 
 use crate::{
-    agent::{running, start_job},
+    agent::{checkpoint, running, start_job},
     artifacts::{start_job_with_checkpoint, stored_states},
     gangs::rank_killed,
     test_server::{TestServer, wait_until},
-    uploads::{AttemptApi, checkpoint, manifest},
+    uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 #[tokio::test]
-async fn damaged_bytes_are_not_sent() {
+async fn damaged_and_unreadable_files_are_not_sent() {
     let server = TestServer::new().await;
     let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
 
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
-    let assert_refused = async |request: reqwest::RequestBuilder| {
+    let assert_refused = async |request: reqwest::RequestBuilder, why: &str| {
         let (status, problem) = server.send(request).await;
         let detail = problem["detail"].as_str().unwrap_or_default();
         assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
-        assert!(
-            detail.contains(&format!("{id}-1-10")) && detail.contains("its model.safetensors"),
-            "{detail}"
-        );
+        assert!(detail.contains(&format!("{id}-1-10")) && detail.contains(why), "{detail}");
     };
     let get = || server.http.get(server.url(&weights));
-    assert_refused(get()).await;
+    assert_refused(get(), "its model.safetensors").await;
     // A part of a damaged file is not sent either, because the part's bytes cannot be verified.
-    assert_refused(get().header("range", "bytes=0-0")).await;
+    assert_refused(get().header("range", "bytes=0-0"), "its model.safetensors").await;
     // Other files of the checkpoint are sent.
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await, (200, json!({})));
 
     fs::write(folder.join("model.safetensors"), b"weights").unwrap();
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
+    make_unreadable(&folder.join("model.safetensors"));
+    assert_refused(get(), "its model.safetensors cannot be read").await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let (server, store) = TestServer::with_object_store().await;
     let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
@@ -76,9 +73,7 @@ fn make_unreadable(path: &Path) {
 
 #[tokio::test]
 async fn unreadable_files_are_read_from_the_object_store() {
-    let store = tempfile::tempdir().unwrap();
-    let directory = store.path().to_str().unwrap().to_owned();
-    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let (server, _store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     let weights = folder.join("model.safetensors");
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
@@ -112,7 +107,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     agent.end(&attempt, rank_killed(0)).await;
 
     // The machine has lost its disk, and the server's copies are damaged one after the other.
-    let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");
+    let folder = server.job_dir(&id).join("checkpoints");
     for (step, status, code) in [(20, 422, "checkpoint_damaged"), (10, 409, "conflict")] {
         let start = agent.expect_start().await;
         assert_eq!(start.resume, Some(format!("1-{step}")));
@@ -124,22 +119,8 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
         agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;
     }
     assert!(folder.join("damaged-1-20").exists() && folder.join("1-10").exists());
-    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let listed = listed["checkpoints"].as_array().unwrap();
-    assert_eq!(listed.iter().map(|c| c["step"].clone()).collect::<Vec<_>>(), [10]);
+    assert_eq!(server.checkpoint_steps(&id).await, [10]);
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("it is set aside and the job continues from the previous one"), "{logs}");
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn unreadable_files_without_another_copy_are_damaged() {
-    let server = TestServer::new().await;
-    let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
-    make_unreadable(&folder.join("model.safetensors"));
-    let (status, problem) = server.get(&format!("/checkpoints/{id}-1-10/model.safetensors")).await;
-    assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
-    let detail = problem["detail"].as_str().unwrap_or_default();
-    assert!(detail.contains("its model.safetensors cannot be read"), "{detail}");
     server.stop().await;
 }

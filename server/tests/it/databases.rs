@@ -4,7 +4,7 @@ use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
     starting::start_error,
-    test_server::{Stream, TestServer, config},
+    test_server::{Stream, TestServer, assert_refused, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
@@ -119,7 +119,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
-            assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+            agent.expect_stop().await;
             agent.end(&attempt, Ending::Stopped).await;
             assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
             let next = agent.expect_start().await;
@@ -166,9 +166,7 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
         } else {
             cluster.stop()
         }
-        let (status, body) = server.get("/jobs").await;
-        assert_eq!(status, 503, "{body}");
-        assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
+        assert_refused(server.get("/jobs").await, 503, "database");
         assert_eq!(server.get_text("/readyz").await.0, 503);
         assert_eq!(server.get_text("/healthz").await.0, 200, "the process is healthy");
         let first = from / 10 + 1;

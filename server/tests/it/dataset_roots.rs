@@ -2,18 +2,31 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    test_server::{TestServer, client, spec},
+    test_server::{TestServer, assert_refused, client, spec},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, Ending, FromAgent, ToAgent},
+    agent::{AgentReply, AgentRequest, Ending},
     inspect::Samples,
     job::JobState,
 };
 use serde_json::{Value, json};
-use std::{os::unix::fs::symlink, path::Path};
+use std::{
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
 
 fn detail(problem: &Value) -> &str {
     problem["detail"].as_str().unwrap_or_default()
+}
+
+/// Creates two folders, which have `weights.safetensors`, and returns the first as a root and the second as a folder outside.
+fn folders_with_weights(dir: &Path) -> [PathBuf; 2] {
+    ["sets", "outside"].map(|name| {
+        let folder = dir.join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("weights.safetensors"), "weights").unwrap();
+        folder
+    })
 }
 
 #[tokio::test]
@@ -32,12 +45,8 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
             ("/datasets", json!({"name": format!("d{n}"), "path": path})),
             ("/datasets/inspect", json!({"path": path})),
         ] {
-            let (status, problem) = server.post(call, &body).await;
-            assert_eq!(status, 422, "{path:?}: {problem}");
-            assert!(
-                detail(&problem).contains(root.to_str().unwrap()),
-                "the error names the roots: {problem}"
-            );
+            // The error names the roots.
+            assert_refused(server.post(call, &body).await, 422, root.to_str().unwrap());
         }
     }
     let page = server.http.post(server.url("/datasets")).body("name=d&path=/etc");
@@ -52,15 +61,12 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
     // On the machine that has the files, the path is a link to another place.
     let far = json!({"name": "far", "path": root.join("only-there")});
     let answering = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { .. } }) = agent.next().await
-        else {
-            panic!("no such request")
-        };
+        let (id, _) = agent.expect_request().await;
         let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: dataset_info() };
-        agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+        agent.reply(id, Ok(reply)).await;
     };
-    let ((status, problem), ()) = tokio::join!(server.post("/datasets", &far), answering);
-    assert!(status == 422 && detail(&problem).contains("/mnt/elsewhere"), "{problem}");
+    let (refusal, ()) = tokio::join!(server.post("/datasets", &far), answering);
+    assert_refused(refusal, 422, "/mnt/elsewhere");
     assert_eq!(server.get("/datasets/far").await.0, 404);
     server.stop().await;
 }
@@ -68,16 +74,12 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
 #[tokio::test]
 async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
-    for folder in [&root, &outside] {
-        std::fs::create_dir_all(folder).unwrap();
-        std::fs::write(folder.join("there.safetensors"), "weights").unwrap();
-    }
+    let [root, outside] = folders_with_weights(dir.path());
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let data = server.dir.path().to_owned();
-    std::fs::write(data.join("jobs/there.safetensors"), "weights").unwrap();
+    std::fs::write(data.join("jobs/weights.safetensors"), "weights").unwrap();
     let ask = async |path: &std::path::Path| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(path);
@@ -95,26 +97,17 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     };
     // The server refuses these paths without a request to the agent, which would reveal whether the file exists.
     for folder in [&outside, &data.join("jobs")] {
-        let (existing, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
+        let (existing, missing) = (folder.join("weights.safetensors"), folder.join("missing.safetensors"));
         let why = mistake(&existing).await;
         assert_eq!(why, mistake(&missing).await, "{folder:?}");
         assert!(why.contains("checkpoint's id"), "{why}");
     }
     assert!(mistake(&outside.join("w.safetensors")).await.contains("--dataset-root"));
     // The agent gets a request for the name of downloaded weights, and for a path below a root.
-    let good = root.join("there.safetensors");
+    let good = root.join("weights.safetensors");
     for (given, is_path) in [(Path::new("resnet18"), false), (good.as_path(), true)] {
-        let answering = async {
-            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) =
-                agent.next().await
-            else {
-                panic!("no such request")
-            };
-            let reply = AgentReply::Weights { mistake: None };
-            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-            request
-        };
-        let ((status, job), request) = tokio::join!(ask(given), answering);
+        let fit = AgentReply::Weights { mistake: None };
+        let ((status, job), request) = tokio::join!(ask(given), agent.answer_fit_weights(fit));
         assert_eq!((status, request.weights.as_str()), (201, given.to_str().unwrap()), "{job}");
         assert_eq!(request.allowed.is_some(), is_path, "{given:?}");
         if !is_path {
@@ -133,40 +126,28 @@ fn replace_with_link(path: &std::path::Path, target: &std::path::Path) {
 #[tokio::test]
 async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
-    for folder in [&root, &outside] {
-        std::fs::create_dir_all(folder).unwrap();
-        std::fs::write(folder.join("w.safetensors"), "weights").unwrap();
-    }
+    let [root, outside] = folders_with_weights(dir.path());
     // The data directory is below a root, too.
     let server =
         TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into(), c.data_dir.clone()]).await;
-    let private = server.dir.path().join("jobs/w.safetensors");
+    let private = server.dir.path().join("jobs/weights.safetensors");
     std::fs::write(&private, "weights").unwrap();
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
-    let weights = root.join("w.safetensors");
+    let weights = root.join("weights.safetensors");
     let mut spec = spec();
     spec["model"]["pretrained"] = json!(weights);
     for (target, message) in
-        [(&private, "data directory"), (&outside.join("w.safetensors"), "--dataset-root")]
+        [(&private, "data directory"), (&outside.join("weights.safetensors"), "--dataset-root")]
     {
         server.submit(|_| {}).await;
         let first = agent.expect_start().await;
         let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
-        let answering = async {
-            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) =
-                agent.next().await
-            else {
-                panic!("no such request")
-            };
-            let reply = AgentReply::Weights { mistake: None };
-            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-            request.allowed.unwrap()
-        };
-        let ((status, job), allowed) = tokio::join!(submit, answering);
+        let fit = AgentReply::Weights { mistake: None };
+        let ((status, job), request) = tokio::join!(submit, agent.answer_fit_weights(fit));
         assert_eq!(status, 201, "{job}");
         let id = job["id"].as_str().unwrap();
+        let allowed = request.allowed.unwrap();
         assert_eq!(allowed.below[0], root.to_str().unwrap());
         assert_eq!(allowed.except, [server.dir.path().to_str().unwrap()]);
         replace_with_link(&weights, target);
@@ -203,14 +184,11 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     agent.register_dataset(&server, &good, dataset_info()).await;
     let read_samples = async |agent: &mut Agent| {
         let answering = async {
-            let Some(ToAgent::Request { id, request: AgentRequest::Samples { allowed, .. } }) =
-                agent.next().await
-            else {
-                panic!("no such request")
-            };
+            let (id, request) = agent.expect_request().await;
+            let AgentRequest::Samples { allowed, .. } = request else { panic!("{request:?}") };
             assert_eq!(allowed.unwrap().below, [root.to_str().unwrap()]);
             let none = Samples { total: 0, classes: Vec::new(), samples: Vec::new() };
-            agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Samples(none)) }).await;
+            agent.reply(id, Ok(AgentReply::Samples(none))).await;
         };
         tokio::join!(server.get("/datasets/pictures/samples"), answering).0.0
     };
@@ -271,15 +249,13 @@ async fn without_a_root_only_admins_register_datasets_on_a_reachable_server() {
     })
     .await;
     let url = format!("http://127.0.0.1:{}/api/v1", server.address.port());
-    let (_, token) = {
-        let made = server.http.post(format!("{url}/tokens")).json(&json!({"name": "t", "scope": "submit"}));
-        let (status, made) = server.send(made).await;
-        assert_eq!(status, 201, "{made}");
-        (status, made["secret"].as_str().unwrap().to_owned())
-    };
+    let made = server.http.post(format!("{url}/tokens")).json(&json!({"name": "t", "scope": "submit"}));
+    let (status, made) = server.send(made).await;
+    assert_eq!(status, 201, "{made}");
+    let member = client(made["secret"].as_str().unwrap());
     let body = json!({"name": "d", "path": "/x"});
-    let (status, problem) = server.send(client(&token).post(format!("{url}/datasets")).json(&body)).await;
-    assert!(status == 422 && detail(&problem).contains("--dataset-root"), "{problem}");
+    let refusal = server.send(member.post(format!("{url}/datasets")).json(&body)).await;
+    assert_refused(refusal, 422, "--dataset-root");
     // For an admin, the server passes this check and looks for an agent with the files.
     let (status, problem) = server.send(server.http.post(format!("{url}/datasets")).json(&body)).await;
     assert_eq!(status, 503, "{problem}");

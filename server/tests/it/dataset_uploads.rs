@@ -2,9 +2,9 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    test_server::{TestServer, client},
+    test_server::{TestServer, assert_refused, client},
 };
-use lockstep_protocol::agent::{AgentReply, AgentRequest, FromAgent, ToAgent};
+use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use serde_json::json;
 use std::{
     io::{Cursor, Write},
@@ -41,19 +41,15 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
     let bytes = zip_file(&["photos/cat/1.png", "photos/dog/2.png"]);
     let (first, rest) = bytes.split_at(50);
     assert_eq!(piece("pets", 0, first).await.0, 204);
-    let (status, problem) = piece("pets", 60, rest).await;
-    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("offset=50"), "{problem}");
+    assert_refused(piece("pets", 60, rest).await, 409, "offset=50");
     assert_eq!(piece("pets", 50, rest).await.0, 204);
     let inspect = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, allowed } }) =
-            agent.next().await
-        else {
-            panic!("no such request")
-        };
+        let (id, request) = agent.expect_request().await;
+        let AgentRequest::InspectDataset { path, allowed } = request else { panic!("{request:?}") };
         assert_eq!(allowed, None, "the server has unpacked the files, so any path is allowed");
         assert_eq!(std::fs::read(Path::new(&path).join("cat/1.png")).unwrap(), b"photos/cat/1.png");
         let reply = AgentReply::Dataset { path: path.clone(), info: dataset_info() };
-        agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+        agent.reply(id, Ok(reply)).await;
         path
     };
     let ((status, dataset), path) = tokio::join!(register("pets"), inspect);
@@ -85,8 +81,7 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
         ("text", b"no zip file".to_vec(), "this is not a complete zip file; pack the folder again"),
     ] {
         assert_eq!(piece(name, 0, &bytes).await.0, 204);
-        let (status, problem) = register(name).await;
-        assert!(status == 422 && problem["detail"].as_str().unwrap().contains(message), "{problem}");
+        assert_refused(register(name).await, 422, message);
     }
     assert_eq!(register("never-sent").await.0, 422);
     server.stop().await;

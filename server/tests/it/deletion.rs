@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer, wait_until},
+    test_server::{TIMEOUT, TestServer, assert_refused, wait_until},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -104,11 +104,7 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     // The limit applies to a request that waits for a locked table.
     let mut lock = db.begin().await.unwrap();
     sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
-    let (status, response) = server.get("/datasets").await;
-    assert!(
-        status == 503 && response["detail"].as_str().unwrap().contains("statement timeout"),
-        "{status} {response}"
-    );
+    assert_refused(server.get("/datasets").await, 503, "statement timeout");
     lock.rollback().await.unwrap();
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;

@@ -6,7 +6,7 @@ use crate::{
     test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, Ending, Source, ToAgent},
     dataset::PicturesFingerprint,
     inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
@@ -81,7 +81,7 @@ async fn answer_all(mut agent: Agent) {
                     .collect(),
             },
         };
-        agent.send(FromAgent::Reply { id, reply: Ok(response) }).await;
+        agent.reply(id, Ok(response)).await;
     }
 }
 
@@ -95,7 +95,7 @@ pub async fn create_failed_job(
     let events = vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), best_checkpoint(1, 5, 0.5)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
+    let folder = server.job_dir(&id).join("checkpoints/1-5");
     std::fs::create_dir_all(&folder).unwrap();
     for file in ["model.safetensors", "optimizer.safetensors", "state.json"] {
         std::fs::write(folder.join(file), "0123456789").unwrap();

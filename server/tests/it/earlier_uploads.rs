@@ -1,10 +1,10 @@
 //! Uploads of checkpoints of earlier attempts, by an agent that has a later attempt of the job.
 
 use crate::{
-    agent::{Agent, hello, running},
-    gangs::{expect_stop, rank_killed},
+    agent::{Agent, checkpoint, hello, running},
+    gangs::rank_killed,
     test_server::TestServer,
-    uploads::{AttemptApi, checkpoint, manifest},
+    uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
 use serde_json::{Value, json};
@@ -44,7 +44,7 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         assert_eq!(other.request("GET", "/uploads/1-10", vec![]).await.0, 403);
 
         assert_eq!(server.post(&format!("/jobs/{id}/{action}"), &Value::Null).await.0, 202, "{action}");
-        expect_stop(&mut agent).await;
+        agent.expect_stop().await;
         agent.end(&start.attempt, Ending::Stopped).await;
         assert_eq!(next.upload("1-10", manifest(1, 10)).await.0, 204, "{action}");
         let (status, shown) = server.get(&format!("/checkpoints/{id}-1-10")).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{connect_machines, expect_stop, hello_at, next_attempt, rank_killed, report_lost_contact},
+    gangs::{connect_machines, hello_at, next_attempt, rank_killed, report_lost_contact},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -143,7 +143,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
     let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(expect_stop(&mut a).await, "with a checkpoint");
+    assert!(a.expect_stop().await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();
@@ -153,7 +153,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
 
     server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
-    assert!(expect_stop(&mut a).await);
+    assert!(a.expect_stop().await);
     a.end(&start.attempt, Ending::Stopped).await;
     server.wait_for_state(&id, JobState::Paused).await;
     server.post(&format!("/jobs/{id}/resume"), &json!({})).await;

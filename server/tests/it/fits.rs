@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, dataset_info, running, start_job},
-    test_server::TestServer,
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Evaluation, Source, ToAgent},
@@ -34,7 +34,7 @@ async fn start_job_with_checkpoint(
     change: impl FnOnce(&mut Value),
 ) -> (String, AttemptRef) {
     let (id, attempt) = agent.start_job(server, change).await;
-    write_checkpoint(&server.dir.path().join("jobs").join(&id));
+    write_checkpoint(&server.job_dir(&id));
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     (id, attempt)
 }
@@ -147,10 +147,9 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
         ("cifar10", &["no dataset is called \"cifar10\"", "`lockstep dataset get cifar10` fetches it"]),
     ] {
         // The server needs no agent for these errors: the agent answers no request.
-        let (status, body) = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
-        assert_eq!(status, 422, "{name}: {body}");
+        let refusal = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
         for message in messages {
-            assert!(body["detail"].as_str().unwrap().contains(message), "{message} in {body}");
+            assert_refused(refusal.clone(), 422, message);
         }
     }
     server.stop().await;
@@ -209,8 +208,7 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
         .await;
         // The fork inherits the current tags, not the submitted tags.
         let path = format!("/jobs/{id}");
-        let change = server.http.patch(server.url(&format!("/api/v1{path}")));
-        let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
+        let (status, body) = server.patch(&path, &json!({"tags": ["sweep", "seed-2"]})).await;
         assert_eq!(status, 200, "{body}");
         for (set, tags) in [
             (json!({}), json!(["seed-2", "sweep"])),

@@ -48,14 +48,6 @@ async fn expect_launch(agent: &mut Agent) -> u16 {
     }
 }
 
-/// Waits for `Stop`, and returns whether the ranks should write a checkpoint first.
-pub async fn expect_stop(agent: &mut Agent) -> bool {
-    match agent.next().await {
-        Some(ToAgent::Stop { patient, .. }) => patient,
-        other => panic!("{other:?}"),
-    }
-}
-
 /// Starts a job of four ranks on both machines.
 pub async fn start_gang(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
@@ -166,7 +158,7 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     // The first machine reports first, but only that it has lost other ranks.
     a.end(&attempt, lost_contact(0)).await;
-    assert!(!expect_stop(&mut b).await, "the other machine is told to end its ranks at once");
+    assert!(!b.expect_stop().await, "the other machine is told to end its ranks at once");
     assert_eq!(server.job(&id).await.state, JobState::Running, "the other machine's ranks may still run");
     b.end(&attempt, rank_killed(2)).await;
     let next = next_attempt(&mut a, &mut b).await;
@@ -180,7 +172,7 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let server = TestServer::open(dir, |_| {}).await;
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, [], "the records of its ranks are still accepted");
-    assert!(!expect_stop(&mut b).await);
+    assert!(!b.expect_stop().await);
     b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
     b.end(&next, Ending::Stopped).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
@@ -198,7 +190,7 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
     let detail = "/some/pictures is not there".into();
     let reason = ReasonKind::DatasetUnusable { rank: None, step: None, detail }.into();
     b.end(&second.attempt, Ending::Failed { reason, retriable: false }).await;
-    assert!(!expect_stop(&mut a).await);
+    assert!(!a.expect_stop().await);
     a.end(&first.attempt, Ending::Stopped).await;
     let job = server.job(&id).await;
     let reason = job.reason.as_deref();
@@ -220,7 +212,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(expect_stop(&mut a).await, "with a checkpoint");
+    assert!(a.expect_stop().await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();
@@ -236,7 +228,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     loop {
         tokio::select! {
             _ = heartbeats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
-            patient = expect_stop(&mut a) => {
+            patient = a.expect_stop() => {
                 assert!(!patient);
                 break;
             }
@@ -276,11 +268,10 @@ async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost contact with its ranks"), "{reason}");
     // Waits several rounds of dispatch. The machine seems free, but its ranks may still run.
-    let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
-    assert!(early.is_err(), "{early:?}");
+    a.expect_silence(1500).await;
     b.heartbeat(std::slice::from_ref(&attempt)).await;
-    let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
-    assert!(early.is_err(), "the machine still has ranks of the attempt: {early:?}");
+    // The machine still has ranks of the attempt.
+    a.expect_silence(1500).await;
     b.heartbeat(&[]).await;
     let first = a.expect_start().await;
     assert_eq!(first.attempt.attempt, 2);
@@ -302,10 +293,9 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // A rank of the first machine has lost another rank, but no rank reports that the second machine is unreachable.
     report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
-    assert!(!expect_stop(&mut b).await);
+    assert!(!b.expect_stop().await);
     // The second machine is silent for many heartbeats.
-    let early = tokio::time::timeout(Duration::from_millis(2500), a.next()).await;
-    assert!(early.is_err(), "{early:?}");
+    a.expect_silence(2500).await;
     assert_eq!(server.job(&id).await.state, JobState::Running);
     assert_eq!(
         b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await,

@@ -5,7 +5,7 @@ use crate::{
     test_server::{TestServer, client, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Source},
     job::JobState,
     metric::MetricColumn,
     reason::ReasonKind,
@@ -50,7 +50,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
         assert_eq!(response.status().as_u16(), 202, "{}", response.text().await.unwrap());
     };
     request("pause").await;
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    agent.expect_stop().await;
     agent.end(&second.attempt, Ending::Stopped).await;
     assert_eq!(server.job(&id).await.state, JobState::Paused);
     request("resume").await;
@@ -180,7 +180,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
 
     // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
     assert_eq!(server.post(&format!("/jobs/{first}/pause"), &Value::Null).await.0, 202);
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    agent.expect_stop().await;
     agent.end(&start.attempt, Ending::Stopped).await;
     let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);

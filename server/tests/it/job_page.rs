@@ -6,7 +6,7 @@ use crate::{
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, Source},
     job::JobState,
     metric::MetricColumn,
 };
@@ -145,7 +145,7 @@ async fn the_run_time_of_a_job_excludes_pauses() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     assert_eq!(server.job(&id).await.ran_secs, None, "the job still runs");
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    assert!(agent.expect_stop().await);
     agent.end(&attempt, Ending::Stopped).await;
     let first = server.wait_for_state(&id, JobState::Paused).await.ran_secs.unwrap();
     // The run time must not include this pause.

@@ -230,8 +230,7 @@ async fn pages_show_stored_values() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
     let (server, _agent, id, _) = start_job(|_| {}).await;
-    let change =
-        |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
+    let change = async |body: Value| server.patch(&format!("/jobs/{id}"), &body).await;
     for round in 0..30 {
         let (note, tag) = (format!("note {round}"), format!("tag {round}"));
         let (first, second) = tokio::join!(change(json!({"notes": note})), change(json!({"tags": [tag]})));

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    test_server::TestServer,
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
@@ -41,9 +41,7 @@ async fn one_request_returns_a_metric_of_several_jobs() {
         (format!("/metrics/query?jobs={}&name=loss&points=2001", distinct(50)), 400, "at most 2000"),
         (format!("/metrics/query?jobs={}&name=loss", distinct(51)), 400, "1 to 50"),
     ] {
-        let (status, problem) = server.get(&path).await;
-        assert_eq!(status, expected, "{path}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(message), "{path}: {problem}");
+        assert_refused(server.get(&path).await, expected, message);
     }
     server.stop().await;
 }

@@ -1,24 +1,14 @@
 //! Registered models: versions never change, aliases move, and checkpoints of versions are kept.
 
 use crate::{
-    agent::{Agent, running, start_job},
+    agent::{Agent, checkpoint, running, start_job},
     document::create_failed_job,
     postgres,
     test_server::{TestServer, spec},
-    uploads::{AttemptApi, checkpoint, manifest},
+    uploads::{AttemptApi, manifest},
 };
-use lockstep_protocol::agent::{
-    AgentReply, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent,
-};
-use reqwest::Method;
+use lockstep_protocol::agent::{AgentReply, AttemptEvent, CheckpointInfo, Ending, Source};
 use serde_json::{Value, json};
-
-impl TestServer {
-    async fn request(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
-        let request = self.http.request(method, self.url(&format!("/api/v1{path}")));
-        self.send(if body.is_null() { request } else { request.json(&body) }).await
-    }
-}
 
 /// Asserts that a request was refused with this status, and that the error contains `parts`.
 fn assert_refused((status, problem): (u16, Value), expected: u16, parts: &[&str]) {
@@ -33,7 +23,7 @@ async fn test_models(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (job, checkpoint) =
         create_failed_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
-    let folder = server.dir.path().join("jobs").join(&job);
+    let folder = server.job_dir(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
     let fingerprint = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
@@ -81,9 +71,7 @@ async fn test_models(server: TestServer) {
     // An alias can move to another version. A version without an alias can be removed, and its number is not used again.
     let champion = "/models/shoes/aliases/champion";
     let put = async |alias: &str, version: u32| {
-        server
-            .request(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
-            .await
+        server.put(&format!("/models/shoes/aliases/{alias}"), &json!({"version": version})).await
     };
     assert_refused(put("7", 1).await, 422, &["/alias", "number"]);
     assert_refused(put("champion", 9).await, 404, &["no version 9"]);
@@ -120,7 +108,7 @@ async fn test_models(server: TestServer) {
     let (live, attempt) = agent.start_job(&server, |_| {}).await;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
-    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
+    std::fs::create_dir_all(server.job_dir(&live).join("checkpoints/1-5")).unwrap();
     assert_refused(
         server.post("/models", &json!({"name": "shoes", "job": live})).await,
         409,
@@ -143,22 +131,16 @@ async fn test_models(server: TestServer) {
     }
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");
-    let answer_weights = async {
-        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no such request") };
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
-    };
-    let ((status, submitted), ()) = tokio::join!(server.post("/jobs", &document), answer_weights);
+    let fit = AgentReply::Weights { mistake: None };
+    let ((status, submitted), _) =
+        tokio::join!(server.post("/jobs", &document), agent.answer_fit_weights(fit));
     assert_eq!((status, &submitted["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{submitted}");
     assert_eq!(server.delete(champion).await.0, 204);
 
     // A job with registered checkpoints can be neither deleted nor retried.
     let versions = ["models:/shoes/1", "models:/shoes/3"];
     assert_refused(server.delete(&format!("/jobs/{job}")).await, 409, &versions);
-    assert_refused(
-        server.request(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await,
-        409,
-        &versions,
-    );
+    assert_refused(server.post(&format!("/jobs/{job}/retry"), &Value::Null).await, 409, &versions);
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }
@@ -197,8 +179,7 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
             assert_eq!(register(step).await.0, 201);
         }
     }
-    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let steps: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
+    let steps = server.checkpoint_steps(&id).await;
     assert_eq!(steps, [40, 30, 10], "the newest two checkpoints and the registered checkpoint");
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await.0, 200);
     server.stop().await;

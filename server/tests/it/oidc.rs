@@ -4,7 +4,7 @@ mod names;
 mod provider;
 mod upkeep;
 
-use crate::test_server::{TestServer, client_without_redirects, config};
+use crate::test_server::{TestServer, assert_refused, client_without_redirects, config};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use lockstep_protocol::people::Role;
 use lockstep_server::{ServeError, serve};
@@ -328,8 +328,10 @@ async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
         assert_eq!(browser.get(path).await.status(), 404, "{path}");
     }
     assert!(!browser.get("/login").await.text().await.unwrap().contains("/login/oidc"));
-    let (status, problem) =
-        server.post("/people", &json!({"name": "ada", "role": "viewer", "subject": "s"})).await;
-    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("--oidc-issuer"), "{problem}");
+    assert_refused(
+        server.post("/people", &json!({"name": "ada", "role": "viewer", "subject": "s"})).await,
+        409,
+        "--oidc-issuer",
+    );
     server.stop().await;
 }

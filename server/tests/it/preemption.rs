@@ -5,7 +5,7 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptRef, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AttemptRef, Ending, Source, ToAgent},
     job::{Job, JobState},
 };
 use serde_json::{Value, json};
@@ -123,8 +123,8 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     act(&jobs[0].0, "pause").await;
     act(&jobs[1].0, "cancel").await;
     // Both agents get another order, for the pause and the cancellation.
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: false, .. })));
+    assert!(agent.expect_stop().await);
+    assert!(!agent.expect_stop().await);
     agent.end(&jobs[0].1, Ending::Stopped).await;
     agent.end(&jobs[1].1, Ending::Stopped).await;
     let reason = "rank 0 was killed by signal 9".into();
@@ -181,7 +181,7 @@ async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
     let attempt = agent.expect_start().await.attempt;
     let (status, _) = server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await;
     assert_eq!(status, 202);
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    assert!(agent.expect_stop().await);
     let high = submit(&server, 1, 3, false).await;
     expect_wait_without_preemption(&server, &high).await;
     // No order for the job of lower priority arrives in between.
@@ -315,18 +315,13 @@ async fn no_job_is_preempted_for_a_job_that_cannot_start() {
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let answer_weights = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
-            panic!("no such request")
-        };
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
-    };
     let submitted = server.submit(|s| {
         s["parallel"]["ranks"] = json!(1);
         s["priority"] = json!(5);
         s["model"]["pretrained"] = json!(format!("{}-1-8", first.id));
     });
-    let (high, ()) = tokio::join!(submitted, answer_weights);
+    let fit = AgentReply::Weights { mistake: None };
+    let (high, _) = tokio::join!(submitted, agent.answer_fit_weights(fit));
     assert_eq!(server.delete(&format!("/jobs/{}", first.id)).await.0, 204);
     assert_eq!(server.post("/agents/id-a/undrain", &json!({})).await.0, 204);
     let high = server.wait_for_state(high.id.as_str(), JobState::Failed).await;

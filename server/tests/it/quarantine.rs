@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, line, losses, running, start_job},
-    test_server::TestServer,
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
@@ -53,8 +53,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     assert_eq!(response["spec"]["train"]["lr"], 0.25);
     let (_, response) = server.get(&format!("/jobs/{}", archived.id)).await;
     assert!(response["unreadable"].as_str().unwrap().contains("archived"), "{response}");
-    let (status, response) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
-    assert!(status == 409 && response["detail"].as_str().unwrap().contains("archived"), "{response}");
+    assert_refused(server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await, 409, "archived");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
         assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
@@ -99,8 +98,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         assert!(job.reason.unwrap().contains("another version of lockstep"));
     }
     // A change of the priority keeps the unreadable parts of the specification.
-    let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{}", newer.id)));
-    assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
+    assert_eq!(server.patch(&format!("/jobs/{}", newer.id), &json!({"priority": 3})).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
     assert_eq!(server.query_number(kept).await, 1);
     // Reading a row does not change it.

@@ -1,11 +1,11 @@
 //! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; limits.
 
 use crate::{
-    agent::{Agent, hello, losses, running, start_job},
-    test_server::{TestServer, spec},
+    agent::{Agent, checkpoint, hello, losses, running, start_job},
+    test_server::{TestServer, assert_refused, spec},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, PROTOCOL_VERSION, Source},
+    agent::{AttemptEvent, Ending, FromAgent, PROTOCOL_VERSION, Source},
     job::JobState,
     reason::ReasonKind,
 };
@@ -17,19 +17,9 @@ fn rank_killed(rank: u32, step: u64) -> Ending {
 
 /// Creates the files of checkpoint 1-50 that a fork checks.
 fn create_checkpoint_folder(server: &TestServer, id: &str) {
-    let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
+    let folder = server.job_dir(id).join("checkpoints/1-50");
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
-}
-
-fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        best: true,
-        size_bytes: 1,
-        ..CheckpointInfo::default()
-    })
 }
 
 #[tokio::test]
@@ -267,9 +257,7 @@ async fn a_list_has_the_documented_maximum_of_jobs() {
         server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
     assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next_cursor"]), (1, &Value::Null));
     for limit in ["0", "1001"] {
-        let (status, response) = server.get(&format!("/jobs?limit={limit}")).await;
-        assert_eq!(status, 400);
-        assert!(response["detail"].as_str().unwrap().contains("1 to 1000"), "{response}");
+        assert_refused(server.get(&format!("/jobs?limit={limit}")).await, 400, "1 to 1000");
     }
     let (_, document) = server.get("/openapi.json").await;
     let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();

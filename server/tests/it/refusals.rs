@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info, start_job},
-    test_server::{TestServer, spec},
+    test_server::{TestServer, assert_refused, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
@@ -19,6 +19,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         ("/train", json!({"epochs": 1, "batch_size": 5000}), "10000 pictures"),
         ("/data", json!({"dataset": "pictures", "image_size": 0}), ""),
         ("/data", json!({"dataset": "picture"}), "did you mean \"pictures\""),
+        ("/data", json!({"dataset": "../../etc"}), ""),
         ("/data", json!({"dataset": "pictures", "validation": "val"}), "test"),
         ("/parallel", json!({"ranks": 3}), "2 slots"),
         ("/parallel", json!({"ranks": 1, "device": "cuda"}), "auto"),
@@ -85,7 +86,8 @@ async fn a_repeated_request_creates_one_job() {
     assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 1);
     let mut other = spec();
     other["name"] = json!("another");
-    assert_eq!(send(other).await.0, 409);
+    let (status, problem) = send(other).await;
+    assert_eq!((status, &problem["code"]), (409, &json!("idempotency_key_reused")), "{problem}");
     server.stop().await;
 }
 
@@ -95,10 +97,14 @@ async fn malformed_requests_get_problem_responses() {
     let jobs = server.url("/api/v1/jobs");
     let json =
         |body: &'static str| server.http.post(&jobs).header("content-type", "application/json").body(body);
-    assert_eq!(server.send(json("{")).await.0, 400);
-    assert_eq!(server.send(json("\u{0}")).await.0, 400);
-    assert_eq!(server.send(server.http.post(&jobs).body("name = 1")).await.0, 415);
-    assert_eq!(server.send(json("[]")).await.0, 422);
+    for (body, status) in
+        [("{", 400), ("\u{0}", 400), ("", 400), ("[]", 422), ("null", 422), ("3", 422), ("\"resnet20\"", 422)]
+    {
+        assert_eq!(server.send(json(body)).await.0, status, "{body:?}");
+    }
+    // A form on another site can send text/plain without a CORS preflight.
+    let text = server.http.post(&jobs).header("content-type", "text/plain").body(spec().to_string());
+    assert_eq!(server.send(text).await.0, 415);
     let large = server.http.post(&jobs).header("content-type", "application/json").body("x".repeat(2 << 20));
     assert_eq!(server.send(large).await.0, 413);
     assert_eq!(server.send(server.http.put(&jobs)).await.0, 405);
@@ -108,6 +114,8 @@ async fn malformed_requests_get_problem_responses() {
         "/jobs/x",
         "/jobs/..%2f..%2fetc",
         "/jobs/x/metrics",
+        "/jobs/x/logs",
+        "/jobs/x/checkpoints",
         "/jobs/x/stream",
         "/checkpoints/x",
         "/checkpoints/x/model.safetensors",
@@ -116,12 +124,13 @@ async fn malformed_requests_get_problem_responses() {
         let (status, body) = server.get(path).await;
         assert!(matches!(status, 404 | 426), "{path}: {status} {body}");
     }
+    assert_eq!(server.post("/jobs/x/cancel", &Value::Null).await.0, 404);
+    assert_eq!(server.delete("/jobs/x").await.0, 404);
     for path in ["/jobs?state=asleep", "/jobs?limit=many", "/jobs?cursor=x", "/jobs?cursor=1-x"] {
         let (status, body) = server.get(path).await;
         assert_eq!(status, 400, "{path} {body}");
     }
-    let (status, body) = server.get("/jobs?state=asleep").await;
-    assert!(status == 400 && body["detail"].as_str().unwrap().contains("queued, starting"), "{body}");
+    assert_refused(server.get("/jobs?state=asleep").await, 400, "queued, starting");
     assert_eq!(server.get("/stream").await.0, 426);
     server.stop().await;
 }
@@ -150,8 +159,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     agent.register_as(&server, "more", dataset_info()).await;
     let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
     agent.expect_start().await;
-    let (status, body) = server.delete("/datasets/more").await;
-    assert!(status == 409 && body["detail"].as_str().unwrap().contains(id.as_str()), "{body}");
+    assert_refused(server.delete("/datasets/more").await, 409, id.as_str());
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let (_, list) = server.get("/datasets").await;
     assert_eq!(list["datasets"].as_array().unwrap().len(), 1);
@@ -230,9 +238,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
         (of_job("metrics.csv?points=0"), "points"),
         (of_job("logs?format=csv"), "format is \"csv\", but must be text or absent"),
     ] {
-        let (status, body) = server.get(&path).await;
-        assert_eq!(status, 400, "{path}: {body}");
-        assert!(body["detail"].as_str().unwrap().contains(message), "{path}: {body}");
+        assert_refused(server.get(&path).await, 400, message);
     }
     let long = format!("/jobs?{}=1", "k".repeat(10_000));
     let (status, body) = server.get(&long).await;

@@ -2,16 +2,12 @@
 
 mod mlflow;
 
-use crate::test_server::{TIMEOUT, TestServer, wait_until};
+use crate::test_server::{TIMEOUT, TestServer, assert_refused, wait_until};
 use lockstep_protocol::job::{Job, JobState, Measured};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 impl TestServer {
-    async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
-        self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
-    }
-
     /// Sends records, which the server must accept. Returns the number of stored records.
     async fn log_records(&self, run: &str, first: u64, records: &Value) -> u64 {
         let body = json!({"first": first, "records": records});
@@ -114,9 +110,8 @@ async fn a_run_can_be_started_ended_and_deleted() {
 
     // Actions that need ranks of this server are refused.
     for action in ["pause", "resume", "retry", "fork"] {
-        let (status, problem) = server.post(&format!("/jobs/{id}/{action}"), &json!({})).await;
-        let detail = problem["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.contains("a run from elsewhere"), "{action}: {problem}");
+        let refusal = server.post(&format!("/jobs/{id}/{action}"), &json!({})).await;
+        assert_refused(refusal, 409, "a run from elsewhere");
     }
     let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     for text in ["data-external", "run from elsewhere", "net.depth"] {
@@ -213,9 +208,7 @@ async fn records_are_stored_once_and_without_a_gap() {
         (json!({"first": 6, "records": much}), 422, "at most 10000"),
         (with_values(Value::Object(many)), 409, "more than 1000 metrics"),
     ] {
-        let (status, problem) = server.post(&path, &body).await;
-        assert_eq!(status, expected, "{problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(message), "{message}: {problem}");
+        assert_refused(server.post(&path, &body).await, expected, message);
     }
     for (body, expected) in [
         (json!({"name": ""}), 422),
@@ -261,8 +254,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let (_, compared) = server.get(&format!("/metrics/query?jobs={id}&name={encoded}")).await;
     assert_eq!(compared["jobs"][0]["series"][0]["name"], name);
     let panels = json!({"panels": [{"title": "t", "metrics": [name, "b", "never logged"]}]});
-    let put = server.http.put(server.url(&format!("/api/v1/jobs/{id}/panels"))).json(&panels);
-    assert_eq!(server.send(put).await.0, 200);
+    assert_eq!(server.put(&format!("/jobs/{id}/panels"), &panels).await.0, 200);
     let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
     let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
     let first = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
@@ -450,17 +442,15 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(list().await, [entry("a picture.png", 5)]);
 
     // Limits: creates large and many files in the run's folder.
-    let folder = server.dir.path().join("jobs").join(&id).join("files");
+    let folder = server.job_dir(&id).join("files");
     let large = std::fs::File::create(folder.join("large")).unwrap();
     large.set_len((64 << 30) - 5).unwrap();
-    let (status, problem) = put("path=more", "x").await;
-    assert!(status == 413 && problem["detail"].as_str().unwrap().contains("0 are left"), "{problem}");
+    assert_refused(put("path=more", "x").await, 413, "0 are left");
     assert_eq!(put("path=large", "x").await.0, 200, "the new file replaces the large file");
     for n in 0..998 {
         std::fs::write(folder.join(n.to_string()), "").unwrap();
     }
-    let (status, problem) = put("path=more", "x").await;
-    assert!(status == 413 && problem["detail"].as_str().unwrap().contains("at most 1000 files"), "{problem}");
+    assert_refused(put("path=more", "x").await, 413, "at most 1000 files");
 
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);

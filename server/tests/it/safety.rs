@@ -2,7 +2,6 @@
 
 use crate::{agent::Agent, document::create_failed_job, test_server::TestServer};
 use lockstep_server::openapi;
-use std::collections::BTreeSet;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -42,6 +41,11 @@ async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
     let mut request = server.socket_request("/stream", &server.token);
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
+    let unknown = server.socket_request("/jobs/j00000000000000000000000000/stream", &server.token);
+    match connect_async(unknown).await {
+        Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), 404),
+        other => panic!("{other:?}"),
+    }
     server.stop().await;
 }
 
@@ -120,15 +124,13 @@ async fn every_response_has_security_headers() {
 }
 
 #[tokio::test]
-async fn the_document_and_the_routes_agree() {
+async fn every_documented_call_has_a_route() {
     let server = TestServer::new().await;
     let (status, served) = server.get("/openapi.json").await;
     assert_eq!(status, 200);
     assert_eq!(served, serde_json::to_value(openapi()).unwrap());
-    let mut documented = BTreeSet::new();
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {
-            documented.insert(format!("{method} {path}"));
             let url = server.url(&path.replace(['{', '}'], ""));
             let request = server.http.request(method.to_uppercase().parse().unwrap(), url);
             let response = request.send().await.unwrap();
@@ -137,118 +139,6 @@ async fn the_document_and_the_routes_agree() {
             assert!(status != 405 && !text.contains("no such call"), "{method} {path}: {status} {text}");
         }
     }
-    let v1 = |call: &str| call.replacen(' ', " /api/v1", 1);
-    let expected: BTreeSet<String> = [
-        "get /jobs",
-        "post /jobs",
-        "post /jobs/validate",
-        "get /jobs/{id}",
-        "get /jobs/{id}/attempts",
-        "get /jobs/{id}/history",
-        "post /datasets/bundled",
-        "put /datasets/uploads/{name}/archive",
-        "post /datasets/uploads/{name}",
-        "delete /jobs/{id}",
-        "post /jobs/{id}/cancel",
-        "post /jobs/{id}/retry",
-        "post /jobs/{id}/pause",
-        "post /jobs/{id}/resume",
-        "post /jobs/{id}/fork",
-        "post /jobs/{id}/fork/check",
-        "patch /jobs/{id}",
-        "get /jobs/{id}/evaluation",
-        "get /jobs/{id}/evaluation/neighbours",
-        "get /jobs/{id}/samples",
-        "get /jobs/{id}/size",
-        "get /annotations",
-        "get /datasets/{name}/samples",
-        "post /datasets/inspect",
-        "post /datasets/{name}/inspect",
-        "post /checkpoints/{id}/predict",
-        "get /tokens",
-        "post /tokens",
-        "delete /tokens/{id}",
-        "get /people",
-        "post /people",
-        "patch /people/{name}",
-        "delete /people/{name}",
-        "post /password",
-        "post /login-links",
-        "get /audit",
-        "delete /agents/{id}",
-        "post /agents/{id}/drain",
-        "post /agents/{id}/undrain",
-        "get /jobs/{id}/metrics",
-        "get /jobs/{id}/metrics.csv",
-        "get /jobs/{id}/logs",
-        "get /jobs/{id}/events",
-        "get /projects",
-        "get /jobs/groups",
-        "get /jobs/{id}/panels",
-        "put /jobs/{id}/panels",
-        "delete /jobs/{id}/panels",
-        "get /projects/{name}/panels",
-        "put /projects/{name}/panels",
-        "get /jobs/{id}/histograms",
-        "get /jobs/{id}/network",
-        "get /metrics/query",
-        "get /jobs/{id}/checkpoints",
-        "get /jobs/{id}/stream",
-        "get /checkpoints/{id}",
-        "get /checkpoints/{id}/{file}",
-        "get /datasets",
-        "post /datasets",
-        "get /datasets/{name}",
-        "delete /datasets/{name}",
-        "get /agents",
-        "get /agents/{id}/metrics",
-        "get /agent/socket",
-        "get /agent/attempts/{job}/{attempt}",
-        "post /agent/attempts/{job}/{attempt}",
-        "get /agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}",
-        "post /agent/attempts/{job}/{attempt}/dataset",
-        "get /agent/attempts/{job}/{attempt}/dataset/files",
-        "post /agent/attempts/{job}/{attempt}/dataset/files",
-        "get /agent/attempts/{job}/{attempt}/uploads/{name}",
-        "post /agent/attempts/{job}/{attempt}/uploads/{name}",
-        "put /agent/attempts/{job}/{attempt}/uploads/{name}/{file}",
-        "get /queue",
-        "get /models",
-        "post /models",
-        "get /models/{name}",
-        "get /models/{name}/versions/{version}",
-        "delete /models/{name}/versions/{version}",
-        "get /models/{name}/aliases/{alias}",
-        "put /models/{name}/aliases/{alias}",
-        "delete /models/{name}/aliases/{alias}",
-        "get /webhooks",
-        "post /webhooks",
-        "patch /webhooks/{id}",
-        "delete /webhooks/{id}",
-        "post /webhooks/{id}/test",
-        "get /webhooks/{id}/deliveries",
-        "get /sweeps",
-        "post /sweeps",
-        "get /sweeps/{id}",
-        "delete /sweeps/{id}",
-        "post /sweeps/{id}/pause",
-        "post /sweeps/{id}/resume",
-        "post /sweeps/{id}/cancel",
-        "post /runs",
-        "patch /runs/{id}",
-        "post /runs/{id}/records",
-        "get /runs/{id}/files",
-        "get /runs/{id}/file",
-        "put /runs/{id}/file",
-        "delete /runs/{id}/file",
-        "get /stream",
-        "get /openapi.json",
-    ]
-    .map(v1)
-    .into_iter()
-    .chain(["get /healthz", "get /readyz", "get /metrics"].map(str::to_owned))
-    .collect();
-    assert_eq!(documented, expected);
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(server.get_text(path).await.0, 200);
     }

@@ -226,8 +226,7 @@ async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
         assert_eq!(reader.next().await.unwrap_err(), (1000, "the job is over".to_owned()));
     }
     kept_open.until(|f| f["state"] == "succeeded").await;
-    let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
-    assert_eq!(server.send(patch.json(&json!({"tags": ["kept"]}))).await.0, 200);
+    assert_eq!(server.patch(&format!("/jobs/{id}"), &json!({"tags": ["kept"]})).await.0, 200);
     assert_eq!(kept_open.next().await.unwrap()["tags"], json!(["kept"]));
     server.stop().await;
 }

@@ -5,9 +5,8 @@ use crate::{
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, FromAgent, ToAgent},
+    agent::AgentReply,
     dataset::{BrokenFile, DatasetInfo, HeldOut, SplitInfo},
-    inspect::FitWeights,
 };
 use serde_json::{Value, json};
 
@@ -220,17 +219,6 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     server.stop().await;
 }
 
-/// Answers the next request, which must be `FitWeights`, and returns the request.
-async fn answer_fit_weights(agent: &mut Agent, reply: AgentReply) -> FitWeights {
-    match agent.next().await {
-        Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) => {
-            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-            request
-        }
-        other => panic!("{other:?}"),
-    }
-}
-
 #[tokio::test]
 async fn weights_that_do_not_fit_are_refused_at_submission() {
     let server = TestServer::new().await;
@@ -246,7 +234,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
         let no = AgentReply::Weights { mistake: Some("/w.safetensors does not fit a resnet20".into()) };
         let spec = spec_with("/w.safetensors");
         let ((status, response), request) =
-            tokio::join!(server.post(path, &spec), answer_fit_weights(&mut agent, no));
+            tokio::join!(server.post(path, &spec), agent.answer_fit_weights(no));
         let detail = "/w.safetensors does not fit a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &response["errors"]), (422, &errors), "{response}");
@@ -278,7 +266,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     for (number, reply) in replies.into_iter().enumerate() {
         let spec = spec_with("/w.safetensors");
         let ((status, response), _) =
-            tokio::join!(server.post("/jobs", &spec), answer_fit_weights(&mut agent, reply));
+            tokio::join!(server.post("/jobs", &spec), agent.answer_fit_weights(reply));
         assert_eq!(status, 201, "{response}");
         let warning = response["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(

@@ -89,6 +89,13 @@ pub async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     }
 }
 
+/// Asserts that the server has refused a request with this status, and that the error's detail contains `text`.
+#[track_caller]
+pub fn assert_refused((status, problem): (u16, Value), expected: u16, text: &str) {
+    let detail = problem["detail"].as_str().unwrap_or_default();
+    assert!(status == expected && detail.contains(text), "{text:?}: {status} {problem}");
+}
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -96,6 +103,13 @@ impl TestServer {
 
     pub async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
         Self::open(tempfile::tempdir().unwrap(), change).await
+    }
+
+    /// Starts a server with an object store, which is the returned directory.
+    pub async fn with_object_store() -> (Self, TempDir) {
+        let store = tempfile::tempdir().unwrap();
+        let directory = store.path().to_str().unwrap().to_owned();
+        (Self::with(|config| config.artifacts = Some(directory)).await, store)
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
@@ -165,6 +179,14 @@ impl TestServer {
         self.send(self.http.post(self.url(&format!("/api/v1{path}"))).json(body)).await
     }
 
+    pub async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    pub async fn put(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.put(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
     pub async fn delete(&self, path: &str) -> (u16, Value) {
         self.send(self.http.delete(self.url(&format!("/api/v1{path}")))).await
     }
@@ -198,6 +220,17 @@ impl TestServer {
         let (status, body) = self.get(&format!("/jobs/{id}")).await;
         assert_eq!(status, 200, "{body}");
         serde_json::from_value(body).unwrap()
+    }
+
+    pub fn job_dir(&self, id: &str) -> PathBuf {
+        self.dir.path().join("jobs").join(id)
+    }
+
+    /// The steps of the job's listed checkpoints, newest first.
+    pub async fn checkpoint_steps(&self, id: &str) -> Vec<u64> {
+        let (_, listed) = self.get(&format!("/jobs/{id}/checkpoints")).await;
+        let checkpoints = listed["checkpoints"].as_array().unwrap();
+        checkpoints.iter().map(|checkpoint| checkpoint["step"].as_u64().unwrap()).collect()
     }
 
     /// Waits on the job's stream until the job has this state.

@@ -1,21 +1,11 @@
 //! Checkpoints on the server's disk that no agent has reported.
 
 use crate::{
-    agent::{losses, running, start_job},
-    uploads::{FILES, checkpoint, manifest},
+    agent::{checkpoint, losses, running, start_job},
+    artifacts::write_checkpoint,
 };
 use lockstep_protocol::agent::{Ending, Source};
-use std::{fs, path::Path};
-
-/// Writes a checkpoint, complete or without its first file.
-fn write_checkpoint(checkpoints: &Path, step: u64, is_complete: bool) {
-    let folder = checkpoints.join(format!("1-{step}"));
-    fs::create_dir_all(&folder).unwrap();
-    for (name, bytes) in FILES.iter().skip(usize::from(!is_complete)) {
-        fs::write(folder.join(name), bytes).unwrap();
-    }
-    fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
-}
+use std::fs;
 
 /// Ranks never remove the best checkpoint, which may be old. So if the newest reported checkpoint is deleted, a newer unreported checkpoint is
 /// used although the best checkpoint is left.
@@ -24,16 +14,10 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
     let known = [checkpoint(20), checkpoint(30)];
     agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
-    let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for step in [10, 20] {
-        write_checkpoint(&checkpoints, step, true);
+        write_checkpoint(server.job_dir(&id), step);
     }
     let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
-    let listed = async || {
-        let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-        let elements = listed["checkpoints"].as_array().unwrap().iter();
-        elements.map(|element| element["step"].as_u64().unwrap()).collect::<Vec<_>>()
-    };
     agent.end(&first, failed()).await;
     let second = agent.expect_start().await;
     assert_eq!(
@@ -41,12 +25,12 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
         Some("1-20"),
         "unreported checkpoints before the newest reported one are not used"
     );
-    assert_eq!(listed().await, [20]);
+    assert_eq!(server.checkpoint_steps(&id).await, [20]);
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
-    write_checkpoint(&checkpoints, 60, true);
+    write_checkpoint(server.job_dir(&id), 60);
     agent.end(&second.attempt, failed()).await;
     assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-60"));
-    assert_eq!(listed().await, [60, 20]);
+    assert_eq!(server.checkpoint_steps(&id).await, [60, 20]);
     server.stop().await;
 }
 
@@ -55,10 +39,9 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
 async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
-    let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
-    for (step, is_complete) in [(40, true), (60, true), (80, false)] {
-        write_checkpoint(&checkpoints, step, is_complete);
-    }
+    let checkpoints = server.job_dir(&id).join("checkpoints");
+    let [.., incomplete] = [40, 60, 80].map(|step| write_checkpoint(server.job_dir(&id), step));
+    fs::remove_file(incomplete.join("model.safetensors")).unwrap();
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
     let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
     agent.end(&first, failed()).await;
@@ -70,9 +53,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     };
     assert!(is_logged("checkpoint 1-60 was written and never reported").await);
     assert!(is_logged("there are no points of steps 4 to 60").await);
-    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [60], "the deleted checkpoint is not listed");
+    assert_eq!(server.checkpoint_steps(&id).await, [60], "the deleted checkpoint is not listed");
 
     let message = "the known checkpoints are no longer on the server's disk";
     assert!(!is_logged(message).await);

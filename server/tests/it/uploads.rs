@@ -1,13 +1,13 @@
 //! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
-    agent::{Agent, hello, running, start_job},
-    gangs::{connect_machines, expect_stop, hello_at, lost_contact, next_attempt, start_gang},
-    test_server::{TIMEOUT, TestServer, client, wait_until},
+    agent::{Agent, checkpoint, hello, running, start_job},
+    gangs::{connect_machines, hello_at, lost_contact, next_attempt, start_gang},
+    test_server::{TIMEOUT, TestServer, assert_refused, client, wait_until},
 };
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, AttemptRef, Ending, FencingToken, FromAgent, Source, ToAgent},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -27,10 +27,6 @@ pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
     let entry = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
     let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), entry(bytes))).collect();
     serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
-}
-
-pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 14, ..CheckpointInfo::default() })
 }
 
 /// Client of the routes for an attempt.
@@ -86,7 +82,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if leaves {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-            assert!(expect_stop(&mut a).await, "with a checkpoint");
+            assert!(a.expect_stop().await, "with a checkpoint");
         }
         // Renames a column, so that the server cannot read its records of checkpoints.
         let rename = async |from: &str, to: &str| {
@@ -127,9 +123,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         assert_eq!(b.welcome.1, []);
         assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(20)]).await, 1);
         b.end(&attempt, lost_contact(2)).await;
-        let (status, shown) = server.get(&format!("/checkpoints/{id}-1-20")).await;
-        let is_known = shown["detail"].as_str().is_some_and(|detail| detail.contains("uploaded from b"));
-        assert!(status == 409 && is_known, "{shown}");
+        assert_refused(server.get(&format!("/checkpoints/{id}-1-20")).await, 409, "uploaded from b");
         server.stop().await;
     }
 }
@@ -143,10 +137,7 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let start = agent.expect_start().await;
     let other = server.agent_token("b").await;
     let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-    assert_eq!(
-        fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
-        start.files.mark
-    );
+    assert_eq!(fs::read_to_string(server.job_dir(&id).join("mark")).ok(), start.files.mark);
     let api =
         |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
     let own = api(&token, "id-a", &start.attempt);
@@ -255,9 +246,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
     let other = json!({"pictures": 5, "picture_bytes": 100, "sha256": "ab"});
-    let (status, problem) = own.request("POST", "/dataset", other.to_string().into()).await;
-    assert_eq!(status, 409);
-    assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "its machine is named");
+    let refusal = own.request("POST", "/dataset", other.to_string().into()).await;
+    assert_refused(refusal, 409, "a has 4 pictures of 0 MB, or other content");
     assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
@@ -272,7 +262,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     damaged["files"]["state.json"]["sha256"] = sum(b"[]").into();
     let (status, problem) = own.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
-    assert!(!server.dir.path().join("jobs").join(&id).join("checkpoints/1-20").exists());
+    assert!(!server.job_dir(&id).join("checkpoints/1-20").exists());
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
@@ -289,9 +279,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert_eq!(start.resume.as_deref(), Some("1-20"), "the newest uploaded checkpoint");
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
     assert_eq!(json!(start.files.dataset), note);
-    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
-    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [20], "{listed}");
+    assert_eq!(server.checkpoint_steps(&id).await, [20]);
     // The attempt of the first machine has ended. The server needs no more of its files.
     assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
     assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));

@@ -11,7 +11,7 @@ use axum::{
     http::{HeaderMap, StatusCode, Uri, header},
     response::{IntoResponse, Response},
 };
-use lockstep_protocol::agent::{Ending, Source, ToAgent};
+use lockstep_protocol::agent::{Ending, Source};
 use lockstep_server::{ServeConfig, SmtpConfig};
 use serde_json::{Value, json};
 use standardwebhooks::Webhook;
@@ -169,7 +169,7 @@ impl TestServer {
     }
 
     async fn change_webhook(&self, id: &str, change: &Value) -> (u16, Value) {
-        self.send(self.http.patch(self.url(&format!("/api/v1/webhooks/{id}"))).json(change)).await
+        self.patch(&format!("/webhooks/{id}"), change).await
     }
 
     /// Waits until `are_expected` is true for the messages of a webhook, and returns them, newest first.
@@ -254,7 +254,7 @@ async fn each_state_change_is_sent_once_and_signed() {
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if is_cancelled {
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
-            assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+            agent.expect_stop().await;
             agent.end(&attempt, Ending::Stopped).await;
         } else {
             agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -506,8 +506,7 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     ];
     for count in [1, 1, 2] {
         let change = json!({"summary": {"alerts": alerts[..count]}});
-        let path = server.url(&format!("/api/v1/runs/{run}"));
-        assert_eq!(server.send(server.http.patch(path).json(&change)).await.0, 200);
+        assert_eq!(server.patch(&format!("/runs/{run}"), &change).await.0, 200);
     }
     mails.next(&["Subject: elsewhere: slow\n"]).await;
     mails.next(&["Subject: elsewhere: diverged\n", "\nloss is inf\n"]).await;
@@ -560,8 +559,7 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     assert_eq!(server.change_webhook(&id, &change).await.0, 200);
     assert_eq!(server.post("/runs", &json!({"id": "old", "name": "old", "started_at": 0})).await.0, 201);
     let end = json!({"state": "succeeded", "ended_at": 1000, "summary": {"alerts": [{"title": "slow"}]}});
-    let path = server.url("/api/v1/runs/old");
-    assert_eq!(server.send(server.http.patch(path).json(&end)).await.0, 200);
+    assert_eq!(server.patch("/runs/old", &end).await.0, 200);
     let (_, new) = server.post("/runs", &json!({"name": "new"})).await;
     let of_runs = |list: &[Value]| -> Vec<Value> {
         list.iter().map(|delivery| delivery["job"].clone()).filter(Value::is_string).collect()

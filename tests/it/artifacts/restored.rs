@@ -9,8 +9,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     let _permit = training_permit().await;
     let kept = Folder::new();
     let server = start_with_directory(&kept).await;
-    let id = server.submit(&spec("in both databases", 20)).await;
-    server.wait_for_success(&id).await;
+    let id = server.train(&spec("in both databases", 20)).await;
     wait_until_stored(&server, &id).await;
     let checkpoint = newest(&server.checkpoints(&id).await);
     let weights = server.last_model(&id).await;

@@ -152,6 +152,13 @@ impl Slurm {
         });
     }
 
+    /// Waits until a cancelled job has ended.
+    pub(crate) fn until_ended(&self, job: &str) {
+        self.until("Slurm's job has ended", |slurm| {
+            ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(job, "%T"))
+        });
+    }
+
     /// Starts a node's daemon again.
     pub(crate) fn start_node(&self, node: &str) {
         run_ok(self.command("slurmd", "slurmd").args(["-N", node]));

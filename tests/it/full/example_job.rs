@@ -2,9 +2,9 @@
 //! ranks train unchanged; `train/hybrid.rs` and `train/auto.rs` train the others.
 
 use crate::{
-    commands,
     pictures::{Pictures, SIDE, idx_dataset},
     server::training_permit,
+    tensors,
 };
 use std::{
     fs,
@@ -136,7 +136,7 @@ async fn the_examples_for_cpu_ranks_train() {
         let path = folder.path().join(out).join("last.safetensors").display().to_string();
         let checkpoint = folder.path().join(out).join("checkpoints/2-4").display().to_string();
         assert!(lockstep(&["export", &checkpoint, "-o", &path]).status.success(), "{checkpoint}");
-        commands::tensors(&fs::read(path).expect("weights"))
+        tensors::tensors(&fs::read(path).expect("weights"))
     };
     assert!(tensors("continued") == tensors("sharded"), "the same tensors as without an interruption");
 }

@@ -3,9 +3,9 @@
 use crate::{
     network::Network,
     pictures,
-    server::{Folder, attempt_dir, lockstep, number, signal, training_permit},
+    server::{Finished, Folder, attempt_dir, lockstep, number, signal, training_permit},
     specs,
-    tls::serve::{Serve, client_config_for},
+    tls::serve::Serve,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -43,9 +43,7 @@ impl Site {
         (1..=hosts).for_each(|host| site.network.add(host));
         site.join(1, "whole", 4);
         site.online(&["whole"]).await;
-        let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
-        let path = dataset.to_str().expect("UTF-8");
-        site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+        site.register_pictures();
         let id = site.submit().await;
         let (job, model) = site.wait_for_success(&id).await;
         assert_eq!(job["agents"], json!(["whole"]));
@@ -67,8 +65,7 @@ impl Site {
         // Hosts can read this copy; the data directory is hidden from them.
         let ca = serve.folder.path().join("ca.crt");
         fs::copy(serve.ca(), &ca).expect("the CA");
-        let http = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
-        let http = http.default_headers(serve.bearer()).build().expect("a client");
+        let http = serve.client(&ca);
         Self { agents: Vec::new(), serve, url, ca, http, network }
     }
 
@@ -102,6 +99,16 @@ impl Site {
         command.args(options).env("LOCKSTEP_FAULT", "step:slow").envs(variables.iter().copied());
         command.current_dir(folder).stdout(log.try_clone().expect("a log")).stderr(log);
         self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
+    }
+
+    /// Registers the dataset of the jobs, which an agent inspects.
+    pub(crate) fn register_pictures(&self) {
+        let dataset = pictures::idx_dataset(self.serve.folder.path(), 160, 16);
+        self.cli(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
+    }
+
+    pub(crate) fn cli(&self, args: &[&str]) -> Finished {
+        self.serve.cli(&self.url, Some(&self.ca), args)
     }
 
     pub(crate) fn leave(&mut self, name: &str) {
@@ -215,7 +222,7 @@ impl Site {
 
     /// Number of times that a job's log has these words.
     pub(crate) fn count_in_log(&self, id: &str, words: &str) -> usize {
-        let logs = self.serve.cli(&self.url, Some(&self.ca), &["logs", id]);
+        let logs = self.cli(&["logs", id]);
         logs.ok().matches(words).count()
     }
 

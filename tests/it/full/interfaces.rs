@@ -1,6 +1,6 @@
 //! Hosts with two network interfaces: ranks connect over the interface of --interface or of NCCL_SOCKET_IFNAME.
 
-use crate::{full::hosts::Site, pictures, server::training_permit};
+use crate::{full::hosts::Site, server::training_permit};
 use serde_json::json;
 
 /// During a job each host sends more bytes of gradients than this to its neighbour.
@@ -56,13 +56,11 @@ async fn ranks_pass_the_agent_s_interface_to_nccl_unless_the_user_set_one() {
     // The user allows NCCL both interfaces; ranks listen at the interface of the option.
     site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "eth")], &["--interface", "eth1"]);
     site.online(&["h1", "h2"]).await;
-    let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
-    let path = dataset.to_str().expect("UTF-8");
-    site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+    site.register_pictures();
     let id = site.submit_ranks(4, 1_000_000).await;
     site.at_step(&id, 5).await;
     let [first, second] = [1, 2].map(|host| site.network.variable_of_ranks(host, "NCCL_SOCKET_IFNAME"));
     assert_eq!(first, ["=eth1", "=eth1"], "exactly this name, no prefix");
     assert_eq!(second, ["eth", "eth"]);
-    site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+    site.cli(&["cancel", &id]).ok();
 }

@@ -27,9 +27,7 @@ pub(crate) async fn server() -> Server {
 
 /// Submits a job that only launched agents may run.
 pub(crate) async fn submit(server: &Server, spec: &Value) -> String {
-    let response = server.post("/jobs?launched=true", spec).await;
-    assert!(response.status.is_success(), "{}", response.text);
-    response.json()["id"].as_str().expect("an id").to_owned()
+    server.create("/jobs?launched=true", spec).await
 }
 
 /// Number of live agents that were launched.
@@ -44,6 +42,23 @@ fn short(name: &str) -> Value {
         specs::short(name, "fashion", 2, 20),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 10}}),
     )
+}
+
+/// A job that lasts until it is cancelled or paused.
+fn endless(name: &str, ranks: u32) -> Value {
+    specs::with(
+        specs::short(name, "fashion", ranks, 1_000_000),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
+    )
+}
+
+/// Writes a job file with this number of ranks and these lines of `[train]`, and returns its path.
+fn job_file(server: &Server, name: &str, ranks: u32, train: &str) -> String {
+    let toml = format!(
+        "name = \"{name}\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n{train}\n\
+         batch_size = 8\n[parallel]\nranks = {ranks}\ndevice = \"cpu\"\n"
+    );
+    server.folder().write("job.toml", toml).to_str().expect("UTF-8").to_owned()
 }
 
 /// `lockstep launch`, with the agents' folders in the test's folder.
@@ -102,10 +117,7 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
 async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
-    let toml = "name = \"file\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
-                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
-    let file = file.to_str().expect("a path");
+    let file = &*job_file(&server, "file", 2, "steps = 1000000");
     let args = [file, "--with", "ssh", "-H", "127.0.0.1", "--detach"];
     let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
     let id = done.ok().split_whitespace().next().expect("an id").to_owned();
@@ -127,11 +139,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
 async fn a_failed_launch_is_reported_and_the_job_cancelled() {
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
-    let file = server.folder().write(
-        "job.toml",
-        "[data]\ndataset = \"fashion\"\nimage_size = 8\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n[parallel]\nranks = 2\ndevice = \"cpu\"\n",
-    );
-    let file = file.to_str().expect("a path");
+    let file = &*job_file(&server, "fails", 2, "steps = 9");
     let assert_fails = |args: &[&str], options: &[String], messages: &[&str]| {
         let done = Finished::of(&mut launch(&server, args, options));
         assert_ne!(done.status, 0, "{}", done.stdout);
@@ -227,11 +235,9 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
 async fn agents_end_if_their_launch_fails_for_another_machine() {
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
-    let toml = "[data]\ndataset = \"fashion\"\nimage_size = 8\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n\
-                [parallel]\nranks = 2\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
+    let file = &*job_file(&server, "fails", 2, "steps = 9");
     let waits = submit(&server, &short("waits")).await;
-    for (job, state) in [(file.to_str().expect("a path"), "cancelled"), (&waits, "queued")] {
+    for (job, state) in [(file, "cancelled"), (&*waits, "queued")] {
         // No sshd listens at the second address.
         let args = [job, "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
         let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
@@ -259,7 +265,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
 #[tokio::test]
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
     let server = server().await;
-    let id = submit(&server, &batch::endless("comes-back")).await;
+    let id = submit(&server, &endless("comes-back", 2)).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
     let token = server.folder().write("serves.token", token.ok());
     let start = || {
@@ -297,7 +303,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
-    let id = submit(&server, &specs::with(batch::endless("fewer"), fewer)).await;
+    let id = submit(&server, &specs::with(endless("fewer", 2), fewer)).await;
     let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:2"];
     let mut first =
         launch(&server, &hosts, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
@@ -328,13 +334,11 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
 #[tokio::test]
 async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
     let server = Server::start_training(640, 64).await;
-    let toml = "name = \"taken\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
-                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
+    let file = &*job_file(&server, "taken", 2, "steps = 1000000");
     // The connection breaks once the server's own agent trains the job.
     let trains = server.folder().path().join("trains");
     let proxy = format!("ProxyCommand=sh -c 'until [ -e {} ]; do sleep 0.1; done; exit 1'", trains.display());
-    let args = [file.to_str().expect("a path"), "--with", "ssh", "-H", "127.0.0.1:2"];
+    let args = [file, "--with", "ssh", "-H", "127.0.0.1:2"];
     let mut command = launch(&server, &args, &["-o".into(), proxy]);
     let done = tokio::task::spawn_blocking(move || Finished::of(&mut command));
     server

@@ -5,7 +5,6 @@ use crate::{
     cluster::{Slurm, Sshd},
     full::hosts::Site,
     network::{read_proc, variable},
-    pictures,
     server::{Finished, Folder, LOCKSTEP, lockstep, training_permit},
 };
 use serde_json::{Value, json};
@@ -40,9 +39,7 @@ impl Cluster {
         (1..=3).for_each(|host| site.network.add(host));
         site.join(3, "whole", 2);
         site.online(&["whole"]).await;
-        let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
-        let path = dataset.to_str().expect("UTF-8");
-        site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+        site.register_pictures();
         let mut this = Self { sshds: Vec::new(), site };
         for host in [1, 2] {
             this.sshds.push(this.sshd(host));
@@ -83,7 +80,7 @@ impl Cluster {
         args.extend(hosts.iter().chain(more));
         args.push("--");
         args.extend(options.iter().map(String::as_str));
-        self.site.serve.cli(&self.site.url, Some(&self.site.ca), &args)
+        self.site.cli(&args)
     }
 
     /// Waits until sshd is the only process on a host.
@@ -130,7 +127,7 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
             [vec!["first".to_owned()], vec!["of the second".to_owned()]],
             "{with}"
         );
-        site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+        site.cli(&["cancel", &id]).ok();
         for host in [1, 2] {
             cluster.until_empty(host).await;
         }
@@ -235,7 +232,7 @@ async fn machines_of_a_hostfile_keep_their_slots_and_order_under_slurm() {
         let pid = pids.iter().find(is_agent).expect("its process");
         assert_eq!(variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
     }
-    site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+    site.cli(&["cancel", &id]).ok();
     slurm.until("Slurm's job has ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
     // Slurm's folder is in the server's folder.
     drop(slurm);

@@ -6,8 +6,8 @@ use crate::{
     network::Network,
     pages,
     server::free_port,
+    tensors::tensors,
     train::{Bench, assert_success},
-    world_size::weights,
 };
 use serde_json::json;
 use std::{
@@ -47,9 +47,9 @@ fn has_expected_weights(bench: &Bench, out: &str) -> bool {
     static ALONE: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
         let bench = Bench::without_permit();
         bench.train_to_success("alone", &["--ranks", "8"]);
-        weights(&bench.model("alone", "2-24"))
+        tensors(&bench.model("alone", "2-24"))
     });
-    weights(&bench.model(out, "2-24")) == *ALONE
+    tensors(&bench.model(out, "2-24")) == *ALONE
 }
 
 /// Asserts that only rank 0 reported the result, and that the ranks used TCP.

@@ -3,7 +3,7 @@
 use crate::{
     full::hosts::{MAX_RECOVERY, STEPS, Site},
     server::{number, signal, training_permit},
-    world_size::weights,
+    tensors::tensors,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -117,5 +117,5 @@ async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let why = &second.expect("the second attempt")["reason"];
     assert_eq!((&why["code"], number(&why["ranks"])), (&json!("fewer_ranks"), 2), "{history:#}");
     // Only the weights are compared, as the file's metadata has the number of ranks.
-    assert!(weights(&same) == weights(&model), "two ranks end with the weights of four");
+    assert!(tensors(&same) == tensors(&model), "two ranks end with the weights of four");
 }

@@ -103,8 +103,7 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
 
-    let plain = server.submit(&spec("plain", 1)).await;
-    server.wait_for_success(&plain).await;
+    let plain = server.train(&spec("plain", 1)).await;
     assert_evaluations_excluded(&server, &plain).await;
 
     let from = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});

@@ -8,17 +8,12 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     for name in ["node-1", "node-2", "node-3", "node-4"] {
         issue(&serve, name, &[]);
     }
-    let client =
-        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let client = serve.client(&serve.ca());
     let ready = async || {
         let response = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
         response.text().await.expect("text")
     };
-    let start_agent = |name: &str| {
-        let certificate = files(name);
-        Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
-    };
+    let start_agent = |name: &str| Agent::start(&serve, name, &files(name));
     let revoke = |name: &'static str| ["revoke", name, "--data-dir", "data"];
     let reloaded = "verified with new CA certificates or a new revocation list";
     let outdated = "is out of date: the next list was due at";

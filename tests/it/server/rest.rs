@@ -67,11 +67,23 @@ impl Server {
         assert_eq!(response.status, StatusCode::CREATED, "registering {name}: {}", response.text);
     }
 
-    /// Submits a job, which must be accepted, and returns its id.
-    pub(crate) async fn submit(&self, spec: &Value) -> String {
-        let response = self.post("/jobs", spec).await;
+    /// Creates a job by a POST request, and returns its id.
+    pub(crate) async fn create(&self, path: &str, body: &Value) -> String {
+        let response = self.post(path, body).await;
         assert_eq!(response.status, StatusCode::CREATED, "{}", response.text);
         response.json()["id"].as_str().expect("an id").to_owned()
+    }
+
+    /// Submits a job, which must be accepted, and returns its id.
+    pub(crate) async fn submit(&self, spec: &Value) -> String {
+        self.create("/jobs", spec).await
+    }
+
+    /// Submits a job, waits for its success, and returns its id.
+    pub(crate) async fn train(&self, spec: &Value) -> String {
+        let id = self.submit(spec).await;
+        self.wait_for_success(&id).await;
+        id
     }
 
     pub(crate) async fn job(&self, id: &str) -> Value {
@@ -139,6 +151,11 @@ impl Server {
         let last = checkpoints.iter().max_by_key(|c| c["step"].as_u64()).expect("a checkpoint");
         let checkpoint = last["id"].as_str().expect("an id");
         self.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await
+    }
+
+    /// The steps of which rank 0 has reported the loss, over all attempts.
+    pub(crate) async fn steps(&self, id: &str) -> Vec<u64> {
+        self.points(id, "loss").await.iter().filter(|p| p.rank == 0).map(|p| p.step).collect()
     }
 
     /// Every point of one metric, by attempt, rank and step.

@@ -69,6 +69,12 @@ impl Serve {
         HeaderMap::from_iter([(AUTHORIZATION, value)])
     }
 
+    /// A client that has the server's admin token and trusts `ca`.
+    pub(crate) fn client(&self, ca: &Path) -> reqwest::Client {
+        let client = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(ca)).clone());
+        client.default_headers(self.bearer()).build().expect("a client")
+    }
+
     /// Runs a client command that has the server's admin token and trusts `ca`.
     pub(crate) fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
         let mut command = lockstep();

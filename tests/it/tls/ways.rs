@@ -1,4 +1,4 @@
-//! The three ways to use TLS (certificate files, the server's own CA, and nginx as a proxy), each with an agent and commands over TLS.
+//! TLS with certificate files and with nginx as a proxy, each with an agent and commands over TLS. `tls.rs` has the server's own CA.
 
 use super::{
     nginx::Nginx,
@@ -43,11 +43,6 @@ async fn with_certificate_files() -> TlsServer {
     TlsServer { url: format!("https://localhost:{}", serve.port), ca, serve, _nginx: None }
 }
 
-async fn with_own_ca() -> TlsServer {
-    let serve = Serve::start(&["--no-local-agent", "--tls-own-ca"], listens).await;
-    TlsServer { url: format!("https://localhost:{}", serve.port), ca: serve.ca(), serve, _nginx: None }
-}
-
 async fn behind_nginx() -> TlsServer {
     let (folder, port) = (Folder::new(), free_port());
     let (ca, url) = (issue(folder.path()), format!("https://localhost:{port}"));
@@ -70,8 +65,7 @@ async fn assert_works(reached: TlsServer) {
     command.arg("--token-file").arg(&token).arg("--data-dir").arg(serve.folder.path().join("far"));
     let mut agent = command.stdout(Stdio::null()).stderr(log).spawn().expect("an agent");
 
-    let http = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(ca)).clone());
-    let http = http.default_headers(serve.bearer()).timeout(TIMEOUT).build().expect("a client");
+    let http = serve.client(ca);
     let text = async |path: &str| {
         let response = http.get(format!("{url}{path}")).send().await.expect("a response");
         assert_eq!(response.status(), 200, "{path}");
@@ -125,11 +119,6 @@ async fn assert_works(reached: TlsServer) {
 #[tokio::test]
 async fn agents_train_and_commands_watch_with_certificates_of_files() {
     assert_works(with_certificate_files().await).await;
-}
-
-#[tokio::test]
-async fn agents_train_and_commands_watch_with_the_servers_own_ca() {
-    assert_works(with_own_ca().await).await;
 }
 
 #[tokio::test]

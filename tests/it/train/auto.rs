@@ -1,7 +1,7 @@
 //! Ranks that choose their plan (`parallel.mode = "auto"`).
 
-use super::{Bench, assert_success, hybrid::max_difference, layers::recorded};
-use crate::{pictures, server::training_permit};
+use super::{Bench, assert_success, layers::recorded};
+use crate::{pictures, server::training_permit, tensors::max_difference};
 use std::{fs, path::Path, process::Command};
 
 #[tokio::test]

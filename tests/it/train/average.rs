@@ -1,6 +1,7 @@
 //! The moving average of the weights (EMA).
 
 use super::{Bench, assert_success};
+use crate::tensors::floats;
 use std::fs;
 
 #[tokio::test]
@@ -25,10 +26,7 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     );
     let values = |out: &str, checkpoint: &str, file: &str| -> Vec<f32> {
         let bytes = fs::read(bench.out(out).join("checkpoints").join(checkpoint).join(file)).expect("a file");
-        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("tensors");
-        let names: std::collections::BTreeSet<_> = tensors.names().into_iter().collect();
-        let floats = names.into_iter().filter(|name| !name.ends_with("num_batches_tracked"));
-        floats.flat_map(|name| floats_of(tensors.tensor(name).expect("a tensor").data())).collect()
+        floats(&bytes).into_values().flatten().collect()
     };
     assert!(!bench.out("one").join("checkpoints/1-1/ema.safetensors").exists(), "no average after one step");
     let mut expected = values("one", "1-2", "model.safetensors");
@@ -69,8 +67,4 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     for out in ["alone", "over-tcp"] {
         assert!(values(out, "2-24", "ema.safetensors") == expected, "{out}");
     }
-}
-
-fn floats_of(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }

@@ -4,25 +4,9 @@ use super::{
     Bench, assert_success,
     stops::{pid_of, signal, start_until_step},
 };
-use crate::{pictures, server::training_permit};
+use crate::{pictures, server::training_permit, tensors::max_difference};
 use rustix::process::Signal;
-use std::{collections::BTreeMap, path::Path, process::Command};
-
-/// The tensors of a checkpoint.
-fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
-    let all = safetensors::SafeTensors::deserialize(model).expect("tensors");
-    let floats = all.tensors().into_iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
-    let values = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-    floats.map(|(name, tensor)| (name, values(tensor.data()))).collect()
-}
-
-/// The largest absolute difference between the values of two checkpoints.
-pub(super) fn max_difference(a: &[u8], b: &[u8]) -> f32 {
-    let (a, b) = (tensors(a), tensors(b));
-    assert!(a.keys().eq(b.keys()));
-    let pairs = a.iter().flat_map(|(name, values)| values.iter().zip(&b[name]));
-    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
+use std::{path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_that_share_a_network_match_one_rank() {

@@ -1,25 +1,18 @@
 //! A run's records of its layers (descriptions, and histograms of weights and gradients), and frozen batch norms.
 
 use super::{Bench, assert_success};
+use crate::tensors::floats;
 use lockstep_protocol::{
     agent::AttemptEvent,
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     network::NetworkDescription,
 };
 use lockstep_worker::report::Tail;
-use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 
 /// The values of each tensor of a checkpoint's model, except `num_batches_tracked`.
 fn tensors(bench: &Bench, out: &str, checkpoint: &str) -> BTreeMap<String, Vec<f32>> {
-    let bytes = bench.model(out, checkpoint);
-    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let floats = file.names().into_iter().filter(|name| !name.ends_with("num_batches_tracked"));
-    let values = |name: &str| {
-        let data = file.tensor(name).expect("a tensor").data();
-        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes"))).collect()
-    };
-    floats.map(|name| (name.to_owned(), values(name))).collect()
+    floats(&bench.model(out, checkpoint))
 }
 
 /// The histograms and network descriptions that a rank has recorded.

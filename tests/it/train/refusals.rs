@@ -4,7 +4,7 @@ use super::{
     Bench, assert_success,
     stops::{has_ended, pid_of, signal, until_step},
 };
-use crate::pictures;
+use crate::{pictures, tensors::floats};
 use rustix::process::Signal;
 use std::{
     fs,
@@ -246,12 +246,9 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
         let mut models = 0;
         for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
             let model = fs::read(folder.path().join("model.safetensors")).expect("a model");
-            let tensors = safetensors::SafeTensors::deserialize(&model).expect("tensors");
             models += 1;
-            for (name, tensor) in tensors.iter().filter(|(_, t)| t.dtype() == safetensors::Dtype::F32) {
-                let mut values =
-                    tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
-                assert!(values.all(f32::is_finite), "{name} of {}", folder.path().display());
+            for (name, values) in floats(&model) {
+                assert!(values.iter().all(|v| v.is_finite()), "{name} of {}", folder.path().display());
             }
         }
         assert!(models > 0, "checkpoints with finite weights are kept");

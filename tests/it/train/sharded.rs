@@ -1,8 +1,11 @@
 //! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
 use super::{Bench, assert_success};
-use crate::{pictures, server::lockstep};
-use safetensors::SafeTensors;
+use crate::{
+    pictures,
+    server::lockstep,
+    tensors::{max_difference, tensors},
+};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -32,12 +35,6 @@ fn folder(bench: &Bench, out: &str, checkpoint: &str) -> PathBuf {
     bench.out(out).join("checkpoints").join(checkpoint)
 }
 
-/// The bytes of each tensor.
-fn tensors(file: &[u8]) -> BTreeMap<String, Vec<u8>> {
-    let all = SafeTensors::deserialize(file).expect("tensors");
-    all.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
-}
-
 /// Exports the weights of a checkpoint, sharded or not, with `lockstep export`.
 fn export(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8> {
     let file = bench.folder.path().join("exported.safetensors");
@@ -54,18 +51,6 @@ fn export_onnx(bench: &Bench, source: &Path) -> Vec<u8> {
     command.args(["export", "onnx"]).arg(source).arg("-o").arg(&file);
     assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
-}
-
-/// The largest absolute difference between the values of two files.
-fn max_difference(a: &[u8], b: &[u8]) -> f32 {
-    let floats = |bytes: &[u8]| -> Vec<f32> {
-        bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-    };
-    let (a, b) = (tensors(a), tensors(b));
-    assert!(a.keys().eq(b.keys()));
-    let of_floats = a.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
-    let pairs = of_floats.flat_map(|(name, a)| floats(a).into_iter().zip(floats(&b[name])));
-    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 /// Checks that an index is as Hugging Face's readers expect, and returns the bytes of tensors in each file.

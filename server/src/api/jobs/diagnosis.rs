@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{accuracy_of, confidence_interval, percent, value},
+    numbers::{accuracy_of, confidence_interval, percent, plural, value},
     spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
@@ -102,13 +102,15 @@ fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
             "Validation accuracy improves: the newest, {measured}, is the best so far; the best before was {best}."
         ));
     }
+    let count = before.iter().skip_while(|accuracy| **accuracy < best_before).count();
     let error = pictures.map_or(0.0, |pictures| standard_error(*newest, pictures));
     if best_before - newest <= error {
+        let ago = plural(count as u64, "validation");
         return Some(format!(
-            "Validation accuracy is about the same as the best ({best}): the newest is {measured}."
+            "Validation accuracy is about the same as the best ({best}, {ago} ago): the newest is {measured}."
         ));
     }
-    let since = match before.iter().skip_while(|accuracy| **accuracy < best_before).count() {
+    let since = match count {
         1 => "the last validation".to_owned(),
         count => format!("the last {count} validations"),
     };
@@ -397,7 +399,9 @@ mod tests {
             // Chance alone changes the accuracy by its standard error.
             (
                 &[0.25, 0.5, 0.5, 0.46],
-                Some("is about the same as the best (50.0 %): the newest is 46.0 % ± 5.0 of 100 pictures."),
+                Some(
+                    "is about the same as the best (50.0 %, 2 validations ago): the newest is 46.0 % ± 5.0 of 100 pictures.",
+                ),
             ),
         ] {
             let found = progress(validations, Some(100));

@@ -124,7 +124,7 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
     let mut guessed = attempt.clone();
     guessed.fencing_token.secret ^= 1;
     agent.send(forged(guessed, 1)).await;
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    agent.expect_stop().await;
     let points = format!("SELECT count(*) FROM events WHERE job_id = '{id}' AND kind = 'metrics'");
     assert_eq!(server.query_number(&points).await, 0);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=5)]).await, 2);

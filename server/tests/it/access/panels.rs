@@ -34,12 +34,6 @@ fn expected(from: &str, titles: &[&str]) -> (String, Vec<String>) {
     (from.into(), titles.iter().map(|title| (*title).to_owned()).collect())
 }
 
-impl TestServer {
-    async fn put(&self, path: &str, body: &Value) -> (u16, Value) {
-        self.send(self.http.put(self.url(&format!("/api/v1{path}"))).json(body)).await
-    }
-}
-
 #[tokio::test]
 async fn a_job_without_own_panels_shows_its_project_s_panels() {
     let server = TestServer::new().await;
@@ -77,9 +71,7 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
     assert_eq!(server.delete(&format!("/jobs/{two}/panels")).await.0, 204);
     assert_eq!(read_panels(&server, &two).await, expected("project", &["p", "q"]));
     // A job that is moved to another project shows the other project's panels.
-    let moved =
-        server.http.patch(server.url(&format!("/api/v1/jobs/{two}"))).json(&json!({"project": "other"}));
-    assert_eq!(server.send(moved).await.0, 200);
+    assert_eq!(server.patch(&format!("/jobs/{two}"), &json!({"project": "other"})).await.0, 200);
     assert_eq!(read_panels(&server, &two).await, expected("none", &[]));
     assert_eq!(server.put("/projects/other/panels", &panels(&["o"])).await.0, 200);
     assert_eq!(read_panels(&server, &two).await, expected("project", &["o"]));

@@ -82,8 +82,8 @@ async fn try_all_routes(by: By) {
         agent.register_dataset(&server, &new, dataset_info()).await;
         // A model with the same name as the dataset.
         assert_eq!(server.post("/models", &json!({"name": dataset, "job": job})).await.0, 201);
-        let alias = server.http.put(server.url(&format!("/api/v1/models/{dataset}/aliases/champion")));
-        assert_eq!(server.send(alias.json(&json!({"version": 1}))).await.0, 200);
+        let alias = format!("/models/{dataset}/aliases/champion");
+        assert_eq!(server.put(&alias, &json!({"version": 1})).await.0, 200);
         objects.push((private, job, checkpoint, dataset));
     }
     agent.disconnect();

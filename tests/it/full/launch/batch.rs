@@ -1,21 +1,14 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agents_of, launch, launch_program, server, short, submit, valid_agent_tokens};
+use super::{
+    agents_of, endless, job_file, launch, launch_program, server, short, submit, valid_agent_tokens,
+};
 use crate::{
     cluster::Slurm,
     server::{Finished, LOCKSTEP, Server, number},
-    specs,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::PermissionsExt as _};
-
-/// A job that lasts until it is cancelled or paused.
-pub(super) fn endless(name: &str) -> Value {
-    specs::with(
-        specs::short(name, "fashion", 2, 1_000_000),
-        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
-    )
-}
 
 /// Launches a job with `--detach` and returns the number of Slurm's job.
 fn launch_detached(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> String {
@@ -58,7 +51,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("cancelled")).await;
+    let id = submit(&server, &endless("cancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
     trains_past(&server, &id, 1, 0).await;
     // Slurm's description of the job contains no token.
@@ -69,11 +62,9 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
         + &slurm.run("scontrol", &["write", "batch_script", &batch, "-"]);
     assert!(shown.contains("launched") && !shown.contains(token), "{shown}");
     server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job has ended", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
-    });
+    slurm.until_ended(&batch);
 
-    let id = submit(&server, &endless("scancelled")).await;
+    let id = submit(&server, &endless("scancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
@@ -92,16 +83,14 @@ async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, 
     let job = trains_past(server, id, 2, kept).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     server.cli(&["cancel", id]).ok();
-    slurm.until("Slurm's job has ended", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(batch, "%T"))
-    });
+    slurm.until_ended(batch);
 }
 
 #[tokio::test]
 async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("requeued")).await;
+    let id = submit(&server, &endless("requeued", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
@@ -122,7 +111,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let mut server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("time-limit")).await;
+    let id = submit(&server, &endless("time-limit", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
@@ -148,7 +137,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
-    let id = submit(&server, &endless("too-slow")).await;
+    let id = submit(&server, &endless("too-slow", 2)).await;
     // The third checkpoint hangs while it is written.
     let hold = server.folder().path().join("hold");
     let fault = format!("checkpoint.model:hold@3:{}", hold.display());
@@ -167,16 +156,13 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     assert!(number(&job["step"]) > kept, "later steps are lost: {job:#}");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
-    slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     slurm.start_now(&batch);
     trains_past(&server, &id, 2, kept).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
     assert!(begun.ends_with("-100"), "{attempts:#}");
     server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job has ended", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
-    });
+    slurm.until_ended(&batch);
     // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
@@ -186,10 +172,7 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
 async fn a_sweep_is_an_array_with_a_task_for_each_job() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
-                steps = 6\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
-    let file = file.to_str().expect("a path");
+    let file = &*job_file(&server, "swept", 1, "steps = 6");
     let mistaken = [file, "--with", "slurm", "--sweep", "train.lr=0.1,-1", "--sweep", "train.seed=1,2"];
     let refused = Finished::of(launch(&server, &mistaken, &[]).env("SLURM_CONF", slurm.config()));
     refused.assert_fails(2, &["train.lr: must be a number above 0"]);
@@ -238,10 +221,7 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
 async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
-                batch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
-    let file = file.to_str().expect("a path");
+    let file = &*job_file(&server, "swept", 2, "");
     // The first job trains on the only machine; the second waits.
     let args = [file, "--with", "slurm", "--sweep", "train.steps=1000000,6"];
     let mut following = launch(&server, &args, &[]);
@@ -274,12 +254,10 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
 async fn tasks_that_outlive_their_job_are_cancelled() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
-                batch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
-    let file = server.folder().write("job.toml", toml);
+    let file = &*job_file(&server, "hangs", 1, "");
     let hangs = server.folder().write("hangs", format!("#!/bin/sh\n'{LOCKSTEP}' \"$@\"\nexec sleep 3600\n"));
     fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).expect("a mode");
-    let args = [file.to_str().expect("a path"), "--with", "slurm", "--sweep", "train.steps=6"];
+    let args = [file, "--with", "slurm", "--sweep", "train.steps=6"];
     let mut command = launch_program(&server, hangs.to_str().expect("a path"), &args, &[]);
     let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
     assert!(done.ok().contains("succeeded"), "{}", done.stdout);

@@ -1,11 +1,6 @@
 //! Launches that follow a batch job to its end and report its states, and a job that loses a node.
 
-use super::{
-    batch::{endless, trains_past},
-    launch,
-    pods::Following,
-    server, submit, valid_agent_tokens,
-};
+use super::{batch::trains_past, endless, launch, pods::Following, server, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
     server::{Server, number},
@@ -28,7 +23,7 @@ fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&s
 async fn following_a_batch_job_shows_its_states_and_its_end() {
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = submit(&server, &endless("followed")).await;
+    let id = submit(&server, &endless("followed", 2)).await;
     let following = follow(&server, &slurm, &id, &[], &["--hold"]);
     following.wait_for_output(&server, "Slurm's job 1: PENDING (JobHeldUser)").await;
     slurm.run("scontrol", &["release", "1"]);

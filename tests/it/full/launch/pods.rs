@@ -1,11 +1,10 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{batch::trains_past, server, short, submit, valid_agent_tokens};
+use super::{batch::trains_past, endless, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
     server::{Finished, Server, lockstep, number},
-    specs,
 };
 use serde_json::{Value, json};
 use std::{
@@ -13,14 +12,6 @@ use std::{
     path::PathBuf,
     process::{Child, Command, ExitStatus},
 };
-
-/// A job that lasts until it is cancelled or paused.
-pub(super) fn endless(name: &str, ranks: u32) -> Value {
-    specs::with(
-        specs::short(name, "fashion", ranks, 1_000_000),
-        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
-    )
-}
 
 /// A running `lockstep launch` that follows its job.
 pub(super) struct Following {

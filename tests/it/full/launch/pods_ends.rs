@@ -2,7 +2,8 @@
 
 use super::{
     batch::trains_past,
-    pods::{Following, endless, newest_step, of_kind},
+    endless,
+    pods::{Following, newest_step, of_kind},
     server, submit, valid_agent_tokens,
 };
 use crate::{

@@ -2,7 +2,8 @@
 
 use super::{
     batch::trains_past,
-    pods::{Following, cancel, endless},
+    endless,
+    pods::{Following, cancel},
     server, submit, valid_agent_tokens,
 };
 use crate::{

@@ -237,6 +237,7 @@ impl ArchiveFile {
 /// out of the files' paths.
 fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<ArchiveFile>>> {
     let mut entries = Vec::new();
+    let mut folders: Vec<Vec<String>> = Vec::new();
     let mut names_bytes = 0;
     for entry in zip.files().map_err(zip_error)? {
         let entry = entry.map_err(zip_error)?;
@@ -250,8 +251,14 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
                 MAX_NAMES_BYTES >> 20
             ));
         }
-        let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        let mut parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        let is_of_system =
+            parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db");
         if entry.is_dir() || name.ends_with('/') {
+            parts.retain(|part| !part.is_empty());
+            if !is_of_system && !parts.is_empty() {
+                folders.push(parts);
+            }
             entries.push(None);
             continue;
         }
@@ -259,7 +266,7 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         {
             return refuse_entry("has an empty name or .. in its path; pack the folder of classes again");
         }
-        if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
+        if is_of_system {
             entries.push(None);
             continue;
         }
@@ -278,11 +285,20 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
     let Some(first) = files.next() else {
         return refuse("the zip file has no file; pack a folder of classes");
     };
-    let folders = |parts: &Vec<String>| parts.len() - 1;
-    let common = files.fold(folders(first), |common, parts| {
+    let depth = |parts: &Vec<String>| parts.len() - 1;
+    let common = files.fold(depth(first), |common, parts| {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
-        common.min(same).min(folders(parts))
+        common.min(same).min(depth(parts))
     });
+    let paths = entries.iter().flatten().map(|(parts, _)| parts);
+    let filled: HashSet<&[String]> =
+        paths.flat_map(|parts| (1..parts.len()).map(|depth| &parts[..depth])).collect();
+    if let Some(empty) = folders.iter().find(|folder| !filled.contains(folder.as_slice())) {
+        return refuse(format!(
+            "the folder {:?} in the zip file is empty; put the pictures of its class into it, or leave it out",
+            shorten(&empty.join("/"))
+        ));
+    }
     let common_folder = first[..common].last().cloned();
     let without_common =
         |(parts, bytes): (Vec<String>, u64)| ArchiveFile { path: parts.iter().skip(common).collect(), bytes };
@@ -341,7 +357,9 @@ fn zip_error(error: ZipError) -> UploadError {
         ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
             "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again"
         }
-        _ => "this is not a complete zip file; pack the folder again",
+        _ => {
+            "this is not a complete zip file; upload a zip file with a folder of pictures for each class, such as cat/1.jpg and dog/1.jpg"
+        }
     };
     tracing::info!(%error, "an uploaded zip file cannot be read");
     UploadError::Wrong(why.into())
@@ -385,6 +403,9 @@ mod tests {
         for name in names {
             match name.strip_prefix("link:") {
                 Some(name) => zip.add_symlink(name, "/etc/passwd", SimpleFileOptions::default()).unwrap(),
+                None if name.ends_with('/') => {
+                    zip.add_directory(*name, SimpleFileOptions::default()).unwrap();
+                }
                 None => {
                     zip.start_file(*name, SimpleFileOptions::default()).unwrap();
                     zip.write_all(name.as_bytes()).unwrap();
@@ -412,7 +433,10 @@ mod tests {
     fn enclosing_folders_and_system_files_are_not_unpacked() {
         for (names, expected) in [
             (&["a/1.png", "b/2.png"][..], ["a/1.png", "b/2.png"]),
-            (&["x/y/a/1.png", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"], ["a/1.png", "b/2.png"]),
+            (
+                &["x/", "x/y/a/1.png", "__MACOSX/", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"],
+                ["a/1.png", "b/2.png"],
+            ),
             (&["x\\a\\1.png", "x\\b\\2.png"], ["a/1.png", "b/2.png"]),
             (&["x/train/a/1.png", "x/val/a/1.png"], ["train/a/1.png", "val/a/1.png"]),
         ] {
@@ -446,6 +470,7 @@ mod tests {
             (&["a/1.png", "a/2.JPG"], "only one class folder (a)"),
             (&["train/a/1.png"], "only one class folder (a)"),
             (&["1.png", "2.png"], "are at the top level"),
+            (&["x/a/1.png", "x/b/", "x/b/.DS_Store"], "the folder \"x/b\" in the zip file is empty"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);

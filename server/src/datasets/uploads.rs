@@ -2,7 +2,10 @@
 //! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. A zip file of a few bytes may claim any
 //! number and size of files, so an archive is read with little memory, whatever it claims.
 
-use crate::util::{disk_space::check_space, if_exists};
+use crate::util::{
+    disk_space::{SPARE_BYTES, check_space},
+    if_exists,
+};
 use sha2::{Digest, Sha256};
 use std::{
     cell::Cell,
@@ -114,7 +117,7 @@ impl Upload {
         let path = self.0.join(ARCHIVE);
         let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
         let mut file = if_exists(opened)?.ok_or(UploadError::Offset(0))?;
-        check_space(&self.0, piece.len() as u64)?;
+        check_space(&self.0, piece.len() as u64, SPARE_BYTES)?;
         let size = file.metadata()?.len();
         if size < offset {
             return Err(UploadError::Offset(size));
@@ -164,7 +167,8 @@ impl Upload {
             root.join(&file.path).metadata().is_ok_and(|found| found.is_file() && found.len() == file.bytes)
         };
         let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
-        check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
+        let needed = missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes));
+        check_space(&root, needed, SPARE_BYTES)?;
 
         let body =
             BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };

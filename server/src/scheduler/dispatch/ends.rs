@@ -49,28 +49,14 @@ async fn requeue(
 ) {
     scheduler.agents.inbox.flush().await;
     for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
+        let Some(place) = places.iter().find(|place| place.agent_id == agent_id) else { continue };
         if !is_affected(&attempt) {
             continue;
         }
-        let agent_count = scheduler.agents.leases.agent_count(&attempt);
-        let place = places.iter().find(|place| place.agent_id == agent_id);
-        let why = why.clone();
-        let done = if agent_count > 1
-            && let Some(place) = place
-        {
-            end_attempt_on_agent(
-                scheduler,
-                &attempt,
-                place,
-                agent_count,
-                StopMode::AfterCheckpoint,
-                move |_| EndOnAgent::LeftUnreported(why.clone()),
-            )
-            .await
-        } else {
-            end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
-        };
-        if let Err(error) = done {
+        let (why, agent_count) = (why.clone(), scheduler.agents.leases.agent_count(&attempt));
+        let end = move |_: &JobRow| EndOnAgent::LeftUnreported(why.clone());
+        let mode = StopMode::AfterCheckpoint;
+        if let Err(error) = end_attempt_on_agent(scheduler, &attempt, place, agent_count, mode, end).await {
             return tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
         }
     }

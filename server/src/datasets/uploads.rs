@@ -294,9 +294,15 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
         common.min(same).min(depth(parts))
     });
-    let paths = entries.iter().flatten().map(|(parts, _)| parts);
-    let filled: HashSet<&[String]> =
-        paths.flat_map(|parts| (1..parts.len()).map(|depth| &parts[..depth])).collect();
+    let mut filled: HashSet<&[String]> = HashSet::new();
+    for (parts, _) in entries.iter().flatten() {
+        // The folders that contain a known folder are known.
+        for depth in (1..parts.len()).rev() {
+            if !filled.insert(&parts[..depth]) {
+                break;
+            }
+        }
+    }
     if let Some(empty) = folders.iter().find(|folder| !filled.contains(folder.as_slice())) {
         return refuse(format!(
             "the folder {:?} in the zip file is empty; put the pictures of its class into it, or leave it out",

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     store::{self, CheckpointRow, Copies},
-    util::{disk_space::check_space, if_exists},
+    util::{blocking, disk_space::check_space, if_exists},
 };
 use futures_util::StreamExt;
 use lockstep_protocol::{
@@ -307,7 +307,7 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
         }
     }
     let to = checkpoints.folder(row);
-    tokio::task::spawn_blocking(move || move_into_place(&partial, &to)).await.map_err(io::Error::other)??;
+    blocking(move || move_into_place(&partial, &to)).await?;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;

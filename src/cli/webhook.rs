@@ -25,7 +25,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// List webhooks
+    /// List webhooks, with the time and the result of each webhook's newest message
     List(ServerArgs),
     /// Send a test message to a webhook and print the outcome
     Test(WebhookArgs),
@@ -59,15 +59,22 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::line(text(&webhook, "secret"))
             }
             Command::List(server) => {
-                let webhooks = server.api()?.read_pages("/webhooks", "webhooks", &[], None).await?;
+                let api = server.api()?;
+                let webhooks = api.read_pages("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
                     return output::json(&json!({ "webhooks": webhooks }));
                 }
                 if webhooks.is_empty() {
                     return output::line("no webhooks; add one with `lockstep webhook add URL`");
                 }
-                let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS"];
-                output::table(header, webhooks.iter().map(row))
+                let mut rows = Vec::new();
+                for webhook in &webhooks {
+                    let deliveries = format!("{}/deliveries", path(text(webhook, "id"))?);
+                    let newest = api.read_pages(&deliveries, "deliveries", &[], Some(1)).await?;
+                    rows.push(row(webhook, newest.first()));
+                }
+                let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS", "NEWEST MESSAGE"];
+                output::table(header, rows)
             }
             Command::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
@@ -88,11 +95,23 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     })
 }
 
-fn row(webhook: &Value) -> [String; 6] {
+fn row(webhook: &Value, newest: Option<&Value>) -> [String; 7] {
     let state = if webhook["enabled"] == true { "enabled" } else { "disabled" };
     let events = webhook["events"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let [id, form, url, project] = ["id", "form", "url", "project"].map(|key| text(webhook, key).to_owned());
-    [id, state.into(), form, url, project, events.collect::<Vec<_>>().join(", ")]
+    let events = events.collect::<Vec<_>>().join(", ");
+    [id, state.into(), form, url, project, events, newest.map(describe_message).unwrap_or_default()]
+}
+
+/// The time and the state of a message: `2026-01-02T03:04:05.678Z delivered`.
+fn describe_message(message: &Value) -> String {
+    let at = text(message, "created_at");
+    let newest = message["attempts"].as_array().and_then(|attempts| attempts.last());
+    match newest.and_then(|attempt| attempt["error"].as_str()) {
+        _ if !message["next_at"].is_null() => format!("{at} waiting"),
+        None => format!("{at} delivered"),
+        Some(error) => format!("{at} failed: {error}"),
+    }
 }
 
 /// Returns the URL path of a webhook. An invalid id must not lead to another path.

@@ -12,6 +12,7 @@ use crate::{
         object_storage::{ObjectStorage, Unusable},
     },
     config::{AccessLogTo, ServeConfig, TlsConfig, check_listen_address, serve_error::ServeError},
+    datasets::roots::resolve_links,
     http::{
         access_log::AccessLog,
         listener::{self, Listener},
@@ -28,7 +29,7 @@ use std::{
     future::Future,
     io::{Read, Seek, Write},
     net::SocketAddr,
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -109,8 +110,9 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
-    let data_dir = resolve_links(&config.data_dir)
+    let data_dir = std::path::absolute(&config.data_dir)
         .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
+    let data_dir = resolve_links(&data_dir);
     if let Some(directory) = storage.directory() {
         let overlap = if directory.starts_with(&data_dir) {
             "it is in the data directory"
@@ -128,19 +130,6 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     }
     let why = unavailable_reason(storage.check()).await.map_err(failed)?;
     Ok(Some((storage, why)))
-}
-
-/// Resolves the links of a path whose last components may not exist yet.
-fn resolve_links(path: &Path) -> std::io::Result<PathBuf> {
-    let path = std::path::absolute(path)?;
-    for ancestor in path.ancestors() {
-        match (ancestor.canonicalize(), path.strip_prefix(ancestor)) {
-            (Ok(real), Ok(rest)) => return Ok(real.components().chain(rest.components()).collect()),
-            (Err(error), _) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(path)
 }
 
 /// Waits for a check of the object store. Returns the reason if the store is temporarily unavailable.

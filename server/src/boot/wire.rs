@@ -14,7 +14,7 @@ use crate::{
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
     store::{ChangedJob, EventRow, Store, purge::DeletedJobs},
-    util::tasks::Tasks,
+    util::{blocking, tasks::Tasks},
     webhooks::Webhooks,
 };
 use std::sync::Arc;
@@ -127,8 +127,7 @@ async fn restore(app: &App) -> Result<(), ServeError> {
     running::ensure_own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
     if app.checkpoints.artifact_store.is_some() {
         let jobs = app.config.data_dir.join("jobs");
-        let removed = tokio::task::spawn_blocking(move || artifact_fetches::remove_unfinished(&jobs)).await;
-        if let Err(error) = removed.map_err(std::io::Error::other).flatten() {
+        if let Err(error) = blocking(move || artifact_fetches::remove_unfinished(&jobs)).await {
             tracing::warn!(%error, "incomplete downloads of checkpoints stay on the disk until the next start");
         }
     }

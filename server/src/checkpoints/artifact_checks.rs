@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     store::CheckpointRow,
-    util::{if_exists, regular_files},
+    util::{blocking, if_exists, regular_files},
 };
 use std::{
     fs,
@@ -26,8 +26,7 @@ pub(crate) async fn set_damaged_aside(
     consequence: &str,
 ) -> io::Result<()> {
     let folder = checkpoints.folder(row);
-    let checked = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
-    if let Some(how) = checked.map_err(io::Error::other)?? {
+    if let Some(how) = blocking(move || set_aside(&folder)).await? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
         let name = folder_name_of(row);
         let text = format!(

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     store::{self, CheckpointRow, Copies},
-    util::if_exists,
+    util::{blocking, disk_space::check_space, if_exists},
 };
 use futures_util::StreamExt;
 use lockstep_protocol::{
@@ -307,7 +307,7 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
         }
     }
     let to = checkpoints.folder(row);
-    tokio::task::spawn_blocking(move || move_into_place(&partial, &to)).await.map_err(io::Error::other)??;
+    blocking(move || move_into_place(&partial, &to)).await?;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
@@ -316,29 +316,14 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
     Ok(())
 }
 
-/// Checks that `needed` bytes fit on a disk with `free` free bytes, of which [`SPARE_BYTES`] stay free.
-fn check_free_space(needed: u64, free: u64) -> Result<()> {
-    if needed.saturating_add(SPARE_BYTES) <= free {
-        return Ok(());
-    }
-    let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
-    Err(NotFetched::Disk(format!(
-        "it has {} MB, and {} MB are free on the disk, of which {} MB must stay free",
-        megabytes(needed),
-        megabytes(free),
-        megabytes(SPARE_BYTES)
-    )))
-}
-
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
 async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
     if_exists(tokio::fs::remove_dir_all(partial).await)?;
     let manifest_bytes = store.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
     let manifest = prefix.parse_manifest(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
-    let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
     let needed = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
-    check_free_space(needed, disk.f_bavail.saturating_mul(disk.f_frsize))?;
+    check_space(partial, needed, SPARE_BYTES)?;
     for (name, expected) in &manifest.files {
         fetch_file(store, prefix, (name, expected), &partial.join(name)).await.map_err(|why| match why {
             // The manifest names the file, so the checkpoint is damaged.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
-    util::regular_files,
+    util::{blocking, regular_files},
 };
 use bytes::Bytes;
 use lockstep_protocol::{JobId, backoff::Backoff};
@@ -323,11 +323,6 @@ async fn read_part(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)
         Ok((Bytes::from(part), reader))
     })
     .await
-}
-
-/// Runs blocking work on a separate thread.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
 }
 
 /// Uploads a file. The object appears after the last part has arrived and the checksum is correct.

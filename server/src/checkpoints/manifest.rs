@@ -1,5 +1,6 @@
 //! Compares the files of a checkpoint with its `MANIFEST.json`.
 
+use lockstep_protocol::{checkpoint_files::folder_name, limits::MANIFEST_BYTES};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 use std::{
@@ -9,6 +10,20 @@ use std::{
 };
 
 pub(crate) use lockstep_protocol::checkpoint_files::{MANIFEST, Manifest, ManifestFile};
+
+/// Parses the manifest of the checkpoint `name` (`<epoch>-<step>`).
+///
+/// # Errors
+/// What is wrong with the manifest, as the predicate of a sentence.
+pub(crate) fn parse(bytes: &[u8], name: &str) -> Result<Manifest, String> {
+    if bytes.len() > MANIFEST_BYTES {
+        return Err(format!("has more than {MANIFEST_BYTES} bytes"));
+    }
+    let manifest: Manifest =
+        serde_json::from_slice(bytes).map_err(|error| format!("cannot be read ({error})"))?;
+    let named = folder_name(manifest.epoch, manifest.step);
+    if named == name { Ok(manifest) } else { Err(format!("belongs to checkpoint {named}")) }
+}
 
 /// The hexadecimal SHA-256 of `bytes`.
 pub(crate) fn sha256(bytes: &[u8]) -> String {

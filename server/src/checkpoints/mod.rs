@@ -19,7 +19,7 @@ use crate::{
     events::Events,
     lifecycle,
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
-    util::{if_exists, tasks::Tasks},
+    util::{blocking, if_exists, tasks::Tasks},
 };
 use artifact_fetches::{Availability, find_availability};
 use artifact_store::{ArtifactStore, StoredState};
@@ -248,8 +248,7 @@ impl Checkpoints {
             .collect();
         self.change_rows(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
-        let removed = tokio::task::spawn_blocking(move || remove_others(&job_dir, &kept)).await;
-        if let Err(error) = removed.map_err(io::Error::other).flatten() {
+        if let Err(error) = blocking(move || remove_others(&job_dir, &kept)).await {
             tracing::warn!(%error, job = %attempt.job, "old checkpoints cannot be removed now");
         }
         Ok(())

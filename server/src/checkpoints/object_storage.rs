@@ -15,17 +15,13 @@ mod marker;
 pub(crate) use check::{Unusable, describe};
 
 use crate::{
-    checkpoints::manifest::{MANIFEST, Manifest, ManifestFile},
+    checkpoints::manifest::{self, MANIFEST, Manifest, ManifestFile},
     util::if_exists,
 };
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
-use lockstep_protocol::{
-    JobId,
-    checkpoint_files::{folder_name, parse_folder_name},
-    limits::MANIFEST_BYTES,
-};
+use lockstep_protocol::{JobId, checkpoint_files::parse_folder_name, limits::MANIFEST_BYTES};
 use object_store::{
     BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
@@ -237,15 +233,7 @@ impl Prefix {
     /// The bytes are not a valid manifest of this checkpoint.
     pub(crate) fn parse_manifest(&self, bytes: &[u8]) -> std::result::Result<Manifest, String> {
         let invalid = |detail: String| format!("its {MANIFEST} {detail}");
-        if bytes.len() > MANIFEST_BYTES {
-            return Err(invalid(format!("has more than {MANIFEST_BYTES} bytes")));
-        }
-        let manifest: Manifest =
-            serde_json::from_slice(bytes).map_err(|error| invalid(format!("cannot be read ({error})")))?;
-        let name = folder_name(manifest.epoch, manifest.step);
-        if self.path.filename() != Some(name.as_str()) {
-            return Err(invalid(format!("belongs to {name}")));
-        }
+        let manifest = manifest::parse(bytes, self.path.filename().unwrap_or_default()).map_err(invalid)?;
         for (name, file) in &manifest.files {
             let is_hash = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
             if !is_hash || std::path::Path::new(name).file_name() != Some(name.as_ref()) || name == MANIFEST {

@@ -4,13 +4,13 @@
 //! continues.
 
 use crate::{
-    checkpoints::manifest::{MANIFEST, Manifest, sha256, verify_checkpoint},
+    checkpoints::manifest::{self, MANIFEST, Manifest, sha256, verify_checkpoint},
     util::if_exists,
 };
 use lockstep_protocol::{
     agent::UploadState,
     checkpoint_files::{self, STATE},
-    limits::{MANIFEST_BYTES, STATE_FILE_BYTES},
+    limits::STATE_FILE_BYTES,
 };
 use std::{
     fs::{self, File},
@@ -231,31 +231,24 @@ impl Upload {
 
     fn parse_manifest(&self, bytes: &[u8]) -> Result<Manifest> {
         let wrong =
-            |detail: String| UploadError::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
-        if bytes.len() > MANIFEST_BYTES {
-            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", bytes.len())));
-        }
-        let manifest: Manifest = serde_json::from_slice(bytes).map_err(|e| wrong(e.to_string()))?;
-        let name = checkpoint_files::folder_name(manifest.epoch, manifest.step);
-        if name != self.name {
-            return Err(wrong(format!("it belongs to {name}")));
-        }
+            |detail: String| UploadError::Wrong(format!("{MANIFEST} of checkpoint {} {detail}", self.name));
+        let manifest = manifest::parse(bytes, &self.name).map_err(wrong)?;
         if let Some(other) = manifest.files.keys().find(|name| !is_checkpoint_file(name)) {
-            return Err(wrong(format!("{other:?} is not a file of a checkpoint")));
+            return Err(wrong(format!("names {other:?}, which is not a file of a checkpoint")));
         }
         if let Some(missing) = checkpoint_files::first_missing(|name| manifest.files.contains_key(name)) {
-            return Err(wrong(format!("it names no {missing}")));
+            return Err(wrong(format!("names no {missing}")));
         }
         let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
         if state > STATE_FILE_BYTES {
             return Err(wrong(format!(
-                "its {STATE} has {state} bytes, at most {STATE_FILE_BYTES} are allowed"
+                "names a {STATE} of {state} bytes; at most {STATE_FILE_BYTES} are allowed"
             )));
         }
         let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
         if size > MAX_CHECKPOINT_BYTES {
             return Err(wrong(format!(
-                "its files have {size} bytes, at most {MAX_CHECKPOINT_BYTES} are allowed"
+                "names files of {size} bytes in all; at most {MAX_CHECKPOINT_BYTES} are allowed"
             )));
         }
         Ok(manifest)

@@ -2,7 +2,7 @@
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},
-    util::{lock, regular_files, remember},
+    util::{blocking, lock, regular_files, remember},
 };
 use std::{collections::HashSet, fs::Metadata, io, os::unix::fs::MetadataExt, path::PathBuf, sync::Mutex};
 
@@ -52,8 +52,7 @@ impl VerifiedFiles {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             verify(file, &name, &expected).map(|()| identity)
         };
-        let identity = tokio::task::spawn_blocking(verify).await.map_err(io::Error::other)??;
-        remember(&self.0, identity);
+        remember(&self.0, blocking(verify).await?);
         Ok(())
     }
 }

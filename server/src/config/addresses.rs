@@ -106,6 +106,12 @@ impl FromStr for Network {
     }
 }
 
+/// Whether a host (without brackets) always means this machine.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost")
+        || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
 /// The address for rate limits. For IPv6 it is the /64 network, because one client can use all addresses of such a network.
 pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {

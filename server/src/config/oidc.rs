@@ -1,8 +1,9 @@
 //! The configuration of an OpenID provider, and the rights of its accounts.
 
+use super::addresses::is_loopback;
 use lockstep_protocol::{people::Role, words};
 use reqwest::Url;
-use std::{fmt, net::IpAddr, path::PathBuf, str::FromStr, time::Duration};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 /// Maximum length of a client secret, in bytes.
 const MAX_SECRET_BYTES: usize = 4096;
@@ -32,7 +33,7 @@ impl Issuer {
     pub(crate) fn allows(&self, endpoint: &Url) -> bool {
         match endpoint.scheme() {
             "https" => endpoint.has_host(),
-            "http" => self.is_plain() && is_loopback(endpoint),
+            "http" => self.is_plain() && is_on_this_machine(endpoint),
             _ => false,
         }
     }
@@ -54,16 +55,15 @@ impl FromStr for Issuer {
         }
         match url.scheme() {
             "https" => {}
-            "http" if is_loopback(&url) => {}
+            "http" if is_on_this_machine(&url) => {}
             _ => return invalid("it must begin with https:// (http:// only for a provider on this machine)"),
         }
         Ok(Self { host: host.to_owned(), text: text.to_owned() })
     }
 }
 
-fn is_loopback(url: &Url) -> bool {
-    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+fn is_on_this_machine(url: &Url) -> bool {
+    is_loopback(url.host_str().unwrap_or_default().trim_matches(['[', ']']))
 }
 
 /// The client secret of this server at the provider. Never logged.

@@ -7,19 +7,10 @@ use std::{collections::HashMap, sync::Mutex};
 
 /// Maximum number of copies that are remembered. With more copies, a line may be logged twice.
 const MAX_REMEMBERED: usize = 4096;
-/// Maximum number of restarts of a copy that are logged. Agents give up earlier.
-const MAX_RESTARTS_LOGGED: u32 = 8;
 
-/// The progress logged last, by job, attempt and agent.
+/// The number of tenths that was logged last, by job, attempt and agent.
 #[derive(Debug, Default)]
-pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), LoggedProgress>>);
-
-#[derive(Debug, Default)]
-struct LoggedProgress {
-    /// Highest number of tenths that was logged. `None` before the first line.
-    tenths: Option<u64>,
-    restarts: u32,
-}
+pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), u64>>);
 
 /// A line to log.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,16 +36,11 @@ impl CopyProgress {
         if progress.len() >= MAX_REMEMBERED && !progress.contains_key(&key) {
             progress.clear();
         }
-        let logged = progress.entry(key).or_default();
-        if is_restart && logged.restarts < MAX_RESTARTS_LOGGED {
-            *logged = LoggedProgress { tenths: Some(tenths), restarts: logged.restarts + 1 };
-            return Some(CopyNotice::Restarted);
+        if !is_restart && progress.get(&key).is_some_and(|before| *before >= tenths) {
+            return None;
         }
-        let is_new = logged.tenths.is_none_or(|before| before < tenths);
-        if is_new {
-            logged.tenths = Some(tenths);
-        }
-        is_new.then_some(CopyNotice::Tenths(tenths))
+        progress.insert(key, tenths);
+        Some(if is_restart { CopyNotice::Restarted } else { CopyNotice::Tenths(tenths) })
     }
 }
 
@@ -91,14 +77,11 @@ mod tests {
     }
 
     #[test]
-    fn restarts_of_a_copy_are_reported_a_limited_number_of_times() {
+    fn a_copy_that_starts_again_is_reported_from_its_beginning() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let notice = |copied, restarted| progress.note_progress((&job, 1, "a"), (copied, 100), restarted);
         assert_eq!(notice(70, false), Some(CopyNotice::Tenths(7)));
-        for _ in 0..MAX_RESTARTS_LOGGED {
-            assert_eq!(notice(0, true), Some(CopyNotice::Restarted));
-            assert_eq!(notice(10, false), Some(CopyNotice::Tenths(1)));
-        }
-        assert_eq!(notice(0, true), None, "above the limit");
+        assert_eq!(notice(0, true), Some(CopyNotice::Restarted));
+        assert_eq!(notice(10, false), Some(CopyNotice::Tenths(1)));
     }
 }

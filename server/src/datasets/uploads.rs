@@ -2,7 +2,10 @@
 //! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. A zip file of a few bytes may claim any
 //! number and size of files, so an archive is read with little memory, whatever it claims.
 
-use crate::util::{disk_space::check_space, if_exists};
+use crate::util::{
+    disk_space::{SPARE_BYTES, check_space},
+    if_exists,
+};
 use sha2::{Digest, Sha256};
 use std::{
     cell::Cell,
@@ -114,7 +117,7 @@ impl Upload {
         let path = self.0.join(ARCHIVE);
         let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
         let mut file = if_exists(opened)?.ok_or(UploadError::Offset(0))?;
-        check_space(&self.0, piece.len() as u64)?;
+        check_space(&self.0, piece.len() as u64, SPARE_BYTES)?;
         let size = file.metadata()?.len();
         if size < offset {
             return Err(UploadError::Offset(size));
@@ -164,7 +167,8 @@ impl Upload {
             root.join(&file.path).metadata().is_ok_and(|found| found.is_file() && found.len() == file.bytes)
         };
         let missing = files.iter().flatten().filter(|file| !is_unpacked(file));
-        check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
+        let needed = missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes));
+        check_space(&root, needed, SPARE_BYTES)?;
 
         let body =
             BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
@@ -237,6 +241,7 @@ impl ArchiveFile {
 /// out of the files' paths.
 fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<ArchiveFile>>> {
     let mut entries = Vec::new();
+    let mut folders: Vec<Vec<String>> = Vec::new();
     let mut names_bytes = 0;
     for entry in zip.files().map_err(zip_error)? {
         let entry = entry.map_err(zip_error)?;
@@ -250,8 +255,14 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
                 MAX_NAMES_BYTES >> 20
             ));
         }
-        let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        let mut parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        let is_of_system =
+            parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db");
         if entry.is_dir() || name.ends_with('/') {
+            parts.retain(|part| !part.is_empty());
+            if !is_of_system && !parts.is_empty() {
+                folders.push(parts);
+            }
             entries.push(None);
             continue;
         }
@@ -259,7 +270,7 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         {
             return refuse_entry("has an empty name or .. in its path; pack the folder of classes again");
         }
-        if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
+        if is_of_system {
             entries.push(None);
             continue;
         }
@@ -278,11 +289,26 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
     let Some(first) = files.next() else {
         return refuse("the zip file has no file; pack a folder of classes");
     };
-    let folders = |parts: &Vec<String>| parts.len() - 1;
-    let common = files.fold(folders(first), |common, parts| {
+    let depth = |parts: &Vec<String>| parts.len() - 1;
+    let common = files.fold(depth(first), |common, parts| {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
-        common.min(same).min(folders(parts))
+        common.min(same).min(depth(parts))
     });
+    let mut filled: HashSet<&[String]> = HashSet::new();
+    for (parts, _) in entries.iter().flatten() {
+        // The folders that contain a known folder are known.
+        for depth in (1..parts.len()).rev() {
+            if !filled.insert(&parts[..depth]) {
+                break;
+            }
+        }
+    }
+    if let Some(empty) = folders.iter().find(|folder| !filled.contains(folder.as_slice())) {
+        return refuse(format!(
+            "the folder {:?} in the zip file is empty; put the pictures of its class into it, or leave it out",
+            shorten(&empty.join("/"))
+        ));
+    }
     let common_folder = first[..common].last().cloned();
     let without_common =
         |(parts, bytes): (Vec<String>, u64)| ArchiveFile { path: parts.iter().skip(common).collect(), bytes };
@@ -341,7 +367,9 @@ fn zip_error(error: ZipError) -> UploadError {
         ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
             "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again"
         }
-        _ => "this is not a complete zip file; pack the folder again",
+        _ => {
+            "this is not a complete zip file; upload a zip file with a folder of pictures for each class, such as cat/1.jpg and dog/1.jpg"
+        }
     };
     tracing::info!(%error, "an uploaded zip file cannot be read");
     UploadError::Wrong(why.into())
@@ -385,6 +413,9 @@ mod tests {
         for name in names {
             match name.strip_prefix("link:") {
                 Some(name) => zip.add_symlink(name, "/etc/passwd", SimpleFileOptions::default()).unwrap(),
+                None if name.ends_with('/') => {
+                    zip.add_directory(*name, SimpleFileOptions::default()).unwrap();
+                }
                 None => {
                     zip.start_file(*name, SimpleFileOptions::default()).unwrap();
                     zip.write_all(name.as_bytes()).unwrap();
@@ -412,7 +443,10 @@ mod tests {
     fn enclosing_folders_and_system_files_are_not_unpacked() {
         for (names, expected) in [
             (&["a/1.png", "b/2.png"][..], ["a/1.png", "b/2.png"]),
-            (&["x/y/a/1.png", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"], ["a/1.png", "b/2.png"]),
+            (
+                &["x/", "x/y/a/1.png", "__MACOSX/", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"],
+                ["a/1.png", "b/2.png"],
+            ),
             (&["x\\a\\1.png", "x\\b\\2.png"], ["a/1.png", "b/2.png"]),
             (&["x/train/a/1.png", "x/val/a/1.png"], ["train/a/1.png", "val/a/1.png"]),
         ] {
@@ -446,6 +480,7 @@ mod tests {
             (&["a/1.png", "a/2.JPG"], "only one class folder (a)"),
             (&["train/a/1.png"], "only one class folder (a)"),
             (&["1.png", "2.png"], "are at the top level"),
+            (&["x/a/1.png", "x/b/", "x/b/.DS_Store"], "the folder \"x/b\" in the zip file is empty"),
         ] {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);

@@ -15,6 +15,7 @@ use lockstep_protocol::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use std::error::Error as StdError;
 use utoipa::{IntoParams, openapi::path::ParameterIn};
 
 /// Query parameters of the API. Unknown parameters are refused with the most similar known name, because a mistyped filter that is ignored
@@ -99,9 +100,10 @@ async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes
 }
 
 fn parse_json<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
-    json::check(bytes)
-        .and_then(|()| serde_json::from_slice(bytes))
-        .map_err(|e| Error::BadRequest(format!("the body is not the expected JSON: {e}")))
+    let refuse = |e: &dyn StdError| Error::BadRequest(format!("the body is not the expected JSON: {e}"));
+    json::check(bytes).map_err(|e| refuse(&e))?;
+    // The source of the rejection begins with the path of the wrong field.
+    axum::Json::from_bytes(bytes).map(|axum::Json(value)| value).map_err(|e| refuse(e.source().unwrap_or(&e)))
 }
 
 /// The body, within its limit.

@@ -4,7 +4,7 @@
 use crate::{
     config::{
         ServeConfig,
-        addresses::{Network, PublicUrl, client_key, forwarded_address, host_and_port},
+        addresses::{Network, PublicUrl, client_key, forwarded_address, host_and_port, is_loopback},
     },
     http::{
         rate_limit::RateLimiter,
@@ -219,13 +219,6 @@ impl Peer {
         let host = || headers.get(header::HOST).map(|host| host.to_str().unwrap_or("\u{fffd}"));
         self.host.as_deref().or_else(host).or_else(|| uri.authority().map(|a| a.as_str()))
     }
-}
-
-/// Whether a host is a name that always means this machine.
-fn is_loopback(host: &str) -> bool {
-    host.eq_ignore_ascii_case("localhost")
-        || host == "::1"
-        || host.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback())
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! Files of a run from elsewhere: the folder `files` in the job's folder, which is removed with the job.
 
-use crate::util::{disk_space::check_space, if_exists, lock};
+use crate::util::{
+    disk_space::{SPARE_BYTES, check_space},
+    if_exists, lock,
+};
 use lockstep_protocol::{
     job::RunFile,
     limits::{MAX_RUN_FILES, RUN_FILE_PATH_BYTES, RUN_FILES_BYTES},
@@ -120,7 +123,7 @@ impl RunFiles {
     pub(crate) fn create_incoming(&self) -> io::Result<Incoming> {
         let folder = self.job_dir.join(INCOMING);
         fs::create_dir_all(&folder)?;
-        check_space(&folder, 0)?;
+        check_space(&folder, 0, SPARE_BYTES)?;
         let incoming = Incoming(folder.join(uuid::Uuid::new_v4().simple().to_string()));
         fs::File::create_new(incoming.path())?;
         Ok(incoming)

@@ -113,21 +113,6 @@ pub(crate) fn merge(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bu
     series
 }
 
-/// Adds a point to the bucket of its step, among ascending buckets of `width` steps. `width` is more than 1.
-pub(crate) fn add_point(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
-    let index = |bucket: &Bucket| bucket.index(width);
-    // Most points come in order.
-    let position = match to.last() {
-        Some(last) if index(last) > index(point) => to.partition_point(|bucket| index(bucket) < index(point)),
-        Some(last) if index(last) == index(point) => to.len() - 1,
-        _ => to.len(),
-    };
-    match to.get_mut(position) {
-        Some(same) if index(same) == index(point) => same.join(point),
-        _ => to.insert(position, *point),
-    }
-}
-
 /// Encodes buckets of a series at `level`. The steps must ascend.
 pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     let mut out = Vec::with_capacity(buckets.len() * if level == 0 { 5 } else { 20 });

@@ -136,7 +136,11 @@ fn add_tail(
         let points = points.filter(&is_inside);
         match width {
             1 => *of_series = chunk::merge(std::mem::take(of_series), points),
-            _ => points.for_each(|point| chunk::add_point(of_series, &point, width)),
+            _ => {
+                of_series.extend(points);
+                of_series.sort_by_key(|bucket| bucket.step);
+                chunk::join_neighbours(of_series, |bucket| bucket.index(width));
+            }
         }
     }
 }

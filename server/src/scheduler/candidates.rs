@@ -1,6 +1,7 @@
 //! Agents on which a job may be started, and groups of agents that can share a job.
 
 use super::AgentState;
+use crate::config::addresses::is_loopback;
 use lockstep_protocol::{
     agent::{Machine, Slot},
     spec::Device,
@@ -8,7 +9,6 @@ use lockstep_protocol::{
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashSet},
-    net::IpAddr,
     ops::Deref,
     sync::Arc,
 };
@@ -145,11 +145,6 @@ pub(super) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     };
     let by_kind = device.slot_kinds().into_iter().map(|kind| of_kind(kind.name));
     by_kind.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
-}
-
-/// Whether an address is reachable only from its own machine.
-fn is_loopback(address: &str) -> bool {
-    address.parse().map_or(address.eq_ignore_ascii_case("localhost"), |ip: IpAddr| ip.is_loopback())
 }
 
 /// The address at which other machines reach a machine; `None` if they cannot.

@@ -9,7 +9,7 @@ use crate::{
     store::{AttemptRow, JobRow, Occupant, Result, unreadable},
     util::failure_log::FailureLog,
 };
-use ends::{end_attempt, end_attempt_on_agent, order_stop, send_stop};
+use ends::{end_attempt_on_agent, order_stop, send_stop};
 use lockstep_protocol::{
     job::{Job, JobId},
     reason::{Reason, ReasonKind, Text},
@@ -302,17 +302,8 @@ async fn expire(
         }
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
-    if agent_count > 1 {
-        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, StopMode::AtOnce, move |row| {
-            EndOnAgent::Lost(why(row))
-        })
-        .await?;
-    } else {
-        end_attempt(scheduler, &attempt, move |row| {
-            lifecycle::end_lost_attempt(row, &why(row), crate::now())
-        })
-        .await?;
-    }
+    let end = move |row: &JobRow| EndOnAgent::Lost(why(row));
+    end_attempt_on_agent(scheduler, &attempt, &place, agent_count, StopMode::AtOnce, end).await?;
     let reason =
         if why_early.is_some() { "the attempt has ended without this agent" } else { "its lease ran out" };
     send_stop(scheduler, &[place], &attempt, reason, StopMode::AtOnce);

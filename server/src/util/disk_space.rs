@@ -1,17 +1,18 @@
-//! Free space on the disk. Large files must leave space for the database.
+//! Free space on the disk. Large files must leave space for the database and for other writers.
 
 use std::{io, path::Path};
 
-/// Minimum free space on the disk, in bytes.
-const MIN_FREE_BYTES: u64 = 1 << 30;
+/// Number of bytes that files of users leave free.
+pub(crate) const SPARE_BYTES: u64 = 1 << 30;
 
-/// Checks that `bytes` bytes fit on the disk of `path` and leave [`MIN_FREE_BYTES`] free.
-pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
+/// Checks that `bytes` bytes fit on the disk of `path` and leave `spare` bytes free.
+pub(crate) fn check_space(path: &Path, bytes: u64, spare: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if free < bytes.saturating_add(MIN_FREE_BYTES) {
-        let (free, reserved) = (free >> 20, MIN_FREE_BYTES >> 20);
-        let detail = format!("{free} MiB are free, of which {reserved} MiB must stay free");
+    if free < bytes.saturating_add(spare) {
+        let [needed, free, spare] = [bytes.div_ceil(1 << 20), free >> 20, spare >> 20];
+        let detail =
+            format!("it needs {needed} MiB, and {free} MiB are free, of which {spare} MiB must stay free");
         return Err(io::Error::new(io::ErrorKind::StorageFull, detail));
     }
     Ok(())

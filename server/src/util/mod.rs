@@ -35,6 +35,13 @@ pub(crate) fn remember<T: Eq + Hash>(set: &Mutex<HashSet<T>>, entry: T) -> bool 
     set.insert(entry)
 }
 
+/// Runs blocking work on files on a separate thread.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    tokio::task::spawn_blocking(work).await.map_err(io::Error::other)?
+}
+
 /// Returns `None` in place of the error that a file or folder does not exist.
 pub(crate) fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {

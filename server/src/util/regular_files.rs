@@ -1,6 +1,7 @@
 //! Opens regular files only. A job's folder may contain files that no rank has written. Opening a named pipe would block its thread until
 //! another process opens the pipe for writing, possibly forever.
 
+use super::blocking;
 use rustix::fs::OFlags;
 use std::{
     fs::File,
@@ -30,12 +31,12 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// Same as [`open`], or the file cannot be read.
 pub(crate) async fn read(path: &Path) -> io::Result<Vec<u8>> {
     let path = path.to_owned();
-    let read = tokio::task::spawn_blocking(move || {
+    blocking(move || {
         let mut bytes = Vec::new();
         open(&path)?.read_to_end(&mut bytes)?;
         Ok(bytes)
-    });
-    read.await.map_err(io::Error::other)?
+    })
+    .await
 }
 
 fn not_a_regular_file() -> io::Error {

@@ -221,6 +221,12 @@ async fn records_are_stored_once_and_without_a_gap() {
     ] {
         assert_eq!(server.post("/runs", &body).await.0, expected, "{body}");
     }
+    let (status, problem) = server.post("/runs", &json!({"name": "a", "tags": ["x", 1]})).await;
+    let detail = problem["detail"].as_str().unwrap();
+    assert!(
+        status == 400 && detail.contains("tags[1]: invalid type: integer `1`, expected a string"),
+        "{detail}"
+    );
     let long = json!({"summary": {"x": "y".repeat(66_000)}});
     assert_eq!(server.patch(&format!("/runs/{id}"), &long).await.0, 409);
     // No refused record is stored.

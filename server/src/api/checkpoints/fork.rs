@@ -19,6 +19,7 @@ use crate::{
     lifecycle::{Fork, external::refuse_external},
     scheduler::{Scheduler, dispatch},
     store::{CheckpointRow, Store, StoreError},
+    util::blocking,
 };
 use axum::{extract::OriginalUri, http::HeaderMap};
 use lockstep_protocol::{
@@ -234,8 +235,7 @@ async fn make(
     let name = format!("{}-{}", from.info.epoch, from.info.step);
     let copy_checkpoint = async || {
         let (source_folder, target, name) = (source_folder.clone(), target.clone(), name.clone());
-        let copied = tokio::task::spawn_blocking(move || copy(&source_folder, &target, &name)).await;
-        copied.map_err(io::Error::other).flatten()
+        blocking(move || copy(&source_folder, &target, &name)).await
     };
     let mut copied = copy_checkpoint().await;
     // The object store may have an undamaged copy.

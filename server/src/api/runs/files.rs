@@ -14,7 +14,7 @@ use crate::{
         run_files::{FileError, RunFiles, check_size},
         runs::Runs,
     },
-    util::disk_space::check_space,
+    util::disk_space::{SPARE_BYTES, check_space},
 };
 use axum::{
     body::Body,
@@ -146,7 +146,7 @@ pub(super) async fn store_file(
         check_size(size_bytes, max_bytes).map_err(refusal)?;
         unchecked_bytes += part.len();
         if unchecked_bytes >= CHECK_BYTES {
-            check_space(incoming.path(), 0).map_err(|e| disk_error(&e))?;
+            check_space(incoming.path(), 0, SPARE_BYTES).map_err(|e| disk_error(&e))?;
             unchecked_bytes = 0;
         }
         file.write_all(&part).await.map_err(|e| disk_error(&e))?;

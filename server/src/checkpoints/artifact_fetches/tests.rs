@@ -1,16 +1,6 @@
 use super::*;
 
 #[test]
-fn a_checkpoint_is_fetched_if_the_disk_has_enough_space() {
-    assert_eq!(check_free_space(1000, SPARE_BYTES + 1000), Ok(()));
-    let Err(NotFetched::Disk(why)) = check_free_space(1_000_000, SPARE_BYTES + 999_999) else {
-        panic!("the disk is too full");
-    };
-    assert_eq!(why, "it has 1 MB, and 270 MB are free on the disk, of which 269 MB must stay free");
-    assert!(check_free_space(u64::MAX, u64::MAX - 1).is_err());
-}
-
-#[test]
 fn only_incomplete_fetches_of_an_earlier_server_are_removed() {
     let jobs = tempfile::tempdir().unwrap();
     remove_unfinished(&jobs.path().join("none")).unwrap();

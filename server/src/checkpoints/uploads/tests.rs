@@ -1,4 +1,5 @@
 use super::*;
+use lockstep_protocol::limits::MANIFEST_BYTES;
 
 fn manifest(files: &[(&str, &[u8])]) -> Vec<u8> {
     let files: serde_json::Map<String, serde_json::Value> = files
@@ -128,7 +129,7 @@ fn sharded_checkpoints_are_uploaded() {
     }
     sharded.remove(0);
     sharded.remove(0);
-    assert!(error_detail(upload.begin(&manifest(&sharded), true)).contains("it names no model.safetensors"));
+    assert!(error_detail(upload.begin(&manifest(&sharded), true)).contains("names no model.safetensors"));
 }
 
 fn error_detail(refused: Result<()>) -> String {
@@ -151,7 +152,7 @@ fn invalid_manifests_are_refused() {
     text.resize(MANIFEST_BYTES, b' ');
     upload.begin(&text, true).unwrap();
     text.push(b' ');
-    assert!(refused(&text).contains("at most"));
+    assert!(refused(&text).contains("more than 1048576 bytes"));
     let sized = |file: &str, size: u64| {
         let mut value: serde_json::Value = serde_json::from_slice(&manifest(&FILES)).unwrap();
         value["files"][file]["size_bytes"] = size.into();
@@ -163,7 +164,7 @@ fn invalid_manifests_are_refused() {
     assert!(refused(&model(MAX_CHECKPOINT_BYTES + 1)).contains("at most"));
     upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();
     let why = refused(&sized(STATE, STATE_FILE_BYTES + 1));
-    assert!(why.contains("state.json has 1048577 bytes, at most 1048576 are allowed"), "{why}");
+    assert!(why.contains("a state.json of 1048577 bytes; at most 1048576 are allowed"), "{why}");
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use super::leaving_reason;
 use crate::{
-    agents::{OnlineAgent, leases::RanksEnd},
+    agents::leases::RanksEnd,
     lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
-    store::{JobRow, Place, Result, StoreError},
+    store::{AgentRow, JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
@@ -13,7 +13,6 @@ use lockstep_protocol::{
     reason::{Reason, ReasonKind},
     stream::EventBody,
 };
-use std::{sync::Arc, time::Duration};
 
 /// How ranks that must end are stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,38 +22,9 @@ pub(crate) enum StopMode {
     AfterCheckpoint,
 }
 
-/// Silence after which a leaving agent whose connection was cut off counts as lost.
-const MAX_SILENCE: Duration = Duration::from_secs(10);
-
-/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. If the agent `was_cut_off`, because one of its
-/// records could not be stored, it reconnects, sends its last reports again, and announces again that it is leaving.
-pub(crate) async fn requeue_after_leave(
-    scheduler: &Arc<Scheduler>,
-    agent: OnlineAgent,
-    reason: String,
-    was_cut_off: bool,
-) {
-    if !was_cut_off {
-        let why = leaving_reason(&agent.row.name, &reason);
-        return requeue(scheduler, &agent.row.id, why, |_| true).await;
-    }
-    let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
-    let unfinished: Vec<_> =
-        scheduler.agents.leases.attempts_on(&id).into_iter().map(|(attempt, _)| attempt).collect();
-    tokio::spawn(async move {
-        while scheduler.agents.leases.attempts_on(&id).iter().any(|(attempt, _)| unfinished.contains(attempt))
-        {
-            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= MAX_SILENCE);
-            if is_silent && !scheduler.agents.is_connected(&id) {
-                let why = leaving_reason(&agent.row.name, &reason);
-                return requeue(&scheduler, &id, why, |attempt| unfinished.contains(attempt)).await;
-            }
-            tokio::select! {
-                () = tokio::time::sleep(Duration::from_millis(500)) => {}
-                () = scheduler.tasks.stopping.cancelled() => return,
-            }
-        }
-    });
+/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way.
+pub(crate) async fn requeue_after_leave(scheduler: &Scheduler, agent: &AgentRow, reason: &str) {
+    requeue(scheduler, &agent.id, leaving_reason(&agent.name, reason), |_| true).await;
 }
 
 /// Requeues the job of an attempt that an agent has declined to start.
@@ -79,28 +49,14 @@ async fn requeue(
 ) {
     scheduler.agents.inbox.flush().await;
     for (attempt, places) in scheduler.agents.leases.attempts_on(agent_id) {
+        let Some(place) = places.iter().find(|place| place.agent_id == agent_id) else { continue };
         if !is_affected(&attempt) {
             continue;
         }
-        let agent_count = scheduler.agents.leases.agent_count(&attempt);
-        let place = places.iter().find(|place| place.agent_id == agent_id);
-        let why = why.clone();
-        let done = if agent_count > 1
-            && let Some(place) = place
-        {
-            end_attempt_on_agent(
-                scheduler,
-                &attempt,
-                place,
-                agent_count,
-                StopMode::AfterCheckpoint,
-                move |_| EndOnAgent::LeftUnreported(why.clone()),
-            )
-            .await
-        } else {
-            end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
-        };
-        if let Err(error) = done {
+        let (why, agent_count) = (why.clone(), scheduler.agents.leases.agent_count(&attempt));
+        let end = move |_: &JobRow| EndOnAgent::LeftUnreported(why.clone());
+        let mode = StopMode::AfterCheckpoint;
+        if let Err(error) = end_attempt_on_agent(scheduler, &attempt, place, agent_count, mode, end).await {
             return tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
         }
     }

@@ -3,7 +3,7 @@
 
 use crate::checkpoints::{
     artifact_checks::has_expected_sizes,
-    manifest::{MANIFEST, Manifest},
+    manifest::{self, MANIFEST},
 };
 use lockstep_protocol::{
     agent::CheckpointInfo,
@@ -66,15 +66,14 @@ pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo>
 
 fn read_checkpoint(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
     let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
-    let folder = checkpoints.join(folder_name(epoch, step));
+    let name = folder_name(epoch, step);
+    let folder = checkpoints.join(&name);
     if !has_expected_sizes(&folder) {
         return Err(invalid("a file is missing, or has another size than was written"));
     }
     let manifest_bytes = fs::read(folder.join(MANIFEST))?;
-    let manifest: Manifest = serde_json::from_slice(&manifest_bytes)?;
-    if (manifest.epoch, manifest.step) != (epoch, step) {
-        return Err(invalid("its manifest names another step than the folder's name"));
-    }
+    let manifest = manifest::parse(&manifest_bytes, &name)
+        .map_err(|detail| invalid(&format!("its {MANIFEST} {detail}")))?;
     let mut state = Vec::new();
     File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
     let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;

@@ -10,7 +10,7 @@ use super::{
     block_on,
     confirm::confirm,
     file::missing_path_message,
-    output, usage_error,
+    output, unknown_name_message, usage_error,
 };
 use indicatif::ProgressBar;
 use lockstep_data::PrepareSettings;
@@ -164,15 +164,26 @@ pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 
-fn unknown_dataset(name: &str) -> anyhow::Error {
-    usage_error(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
+/// Like [`find_by_name`], for a name that must be registered.
+///
+/// # Errors
+/// Exit status 2 if no dataset has the name. The error names the most similar name.
+async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
+    let mut datasets: Vec<Dataset> = api.list("/datasets", "datasets").await?;
+    match datasets.iter().position(|dataset| dataset.name == name) {
+        Some(index) => Ok(datasets.swap_remove(index)),
+        None => {
+            let names = datasets.iter().map(|dataset| dataset.name.as_str());
+            Err(usage_error(unknown_name_message("dataset", "lockstep dataset list", names, name)))
+        }
+    }
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
-        let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
+        let dataset = find_registered(&api, name).await?;
         let files_note = if dataset.is_uploaded() {
             "its uploaded files are also deleted".to_owned()
         } else {
@@ -280,7 +291,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
         inspect_files(Path::new(name))?
     } else {
         let api = server.api()?;
-        block_on(find_by_name(&api, name))?.ok_or_else(|| unknown_dataset(name))?.info
+        block_on(find_registered(&api, name))?.info
     };
     if server.json {
         return output::json(&info);

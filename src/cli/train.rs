@@ -284,7 +284,8 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
-                "stopped after step {step}; --resume latest continues from this step{repeat_note}"
+                "stopped after step {step}; its checkpoint is in {}; --resume latest continues from this step{repeat_note}",
+                out.join("checkpoints").display()
             )))),
             Some(saved) => anyhow::bail!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \

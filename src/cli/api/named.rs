@@ -4,7 +4,7 @@ use super::{
     super::{age::age, output::one_line},
     text,
 };
-use lockstep_protocol::{JobId, spec::nearest};
+use lockstep_protocol::JobId;
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
@@ -106,11 +106,9 @@ pub(super) fn choose(
     }
 }
 
-/// Returns the message for a name that no object of the list `all` has. Suggests the most similar name.
+/// Returns the message for a name that no object of the list `all` has.
 pub(super) fn unknown_name_message(Kind { noun, list, .. }: Kind, all: &[Value], name: &str) -> String {
-    let near = nearest(name, all.iter().map(|object| text(object, "name")));
-    let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
-    format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
+    super::super::unknown_name_message(noun, list, all.iter().map(|object| text(object, "name")), name)
 }
 
 /// Formats a job's id, state and age.

@@ -92,8 +92,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if let Some(short_side) = prepare {
                 path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
-            let dataset =
-                block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
+            let dataset = block_on(register_path(&api, &name, &path, private))?;
             if server.json {
                 return output::json(&dataset);
             }
@@ -213,7 +212,7 @@ pub(super) async fn register_as(
     match find_by_name(api, name).await? {
         Some(known) if Path::new(&known.path) == path => Ok(known),
         Some(other) => Err(usage_error(name_taken_message(&other, path))),
-        None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
+        None => register_path(api, name, path, private).await,
     }
 }
 
@@ -232,11 +231,16 @@ pub(super) async fn find_by_path(api: &Api, path: &Path) -> anyhow::Result<Optio
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
-/// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.
-async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
+async fn register_path(api: &Api, name: &str, path: &Path, private: bool) -> anyhow::Result<Dataset> {
+    let new = json!({ "name": name, "path": path, "private": private });
+    register(api, "/datasets?wait_secs=1", Some(&new)).await
+}
+
+/// Registers a dataset with a request that is repeated until the server has inspected the files, which takes minutes if there are many.
+pub(super) async fn register(api: &Api, request: &str, body: Option<&Value>) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
-        let response = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
+        let response = api.request(Method::POST, request, body).await?;
         if response.status() != StatusCode::ACCEPTED {
             bar.finish_and_clear();
             return api.read(response).await;

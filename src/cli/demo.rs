@@ -16,7 +16,6 @@ use lockstep_protocol::Job;
 use lockstep_server::{ServeConfig, ServeError};
 use serde_json::{Value, json};
 use std::{
-    fs,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -80,11 +79,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Runs the demo on a running server. Returns the demo's result.
 async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
     let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
-    let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
     server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
-    register_pictures(&api, &dataset, data_dir).await?;
+    register_pictures(&api, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
@@ -126,6 +124,7 @@ async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         let mut config = ServeConfig::new(&dir);
         config.listen = listen;
         config.insecure_http = args.insecure_http;
+        config.bundled = Some(PICTURES);
         match Server::start(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}
@@ -133,20 +132,6 @@ async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         }
     }
     Err(usage_error("every demo folder is in use; name another folder with --data-dir"))
-}
-
-/// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
-fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
-    let dir = data_dir.join("datasets").join(DATASET);
-    fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
-    for (name, content) in (PICTURES.files)() {
-        let path = dir.join(name);
-        if fs::read(&path).is_ok_and(|existing| existing == *content) {
-            continue;
-        }
-        fs::write(&path, &content).with_context(|| path.display().to_string())?;
-    }
-    Ok(dir.canonicalize()?)
 }
 
 /// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
@@ -160,7 +145,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 }
 
 /// Registers the pictures after the agent has joined, because the agent inspects them.
-async fn register_pictures(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
+async fn register_pictures(api: &Api, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
         if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {
@@ -173,7 +158,10 @@ async fn register_pictures(api: &Api, path: &Path, data_dir: &Path) -> anyhow::R
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
-    dataset::register_as(api, DATASET, path, false).await.map(drop)
+    if dataset::find_by_name(api, DATASET).await?.is_none() {
+        dataset::register(api, "/datasets/bundled", None).await?;
+    }
+    Ok(())
 }
 
 /// Returns the specification: a ResNet for CIFAR that passes 85 % accuracy within a minute on two cores.

@@ -113,7 +113,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .chain(keys.iter().map(|key| condition_value(unparsed_job, key)))
             .collect::<Vec<String>>()
     });
-    output::table_of_columns(&header, &["NAME"], &rows.collect::<Vec<_>>())
+    output::table_of_names(&header, &["NAME"], rows)
 }
 
 /// Returns the key in a condition that the server has accepted: `lr` in `lr > 0.1`.

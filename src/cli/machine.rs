@@ -88,7 +88,7 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
     let header = ["NAME", "ID", "STATE", "BUSY", "SLOTS"];
-    output::table_of_names(header, &["NAME"], machines.iter().map(row))?;
+    output::table_of_names(&header, &["NAME"], machines.iter().map(row))?;
     for machine in &machines {
         for warning in &machine.warnings {
             output::line(output::one_line(&format!("{}: {}", machine.name, warning.text)))?;

@@ -59,7 +59,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = read_document(&args.job, &args.sets)?;
     add_labels(&mut document, &args);
-    args.grid.write(&args.job, &mut document)?;
+    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }

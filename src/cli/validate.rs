@@ -68,7 +68,7 @@ struct Estimate {
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::read_document(&args.job, &args.sets)?;
-    args.grid.write(&args.job, &mut document)?;
+    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
     let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
         None => (None, job_file::parse(&document).err().unwrap_or_default()),

@@ -41,14 +41,8 @@ fn read_run(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run
     let mut run = Run { name, ..Run::default() };
     for file in files {
         let outcome = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
-        if let Some(why) = outcome.with_context(|| file.display().to_string())? {
-            run.leave_out(
-                match why {
-                    "ends within an event" => "events that are not complete",
-                    _ => "ends of damaged files",
-                },
-                1,
-            );
+        if let Some(unread) = outcome.with_context(|| file.display().to_string())? {
+            run.leave_out(unread, 1);
         }
     }
     anyhow::ensure!(!run.id.is_empty(), "the event files have no event");

@@ -18,9 +18,7 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, describe_error,
-    job_file::{self, UnknownPath},
-    output, usage_error,
+    block_on, describe_error, job_file, output, usage_error,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, parse_list as parse_host_list, read as read_hostfile};
@@ -221,9 +219,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job = match source {
             Source::Job(job) => *job,
             Source::File(mut document, _) => {
-                let registered = job_file::name_dataset(&api, &mut document, UnknownPath::Register).await?;
-                let job: anyhow::Result<Job> = api.post_once("/jobs?launched=true", &document).await;
-                let job = job_file::remove_datasets_if_refused(&api, &registered, job).await?;
+                let post = async |document: &Value| api.post_once("/jobs?launched=true", document).await;
+                let job: Job = job_file::submit(&api, &mut document, post).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }

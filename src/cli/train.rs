@@ -115,11 +115,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Some(path) => drop(checkpoint_folder(path)?),
     }
     fs::create_dir_all(&out).map_err(|e| {
-        if out.is_file() {
-            usage_error(format!("--out {}: is a file; name a folder", out.display()))
-        } else {
-            usage_error(format!("--out {}: {e}", out.display()))
-        }
+        let detail = if out.is_file() { "is a file; name a folder".to_owned() } else { e.to_string() };
+        usage_error(format!("--out {}: {detail}", out.display()))
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.

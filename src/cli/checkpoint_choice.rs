@@ -35,23 +35,13 @@ const BEST: &str = "best";
 #[derive(clap::Args)]
 pub(crate) struct CheckpointArgs {
     /// The job's id, the start of its id, or its name; or a version of a model (`models:/shoes@champion`, `models:/shoes/3`)
-    job: String,
+    pub(crate) job: String,
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = BEST)]
-    checkpoint: String,
+    pub(crate) checkpoint: String,
     /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     pub(crate) weights: Weights,
-}
-
-impl CheckpointArgs {
-    /// Reads the job and the checkpoint from the server.
-    ///
-    /// # Errors
-    /// Exit status 2 if the job or the checkpoint does not exist.
-    pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, ListedCheckpoint)> {
-        find(api, &self.job, &self.checkpoint).await
-    }
 }
 
 /// Returns the job `source` and its checkpoint `checkpoint`, as in [`choose`]. If `source` is a version of a model, returns that version's

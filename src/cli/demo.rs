@@ -11,7 +11,6 @@ use super::{
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve_address},
     usage_error, watch,
 };
-use anyhow::Context;
 use lockstep_protocol::Job;
 use lockstep_server::{ServeConfig, ServeError};
 use serde_json::{Value, json};
@@ -23,6 +22,8 @@ use std::{
 const DATASET: &str = PICTURES.name;
 /// Time limit for the local agent to join.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+/// Interval between two checks of whether the agent has joined, or the server has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Train a ResNet on bundled pictures, and watch it in the browser
 #[derive(clap::Args)]
@@ -102,14 +103,11 @@ async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Re
         return result;
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
-    let mut signals = StopSignals::listen()?;
-    tokio::select! {
-        () = signals.next() => result,
-        ended = &mut server.ended => {
-            ended.context("the server failed")??;
-            result
-        }
+    // The caller waits for Ctrl-C. If the server ends by itself, `Server::stop` returns the reason.
+    while !server.ended.is_finished() {
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
+    result
 }
 
 /// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.
@@ -119,15 +117,14 @@ async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         Some(dir) => vec![dir.clone()],
         None => demo_data_dirs().collect(),
     };
-    let last = candidates.len() - 1;
-    for (index, dir) in candidates.into_iter().enumerate() {
+    for dir in candidates {
         let mut config = ServeConfig::new(&dir);
         config.listen = listen;
         config.insecure_http = args.insecure_http;
         config.bundled = Some(PICTURES);
         match Server::start(config).await {
             Ok(server) => return Ok((server, dir)),
-            Err(ServeError::DataDirInUse { .. }) if index < last => {}
+            Err(ServeError::DataDirInUse { .. }) if args.data_dir.is_none() => {}
             Err(error) => return Err(usage_error(error.to_string())),
         }
     }
@@ -155,7 +152,7 @@ async fn register_pictures(api: &Api, data_dir: &Path) -> anyhow::Result<()> {
             let log = data_dir.join("agent").join("agent.log");
             return Err(usage_error(format!("the local agent did not join; see {}", log.display())));
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
     if dataset::find_by_name(api, DATASET).await?.is_none() {

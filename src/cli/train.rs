@@ -314,7 +314,7 @@ fn newest_step(out: &Path) -> anyhow::Result<Option<u64>> {
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(default) = &spec.data.validation else { return };
     // In these cases the default stays, and the dataset need not be read.
-    if default == "none" || spec.data.folds.is_some() || dataset.join(default).is_dir() {
+    if default == "none" || spec.data.folds.is_some() {
         return;
     }
     if dataset.join("train").is_dir() {

@@ -239,13 +239,10 @@ pub(crate) fn with_scheme(server: &str) -> String {
 /// Returns the IP addresses and the port of a server whose host is this machine's loopback.
 fn loopback_addresses(server: &str) -> Option<(Vec<IpAddr>, u16)> {
     let url = reqwest::Url::parse(&with_scheme(server)).ok()?;
-    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
-    let addresses = if host.eq_ignore_ascii_case("localhost") {
-        // The client may connect to either address.
-        vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
-    } else {
-        vec![host.parse().ok().filter(IpAddr::is_loopback)?]
-    };
+    let host = url.host_str().filter(|host| is_loopback(host))?;
+    // The client may connect to either address of `localhost`.
+    let localhost = || vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    let addresses = host.trim_matches(['[', ']']).parse().map_or_else(|_| localhost(), |ip: IpAddr| vec![ip]);
     Some((addresses, url.port_or_known_default()?))
 }
 

@@ -8,7 +8,7 @@ mod stream;
 use super::{
     WrongRequest,
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
-    output, usage_error,
+    output, unknown_name_message, usage_error,
 };
 use anyhow::{Context, anyhow};
 use lockstep_protocol::{
@@ -18,7 +18,7 @@ use lockstep_protocol::{
     sweep::Sweep,
 };
 use lockstep_worker::tls;
-use named::{JOB, Kind, MODEL, SWEEP, Several};
+use named::{JOB, Kind, SWEEP, Several};
 pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode,
@@ -197,7 +197,7 @@ impl Api {
         accepts: impl Fn(&Value) -> bool,
         several: Several,
     ) -> anyhow::Result<T> {
-        let Kind { noun, path, is_id, .. } = kind;
+        let Kind { noun, list, path, is_id } = kind;
         if id.is_empty() {
             return Err(usage_error(format!(
                 "no {noun} is named: the name is empty; give an id, the start of an id, or a name"
@@ -210,7 +210,7 @@ impl Api {
         let all = self.read_pages(path, path.trim_start_matches('/'), &[], None).await?;
         let Some(chosen) = named::choose(kind, &all, id, accepts, several).map_err(usage_error)? else {
             let namesake = if path == JOB.path { self.describe_namesake(id).await } else { None };
-            let unknown = || named::unknown_name_message(kind, &all, id);
+            let unknown = || unknown_name_message(noun, list, names(&all), id);
             return Err(usage_error(
                 namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
@@ -265,7 +265,7 @@ impl Api {
         };
         let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
         let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
-            return Err(usage_error(named::unknown_name_message(MODEL, &models, model)));
+            return Err(unknown_model(&models, model));
         };
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
@@ -284,7 +284,7 @@ impl Api {
         }
         match self.read_pages("/models", "models", &[], None).await {
             Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
-                usage_error(named::unknown_name_message(MODEL, &models, name))
+                unknown_model(&models, name)
             }
             _ => error,
         }
@@ -467,6 +467,15 @@ impl Api {
 /// Returns a text of an object, or an empty text.
 pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+fn names(objects: &[Value]) -> impl Iterator<Item = &str> {
+    objects.iter().map(|object| text(object, "name"))
+}
+
+/// Returns the error for a name that none of the `models` has.
+fn unknown_model(models: &[Value], name: &str) -> anyhow::Error {
+    usage_error(unknown_name_message("model", "lockstep model list", names(models), name))
 }
 
 /// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.

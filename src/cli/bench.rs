@@ -3,7 +3,7 @@
 mod pictures;
 
 use super::{output, usage_error};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use lockstep_engine::{
     bench::{self, Case, Division, OnDevice},
     plan::Plan,
@@ -29,10 +29,12 @@ pub(crate) struct Args {
     #[arg(long = "case", value_name = "CASE")]
     cases: Vec<Case>,
     /// Device to train on; auto: GPUs if the machine has GPUs
-    #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
+    #[arg(long, value_name = "DEVICE", default_value = "auto",
+        value_parser = PossibleValuesParser::new(Device::NAMES).try_map(|name| name.parse::<Device>()))]
     device: Device,
     /// Precision of the convolutions; on CPUs auto is fp32, and bf16 needs AVX512-BF16
-    #[arg(long, value_parser = precision_parser(), default_value = "auto")]
+    #[arg(long, default_value = "auto",
+        value_parser = PossibleValuesParser::new(Precision::NAMES).try_map(|name| name.parse::<Precision>()))]
     precision: Precision,
     /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -92,16 +94,6 @@ fn parse_shard(text: &str) -> Result<ShardSpec, String> {
         .and_then(|(pattern, split)| Some(ShardSpec { pattern: pattern.into(), split: split.parse().ok()? }))
         .filter(ShardSpec::has_valid_pattern)
         .ok_or_else(|| format!("not MATCH=SPLIT, where SPLIT is {}", Split::NAMES.join(" or ")))
-}
-
-/// Parses the name of a kind of device, or `auto`.
-fn device_parser() -> impl TypedValueParser<Value = Device> {
-    PossibleValuesParser::new(Device::NAMES).try_map(|name: String| name.parse::<Device>())
-}
-
-/// Parses a precision by its name in a job file.
-fn precision_parser() -> impl TypedValueParser<Value = Precision> {
-    PossibleValuesParser::new(Precision::NAMES).try_map(|name: String| name.parse::<Precision>())
 }
 
 /// Runs the cases one after the other.

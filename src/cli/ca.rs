@@ -1,6 +1,6 @@
 //! `lockstep ca`: the certificate authority of a server that makes its own certificates.
 
-use super::{confirm::ask_new_password, output, usage_error};
+use super::{confirm::ask_new_password, file, output, usage_error};
 use lockstep_server::tls::ca::{Authority, DAYS, Kind, MAX_DAYS, Record};
 use lockstep_worker::tls::{self, create_pkcs12};
 use std::{
@@ -82,6 +82,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
             // Checked before the certificate is issued: a certificate that cannot be written would still be valid.
+            paths.iter().try_for_each(|path| file::check_output(path))?;
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(usage_error(format!(
                     "{} exists already; move it away, or choose another --output",

@@ -7,7 +7,6 @@ use lockstep_protocol::{
     models::{SCHEME, VersionName},
 };
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 /// The weights of a checkpoint that a command uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -35,23 +34,13 @@ const BEST: &str = "best";
 #[derive(clap::Args)]
 pub(crate) struct CheckpointArgs {
     /// The job's id, the start of its id, or its name; or a version of a model (`models:/shoes@champion`, `models:/shoes/3`)
-    job: String,
+    pub(crate) job: String,
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = BEST)]
-    checkpoint: String,
+    pub(crate) checkpoint: String,
     /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     pub(crate) weights: Weights,
-}
-
-impl CheckpointArgs {
-    /// Reads the job and the checkpoint from the server.
-    ///
-    /// # Errors
-    /// Exit status 2 if the job or the checkpoint does not exist.
-    pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, ListedCheckpoint)> {
-        find(api, &self.job, &self.checkpoint).await
-    }
 }
 
 /// Returns the job `source` and its checkpoint `checkpoint`, as in [`choose`]. If `source` is a version of a model, returns that version's
@@ -110,7 +99,10 @@ pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<L
     let checkpoints: Vec<ListedCheckpoint> =
         api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
     if checkpoints.is_empty() && job.external.is_some() {
-        return Err(no_checkpoints_error(api, job).await?);
+        return Err(usage_error(format!(
+            "{} is a run from elsewhere and has no checkpoints; download its files from its page, or with job.download_file in Python",
+            job.id
+        )));
     }
     let newest = || checkpoints.iter().max_by_key(|c| c.info.step);
     let chosen = match name {
@@ -140,23 +132,4 @@ pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<L
             usage_error(format!("{} has no checkpoint {name}; it has {}", job.id, names.join(", ")))
         }
     })
-}
-
-/// Returns the error for a run from elsewhere, which has files in place of checkpoints.
-async fn no_checkpoints_error(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
-    const MAX_FILES_NAMED: usize = 20;
-    let id = &job.id;
-    let response: Value = api.get(&format!("/runs/{id}/files")).await?;
-    let files = response["files"].as_array().map_or(&[][..], Vec::as_slice);
-    let names: Vec<_> = files.iter().filter_map(|file| file["path"].as_str()).take(MAX_FILES_NAMED).collect();
-    let advice = match files.len() {
-        0 => "the run has no files".to_owned(),
-        count => {
-            let more = count.saturating_sub(MAX_FILES_NAMED);
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            let names = names.join(", ");
-            format!("download its files from its page or with job.download_file in Python: {names}{more}")
-        }
-    };
-    Ok(usage_error(format!("{id} is a run from elsewhere and has no checkpoints; {advice}")))
 }

@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         [name.clone()].into_iter().chain(cells).collect::<Vec<_>>()
     }));
     rows.retain(|row| row.iter().skip(1).any(|cell| !cell.is_empty()));
-    output::table_of_columns(&header, &[], &rows)?;
+    output::table_of_names(&header, &[], &rows)?;
     caution(&jobs).into_iter().try_for_each(output::line)
 }
 

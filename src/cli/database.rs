@@ -114,7 +114,16 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     let location = args.which.location()?;
     fs::create_dir_all(&args.which.data_dir)?;
     let summary = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
-    report("restored", &location, &args.file, &summary, args.which.json)
+    report("restored", &location, &args.file, &summary, args.which.json)?;
+    // The server's own agent has its identity in the data directory.
+    let has_machines = summary.tables.iter().any(|(name, rows)| name == "agents" && *rows > 0);
+    if has_machines && !args.which.data_dir.join("agent").exists() {
+        output::warn(
+            "the agent that `lockstep serve` starts here joins as a new machine `local`, and an earlier `local` stays offline: `lockstep \
+             machine list` shows both, and `lockstep machine remove ID` removes the earlier one",
+        );
+    }
+    Ok(())
 }
 
 /// Whether `path` leads to a file of an SQLite database, possibly by another name: the database itself, or a file that SQLite keeps next to

@@ -10,7 +10,7 @@ use super::{
     block_on,
     confirm::confirm,
     file::missing_path_message,
-    output, usage_error,
+    output, unknown_name_message, usage_error,
 };
 use indicatif::ProgressBar;
 use lockstep_data::PrepareSettings;
@@ -92,8 +92,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             if let Some(short_side) = prepare {
                 path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
-            let dataset =
-                block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
+            let dataset = block_on(register_path(&api, &name, &path, private))?;
             if server.json {
                 return output::json(&dataset);
             }
@@ -164,15 +163,26 @@ pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 
-fn unknown_dataset(name: &str) -> anyhow::Error {
-    usage_error(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
+/// Like [`find_by_name`], for a name that must be registered.
+///
+/// # Errors
+/// Exit status 2 if no dataset has the name. The error names the most similar name.
+async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
+    let mut datasets: Vec<Dataset> = api.list("/datasets", "datasets").await?;
+    match datasets.iter().position(|dataset| dataset.name == name) {
+        Some(index) => Ok(datasets.swap_remove(index)),
+        None => {
+            let names = datasets.iter().map(|dataset| dataset.name.as_str());
+            Err(usage_error(unknown_name_message("dataset", "lockstep dataset list", names, name)))
+        }
+    }
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
-        let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
+        let dataset = find_registered(&api, name).await?;
         let files_note = if dataset.is_uploaded() {
             "its uploaded files are also deleted".to_owned()
         } else {
@@ -202,7 +212,7 @@ pub(super) async fn register_as(
     match find_by_name(api, name).await? {
         Some(known) if Path::new(&known.path) == path => Ok(known),
         Some(other) => Err(usage_error(name_taken_message(&other, path))),
-        None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
+        None => register_path(api, name, path, private).await,
     }
 }
 
@@ -221,11 +231,16 @@ pub(super) async fn find_by_path(api: &Api, path: &Path) -> anyhow::Result<Optio
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
-/// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.
-async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
+async fn register_path(api: &Api, name: &str, path: &Path, private: bool) -> anyhow::Result<Dataset> {
+    let new = json!({ "name": name, "path": path, "private": private });
+    register(api, "/datasets?wait_secs=1", Some(&new)).await
+}
+
+/// Registers a dataset with a request that is repeated until the server has inspected the files, which takes minutes if there are many.
+pub(super) async fn register(api: &Api, request: &str, body: Option<&Value>) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
-        let response = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
+        let response = api.request(Method::POST, request, body).await?;
         if response.status() != StatusCode::ACCEPTED {
             bar.finish_and_clear();
             return api.read(response).await;
@@ -280,7 +295,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
         inspect_files(Path::new(name))?
     } else {
         let api = server.api()?;
-        block_on(find_by_name(&api, name))?.ok_or_else(|| unknown_dataset(name))?.info
+        block_on(find_registered(&api, name))?.info
     };
     if server.json {
         return output::json(&info);

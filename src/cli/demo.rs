@@ -11,12 +11,10 @@ use super::{
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve_address},
     usage_error, watch,
 };
-use anyhow::Context;
 use lockstep_protocol::Job;
 use lockstep_server::{ServeConfig, ServeError};
 use serde_json::{Value, json};
 use std::{
-    fs,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -24,6 +22,8 @@ use std::{
 const DATASET: &str = PICTURES.name;
 /// Time limit for the local agent to join.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
+/// Interval between two checks of whether the agent has joined, or the server has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Train a ResNet on bundled pictures, and watch it in the browser
 #[derive(clap::Args)]
@@ -80,11 +80,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Runs the demo on a running server. Returns the demo's result.
 async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
     let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
-    let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
     server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
-    register_pictures(&api, &dataset, data_dir).await?;
+    register_pictures(&api, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
@@ -104,14 +103,11 @@ async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Re
         return result;
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
-    let mut signals = StopSignals::listen()?;
-    tokio::select! {
-        () = signals.next() => result,
-        ended = &mut server.ended => {
-            ended.context("the server failed")??;
-            result
-        }
+    // The caller waits for Ctrl-C. If the server ends by itself, `Server::stop` returns the reason.
+    while !server.ended.is_finished() {
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
+    result
 }
 
 /// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.
@@ -121,32 +117,18 @@ async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         Some(dir) => vec![dir.clone()],
         None => demo_data_dirs().collect(),
     };
-    let last = candidates.len() - 1;
-    for (index, dir) in candidates.into_iter().enumerate() {
+    for dir in candidates {
         let mut config = ServeConfig::new(&dir);
         config.listen = listen;
         config.insecure_http = args.insecure_http;
+        config.bundled = Some(PICTURES);
         match Server::start(config).await {
             Ok(server) => return Ok((server, dir)),
-            Err(ServeError::DataDirInUse { .. }) if index < last => {}
+            Err(ServeError::DataDirInUse { .. }) if args.data_dir.is_none() => {}
             Err(error) => return Err(usage_error(error.to_string())),
         }
     }
     Err(usage_error("every demo folder is in use; name another folder with --data-dir"))
-}
-
-/// Writes the bundled pictures to a folder that the agent can read. Correct files are not written again.
-fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
-    let dir = data_dir.join("datasets").join(DATASET);
-    fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
-    for (name, content) in (PICTURES.files)() {
-        let path = dir.join(name);
-        if fs::read(&path).is_ok_and(|existing| existing == *content) {
-            continue;
-        }
-        fs::write(&path, &content).with_context(|| path.display().to_string())?;
-    }
-    Ok(dir.canonicalize()?)
 }
 
 /// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
@@ -160,7 +142,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 }
 
 /// Registers the pictures after the agent has joined, because the agent inspects them.
-async fn register_pictures(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
+async fn register_pictures(api: &Api, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
         if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {
@@ -170,10 +152,13 @@ async fn register_pictures(api: &Api, path: &Path, data_dir: &Path) -> anyhow::R
             let log = data_dir.join("agent").join("agent.log");
             return Err(usage_error(format!("the local agent did not join; see {}", log.display())));
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
-    dataset::register_as(api, DATASET, path, false).await.map(drop)
+    if dataset::find_by_name(api, DATASET).await?.is_none() {
+        dataset::register(api, "/datasets/bundled", None).await?;
+    }
+    Ok(())
 }
 
 /// Returns the specification: a ResNet for CIFAR that passes 85 % accuracy within a minute on two cores.

@@ -26,7 +26,7 @@ use std::{path::PathBuf, time::Duration};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Number of ranks in the all-gather, one process each; on GPUs if there are enough [default: one per GPU, or 2 on the CPU]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
     /// Data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
@@ -95,9 +95,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::line(format_args!("export {name}={value}"))?;
         }
         return Ok(());
-    }
-    if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
-        return Err(usage_error("--ranks must be 1 to 1024"));
     }
     let mut findings = examine(&args.data_dir, args.quick);
     findings.extend(check_certificates(&args));

@@ -3,7 +3,7 @@
 use super::{
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{CheckpointArgs, Weights},
+    checkpoint_choice::{CheckpointArgs, Weights, find},
     file, output, weight_files,
 };
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
     block_on(async {
-        let (_, chosen) = args.which.find(&api).await?;
+        let (_, chosen) = find(&api, &args.which.job, &args.which.checkpoint).await?;
         let files = weight_files::list_files(&api, &chosen, args.which.weights).await?;
         let (size_bytes, sha256) = match &files[..] {
             [file] => (weight_files::fetch(&api, &chosen, file, &args.output).await?, file.sha256.clone()),

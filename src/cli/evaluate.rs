@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs, present_parameters, with_query},
     block_on,
-    checkpoint_choice::{CheckpointArgs, Weights},
+    checkpoint_choice::{CheckpointArgs, Weights, find},
     output,
 };
 use indicatif::ProgressBar;
@@ -55,7 +55,7 @@ struct Evaluated<'a> {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let (job, chosen) = args.which.find(&api).await?;
+        let (job, chosen) = find(&api, &args.which.job, &args.which.checkpoint).await?;
         let query = present_parameters([
             ("checkpoint", Some(chosen.id.clone())),
             ("weights", (args.which.weights == Weights::Ema).then(|| "ema".to_owned())),

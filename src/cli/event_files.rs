@@ -181,13 +181,13 @@ impl Event {
     }
 }
 
-/// Passes the events of a file to `on_event`, in order. Returns a reason if a part of the file could not be read.
+/// Passes the events of a file to `on_event`, in order. Returns what could not be read, if anything.
 ///
 /// # Errors
 /// The file cannot be opened or read.
 pub(super) fn read(path: &Path, mut on_event: impl FnMut(Event)) -> io::Result<Option<&'static str>> {
-    const UNFINISHED: Option<&str> = Some("ends within an event");
-    const DAMAGED: Option<&str> = Some("has a damaged event");
+    const UNFINISHED: Option<&str> = Some("events that are not complete");
+    const DAMAGED: Option<&str> = Some("ends of damaged files");
     /// Maximum size of an event. Events with scalars are smaller.
     const MAX_EVENT_BYTES: u64 = 1 << 30;
     let mut reader = BufReader::new(File::open(path)?);

@@ -3,7 +3,7 @@
 use super::api::Api;
 use anyhow::Context;
 use futures_util::StreamExt;
-use std::{borrow::Cow, collections::BTreeMap};
+use std::collections::BTreeMap;
 
 /// A point of one metric of one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -32,10 +32,7 @@ pub(super) async fn read_points(
         for line in std::str::from_utf8(&buffer[..lines_end])?.lines().filter(|line| *line != HEADER) {
             let (name, point) = parse_line(line)
                 .with_context(|| format!("the server's metrics have an invalid line {line:?}"))?;
-            match series.get_mut(&*name) {
-                Some(points) => points.push(point),
-                None => _ = series.insert(name.into_owned(), vec![point]),
-            }
+            series.entry(name).or_default().push(point);
         }
         buffer.drain(..lines_end);
     }
@@ -49,7 +46,7 @@ pub(super) async fn read_points(
 const HEADER: &str = "attempt,rank,name,step,value";
 
 /// Parses a line of CSV. A name may be quoted as in RFC 4180.
-fn parse_line(line: &str) -> Option<(Cow<'_, str>, Point)> {
+fn parse_line(line: &str) -> Option<(String, Point)> {
     let (attempt, rest) = line.split_once(',')?;
     let (_rank, rest) = rest.split_once(',')?;
     let (rest, value) = rest.rsplit_once(',')?;
@@ -57,7 +54,7 @@ fn parse_line(line: &str) -> Option<(Cow<'_, str>, Point)> {
     let point =
         Point { attempt: attempt.parse().ok()?, step: step.parse().ok()?, value: value.parse().ok()? };
     let quoted = name.strip_prefix('"').and_then(|name| name.strip_suffix('"'));
-    Some((quoted.map_or(Cow::Borrowed(name), |name| Cow::Owned(name.replace("\"\"", "\""))), point))
+    Some((quoted.map_or_else(|| name.to_owned(), |name| name.replace("\"\"", "\"")), point))
 }
 
 /// Keeps one point per step: leaves out points that a later attempt has repeated. `points` must be in the order of attempts and steps.

@@ -71,10 +71,8 @@ pub(crate) struct TableSource {
     id: Option<String>,
 }
 
-/// Reads the runs of a part of a source.
-type ReadRuns = Box<dyn FnOnce() -> anyhow::Result<Vec<Run>>>;
-/// Parts of a source, which are read one after the other: each part's name for errors, and the function that reads it.
-type Sources = Vec<(String, ReadRuns)>;
+/// Parts of a source, each of which is read when the iterator reaches it: the part's name for errors, and its runs.
+type Parts = Box<dyn Iterator<Item = (String, anyhow::Result<Vec<Run>>)>>;
 
 /// Imports every run of a source.
 ///
@@ -82,14 +80,14 @@ type Sources = Vec<(String, ReadRuns)>;
 /// Exit status 2 if the source has no runs, 1 if a run cannot be read or the server refuses it.
 pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
     let (source, parts) = match format {
-        Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
-        Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
-        Format::Wandb(source) => (source, wandb::sources(&source.path)),
+        Format::Tensorboard(source) => (source, tensorboard::parts(&source.path)),
+        Format::Mlflow(source) => (source, mlflow::parts(&source.path)),
+        Format::Wandb(source) => (source, wandb::parts(&source.path)),
         Format::Csv(TableSource { source, id }) => {
-            (source, table::sources(&source.path, id.as_deref(), table::read_csv))
+            (source, table::parts(&source.path, id.as_deref(), table::read_csv))
         }
         Format::Parquet(TableSource { source, id }) => {
-            (source, table::sources(&source.path, id.as_deref(), table::read_parquet))
+            (source, table::parts(&source.path, id.as_deref(), table::read_parquet))
         }
     };
     if let Some(mistake) = source.project.as_deref().and_then(project_mistake) {
@@ -97,12 +95,12 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
     }
     let api = source.server.api()?;
     let (mut reports, mut failed) = (Vec::new(), 0);
-    for (name, read) in parts? {
+    for (name, runs) in parts? {
         let mut report_failure = |error: &anyhow::Error| {
             output::warn(format_args!("{name}: {}", describe_error(error)));
             failed += 1;
         };
-        let runs = read().unwrap_or_else(|error| {
+        let runs = runs.unwrap_or_else(|error| {
             report_failure(&error);
             Vec::new()
         });

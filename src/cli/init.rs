@@ -1,6 +1,6 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
-use super::{api::format_mistake, dataset, output, usage_error};
+use super::{api::format_mistake, dataset, file, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -66,6 +66,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.output.symlink_metadata().is_ok() {
         return Err(already_exists());
     }
+    file::check_output(&args.output)?;
     let path = dataset::canonical(&args.folder)?;
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };

@@ -19,27 +19,21 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if a job does not exist, or its state does not allow the action.
 pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
-    let is_done = |job: &Job| match action {
-        "pause" => job.state == JobState::Paused || job.state.is_final(),
-        "cancel" => job.state.is_final(),
-        _ => true,
+    let can_change = |state: JobState| match action {
+        "pause" => state != JobState::Paused && !state.is_final(),
+        "resume" => state == JobState::Paused,
+        "cancel" => !state.is_final(),
+        _ => matches!(state, JobState::Failed | JobState::Cancelled),
     };
+    let is_done = |job: &Job| !matches!(action, "pause" | "cancel") || !can_change(job.state);
     let api = args.server.api()?;
     block_on(async {
         let mut jobs = Vec::<Job>::new();
         for name in &args.jobs {
+            // If several jobs have the name, ignores jobs that the action cannot change.
             let job = match action {
-                // If several jobs have the name, ignores jobs that the action cannot change.
-                "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
-                "pause" => {
-                    let can_pause = |state: JobState| state != JobState::Paused && !state.is_final();
-                    api.find_job_in(name, can_pause).await?
-                }
-                "resume" => api.find_job_in(name, |state| state == JobState::Paused).await?,
-                _ => {
-                    let can_retry = |state: JobState| matches!(state, JobState::Failed | JobState::Cancelled);
-                    api.find_job_in(name, can_retry).await?
-                }
+                "cancel" => api.find_only_job(name, can_change).await?,
+                _ => api.find_job_in(name, can_change).await?,
             };
             if jobs.iter().all(|other| other.id != job.id) {
                 jobs.push(job);

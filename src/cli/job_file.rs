@@ -74,16 +74,18 @@ pub(super) async fn name_dataset(
     Ok(registered)
 }
 
-/// If the server has refused the submission, removes the datasets that [`name_dataset`] has `registered` for it. Returns `submitted`, the
-/// result of the submission.
+/// Submits a document with `post`, after [`name_dataset`] has registered its datasets. If the server refuses the submission, removes these
+/// datasets again.
 ///
 /// # Errors
-/// The error of the submission.
-pub(super) async fn remove_datasets_if_refused<T>(
+/// See [`name_dataset`]. Also the errors of `post`.
+pub(super) async fn submit<T>(
     api: &Api,
-    registered: &[String],
-    submitted: anyhow::Result<T>,
+    document: &mut Value,
+    post: impl AsyncFnOnce(&Value) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
+    let registered = name_dataset(api, document, UnknownPath::Register).await?;
+    let submitted = post(document).await;
     // After any other error, the server may have stored the job.
     if submitted.as_ref().is_err_and(|error| error.is::<WrongRequest>()) {
         for name in registered {

@@ -18,9 +18,7 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, describe_error,
-    job_file::{self, UnknownPath},
-    output, usage_error,
+    block_on, describe_error, job_file, output, usage_error,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, parse_list as parse_host_list, read as read_hostfile};
@@ -142,6 +140,14 @@ impl LauncherKind {
     }
 }
 
+/// The job that `lockstep launch` names.
+enum Source {
+    /// The document of a file that is to be submitted, and its specification.
+    File(Value, Box<JobSpec>),
+    /// A submitted job.
+    Job(Box<Job>),
+}
+
 /// A launch that has not started yet.
 struct Launch {
     args: Arc<Args>,
@@ -172,7 +178,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--sweep is for Slurm; submit the sweep with `lockstep submit --sweep`, and launch each trial's job",
         ));
     }
-    let mut document = if is_file { Some(job_file::read_document(path, &args.sets)?) } else { None };
+    let document = if is_file { Some(job_file::read_document(path, &args.sets)?) } else { None };
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
     let single_job = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = single_job.map(|document| job_file::check(path, document)).transpose()?;
@@ -182,41 +188,42 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let api = args.server.api()?;
     let args = Arc::new(args);
-    if let Some(document) = document.take_if(|_| !args.sweeps.is_empty()) {
-        return block_on(array::run(&args, &api, hosts, document));
-    }
     block_on(async {
-        let existing_job =
-            if is_file { None } else { Some(api.find_job_in(&args.job, |state| !state.is_final()).await?) };
-        if let Some(job) = existing_job.as_ref().filter(|job| job.state.is_final()) {
-            return Err(usage_error(format!(
-                "job {} is over ({}); `lockstep retry` queues it again",
-                job.id, job.state
-            )));
-        }
-        // Either the file or the existing job has the specification.
-        let Some(spec) = spec.as_ref().or(existing_job.as_ref().map(|job| &job.spec)) else { return Ok(()) };
+        let source = match (document, spec) {
+            (Some(document), Some(spec)) => Source::File(document, Box::new(spec)),
+            (Some(document), None) => return array::run(&args, &api, hosts, document).await,
+            (None, _) => {
+                let job = api.find_job_in(&args.job, |state| !state.is_final()).await?;
+                if job.state.is_final() {
+                    let Job { id, state, .. } = job;
+                    return Err(usage_error(format!(
+                        "job {id} is over ({state}); `lockstep retry` queues it again"
+                    )));
+                }
+                Source::Job(Box::new(job))
+            }
+        };
+        let (id, spec) = match &source {
+            Source::File(_, spec) => ("JOB", &**spec),
+            Source::Job(job) => (job.id.as_str(), &job.spec),
+        };
         if let Some(template) = &template {
             template.set_slots(&mut hosts, &args, spec)?;
         }
         machines::fill_in_slots(&mut hosts, args.slots, spec)?;
         let ca = machines::read_ca(&args)?;
         if args.dry_run {
-            let id = existing_job.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
-            return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
+            return print_dry_run(&args, id, &hosts, spec, template.as_ref());
         }
-        let has_submitted_job = existing_job.is_none();
-        let job = match (existing_job, &mut document) {
-            (Some(job), _) => job,
-            (None, Some(document)) => {
-                let registered = job_file::name_dataset(&api, document, UnknownPath::Register).await?;
-                let job: anyhow::Result<Job> = api.post_once("/jobs?launched=true", document).await;
-                let job = job_file::remove_datasets_if_refused(&api, &registered, job).await?;
+        let has_submitted_job = matches!(source, Source::File(..));
+        let job = match source {
+            Source::Job(job) => *job,
+            Source::File(mut document, _) => {
+                let post = async |document: &Value| api.post_once("/jobs?launched=true", document).await;
+                let job: Job = job_file::submit(&api, &mut document, post).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }
-            // Without an existing job there is a file.
-            (None, None) => return Ok(()),
         };
         if !args.server.json {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
@@ -224,11 +231,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut launch = Launch::new(&args, &api, job, hosts, ca);
         launch.has_submitted_job = has_submitted_job;
         let result = match &template {
-            Some(template) => {
-                launch.bundle.dir.clone_from(&template.dir);
-                launch.bundle.in_pod = true;
-                kubernetes::start(&mut launch, template).await
-            }
+            Some(template) => kubernetes::start(&mut launch, template).await,
             None => launch.start().await,
         };
         launch.finish(result).await

@@ -90,16 +90,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if args.server.json {
         return output::json(&jobs);
     }
+    let conditions = args.conditions.iter().flat_map(|conditions| conditions.split(','));
+    let keys: BTreeSet<&str> = conditions.map(condition_key).collect();
     if jobs.is_empty() && has_filter {
-        return output::line("no job matches");
+        let has_accuracy = keys.iter().any(|key| *key == "best" || quantity(key) == "accuracy");
+        let hint = if has_accuracy { "; accuracies are 0 to 1, or percentages such as 80%" } else { "" };
+        return output::line(format_args!("no job matches{hint}"));
     }
     if jobs.is_empty() {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
     let mut header = vec!["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
     let is_new = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
-    let conditions = args.conditions.iter().flat_map(|conditions| conditions.split(','));
-    let keys: BTreeSet<&str> = conditions.map(condition_key).filter(is_new).collect();
+    let keys: Vec<&str> = keys.into_iter().filter(is_new).collect();
     header.extend(&keys);
     // `jobs` has the jobs of `values` in the same order, without those that this version cannot read.
     let mut unparsed = values.iter();
@@ -110,7 +113,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .chain(keys.iter().map(|key| condition_value(unparsed_job, key)))
             .collect::<Vec<String>>()
     });
-    output::table_of_columns(&header, &["NAME"], &rows.collect::<Vec<_>>())
+    output::table_of_names(&header, &["NAME"], rows)
 }
 
 /// Returns the key in a condition that the server has accepted: `lr` in `lr > 0.1`.

@@ -88,7 +88,7 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
     let header = ["NAME", "ID", "STATE", "BUSY", "SLOTS"];
-    output::table_of_names(header, &["NAME"], machines.iter().map(row))?;
+    output::table_of_names(&header, &["NAME"], machines.iter().map(row))?;
     for machine in &machines {
         for warning in &machine.warnings {
             output::line(output::one_line(&format!("{}: {}", machine.name, warning.text)))?;
@@ -139,7 +139,9 @@ async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == name_or_id || machine.id == name_or_id);
-    find_only("machine", name_or_id, machines, |machine| format!("{} (id {})", machine.name, machine.id))
+    find_only("machine", name_or_id, machines, |Machine { name, id, online, .. }| {
+        format!("{name} (id {id}, {})", if *online { "online" } else { "offline" })
+    })
 }
 
 /// Returns the URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.
@@ -219,12 +221,12 @@ mod tests {
         assert_eq!((found("3"), found("c")), (Ok("3".into()), Ok("a".into())));
         let several = found("b").unwrap_err();
         assert!(
-            several.starts_with("2 machines have the name or the id b: b (id 2), b (id 3); "),
+            several.starts_with("2 machines have the name or the id b: b (id 2, online), b (id 3, online); "),
             "{several}"
         );
         // A machine whose id is another machine's name does not hide that machine.
         let several = found("a").unwrap_err();
-        assert!(several.contains("a (id 1), c (id a)"), "{several}");
+        assert!(several.contains("a (id 1, online), c (id a, online)"), "{several}");
         assert!(found("d").unwrap_err().starts_with("no machine is called d; "));
     }
 

@@ -66,6 +66,7 @@ pub(crate) mod webhook;
 mod weight_files;
 pub(crate) mod weights;
 
+use lockstep_protocol::spec::nearest;
 use std::{io::IsTerminal, process::ExitCode};
 
 /// Text at the end of `lockstep --help`.
@@ -94,7 +95,8 @@ pub(crate) fn find_only<T>(
 ) -> anyhow::Result<T> {
     match matching.len() {
         0 => {
-            Err(usage_error(format!("no {noun} is called {name}; `lockstep {noun} list` shows all {noun}s")))
+            let list = format!("lockstep {noun} list");
+            Err(usage_error(unknown_name_message(noun, &list, std::iter::empty(), name)))
         }
         1 => Ok(matching.swap_remove(0)),
         count => Err(usage_error(output::one_line(&format!(
@@ -102,6 +104,18 @@ pub(crate) fn find_only<T>(
             matching.iter().map(describe).collect::<Vec<_>>().join(", ")
         )))),
     }
+}
+
+/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. The command `list` shows all
+/// objects.
+pub(crate) fn unknown_name_message<'a>(
+    noun: &str,
+    list: &str,
+    names: impl Iterator<Item = &'a str>,
+    name: &str,
+) -> String {
+    let near = nearest(name, names).map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
+    format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
 }
 
 /// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.

@@ -82,20 +82,20 @@ pub(crate) fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
 ) -> anyhow::Result<()> {
-    table_of_names(header, &[], rows)
+    table_of_names(&header, &[], rows)
 }
 
-/// Like [`table`]. If the table is wider than the terminal, cells in the columns `names` are shortened in the middle. A pipe receives whole
-/// names.
-pub(crate) fn table_of_names<const N: usize>(
-    header: [&str; N],
+/// Like [`table`]. Each row must have a cell for each column. If the table is wider than the terminal, cells in the columns `names` are
+/// shortened in the middle. A pipe receives whole names.
+pub(crate) fn table_of_names(
+    header: &[&str],
     names: &[&str],
-    rows: impl IntoIterator<Item = [String; N]>,
+    rows: impl IntoIterator<Item: AsRef<[String]>>,
 ) -> anyhow::Result<()> {
-    Table::new(&header, names, rows).print()
+    Table::new(header, names, rows).print()
 }
 
-/// Like [`table_of_columns`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed below
+/// Like [`table_of_names`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed below
 /// its row.
 pub(crate) fn table_of_sentences(
     header: &[&str],
@@ -103,11 +103,6 @@ pub(crate) fn table_of_sentences(
     rows: &[Vec<String>],
 ) -> anyhow::Result<()> {
     Table { has_sentences: true, ..Table::new(header, names, rows) }.print()
-}
-
-/// Like [`table_of_names`], for a number of columns that is not constant. Each row must have a cell for each column.
-pub(crate) fn table_of_columns(header: &[&str], names: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
-    Table::new(header, names, rows).print()
 }
 
 /// Number of spaces between two columns.

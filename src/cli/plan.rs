@@ -299,7 +299,8 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             let dataset = job_file::find_dataset(spec, &args.job).ok_or_else(|| {
                 let given = &spec.data.dataset;
                 usage_error(format!(
-                    "data.dataset: {given} does not exist on this machine: give --classes N and data.image_size instead"
+                    "data.dataset: {given} does not exist on this machine: give the dataset's folder with --set data.dataset=DIR \
+                     (`lockstep dataset list` shows the folders of registered datasets), or --classes N and data.image_size"
                 ))
             })?;
             let mut data = spec.data.clone();

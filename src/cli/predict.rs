@@ -258,10 +258,14 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
     let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
     let may_change = !args.embed && !source.starts_with(SCHEME);
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let mut model = ModelUsed::of(&job, &checkpoint);
-    if args.prints_lines() {
-        model.print();
-    }
+    let announce = |checkpoint: &ListedCheckpoint| {
+        let model = ModelUsed::of(&job, checkpoint);
+        if args.prints_lines() {
+            model.print();
+        }
+        model
+    };
+    let mut model = announce(&checkpoint);
     let mut results = Vec::new();
     for image in images {
         let name = image.display().to_string();
@@ -282,10 +286,7 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                         return Err(error);
                     }
                     checkpoint = chosen;
-                    model = ModelUsed::of(&job, &checkpoint);
-                    if args.prints_lines() {
-                        model.print();
-                    }
+                    model = announce(&checkpoint);
                 }
                 response => break response?,
             }

@@ -268,7 +268,7 @@ pub(crate) struct Server {
     /// Address without TLS for programs on this machine.
     local_address: SocketAddr,
     data_dir: PathBuf,
-    shutdown: Option<oneshot::Sender<()>>,
+    shutdown: oneshot::Sender<()>,
     /// Completes when the server ends, for any reason.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
@@ -312,7 +312,6 @@ impl Server {
                 let has_nccl_interface = !matches!(lockstep_host::nccl_interface(), Ok(None));
                 let is_specific = !ip.is_unspecified() && !ip.is_loopback();
                 let advertise = (!has_nccl_interface && is_specific).then(|| ip.to_string());
-                let shutdown = Some(shutdown);
                 let server =
                     Self { running, local_address, data_dir, shutdown, ended, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
@@ -356,13 +355,13 @@ impl Server {
     ///
     /// # Errors
     /// The server failed in the meantime.
-    pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
+    pub(crate) async fn stop(self) -> anyhow::Result<()> {
         access::forget_address(&self.data_dir);
-        if let Some(agent) = self.agent.take() {
+        if let Some(agent) = self.agent {
             agent.stop().await;
         }
-        drop(self.shutdown.take());
-        server_result((&mut self.ended).await)
+        drop(self.shutdown);
+        server_result(self.ended.await)
     }
 }
 

@@ -3,10 +3,7 @@
 use super::{
     api::ServerArgs,
     block_on,
-    job_file::{
-        UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document,
-        remove_datasets_if_refused,
-    },
+    job_file::{self, UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document},
     output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{Job, spec::from_json, sweep::Sweep};
@@ -59,7 +56,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = read_document(&args.job, &args.sets)?;
     add_labels(&mut document, &args);
-    args.grid.write(&args.job, &mut document)?;
+    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }
@@ -70,17 +67,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(_) => return check(&args.job, &document).map(drop),
     };
     block_on(async {
-        let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
-        let registered = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
-            // The server may be unreachable, or not allow the request.
+            // The server may be unreachable, or not allow the requests.
+            let _ = name_dataset(&api, &mut document, UnknownPath::Keep).await;
             let found = api.find_mistakes(&document).await.unwrap_or_default();
             let mistakes = merge_mistakes(&document, local_mistakes, found);
             return Err(mistakes_error(&args.job, &mistakes));
         }
-        let registered = registered?;
-        let job: Job =
-            remove_datasets_if_refused(&api, &registered, api.post("/jobs", &document).await).await?;
+        let post = async |document: &Value| api.post("/jobs", document).await;
+        let job: Job = job_file::submit(&api, &mut document, post).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
         // `follow_to_end` with JSON prints the job itself.
@@ -105,9 +100,8 @@ fn shows_progress(args: &Args) -> bool {
 fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let registered = name_dataset(&api, &mut document, UnknownPath::Register).await?;
-        let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps", &document).await;
-        let sweep = remove_datasets_if_refused(&api, &registered, sweep).await?;
+        let post = async |document: &Value| api.post_once("/sweeps", document).await;
+        let sweep: Sweep = job_file::submit(&api, &mut document, post).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
         // `follow_to_end` with JSON prints only the sweep at its end.
         if !(follows && as_json) {

@@ -17,23 +17,10 @@ use std::path::Path;
 pub(crate) struct GridArgs {
     /// A sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
-    sweeps: Vec<String>,
+    pub(crate) sweeps: Vec<String>,
     /// Cross-validation: a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
     pub(crate) folds: Option<u32>,
-}
-
-impl GridArgs {
-    /// Writes the sweep into a job file, if these options are given.
-    ///
-    /// # Errors
-    /// See [`write_grid`].
-    pub(crate) fn write(&self, path: &Path, document: &mut Value) -> anyhow::Result<()> {
-        if self.sweeps.is_empty() && self.folds.is_none() {
-            return Ok(());
-        }
-        write_grid(path, document, &self.sweeps, self.folds)
-    }
 }
 
 /// Checks a file with a section `sweep` locally. Returns the number of its trials, or `None` for a file without this section.
@@ -109,7 +96,7 @@ pub(crate) fn trial_documents(document: &Value) -> Vec<Value> {
 }
 
 /// Writes a grid into a job file: the values of each `--sweep`, such as `train.lr=0.1,0.05`, and with `--folds` all folds of a
-/// cross-validation. Values are written as in a job file; quotes of texts may be left out.
+/// cross-validation. Values are written as in a job file; quotes of texts may be left out. Without these options, the file stays as it is.
 ///
 /// # Errors
 /// Exit status 2 if an argument is invalid, a key is repeated, or the file has a section `sweep`.
@@ -119,6 +106,9 @@ pub(crate) fn write_grid(
     arguments: &[String],
     folds: Option<u32>,
 ) -> anyhow::Result<()> {
+    if arguments.is_empty() && folds.is_none() {
+        return Ok(());
+    }
     if document.get("sweep").is_some() {
         return Err(usage_error(format!(
             "--folds and --sweep cannot be combined with a section [sweep], and {} has one: remove the section, or put the values \

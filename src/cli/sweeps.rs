@@ -65,7 +65,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::line("no sweeps; submit a job file with a section `sweep`, or with --sweep");
             }
             output::table_of_names(
-                ["SWEEP", "NAME", "STATE", "ENDED", "BEST", "STEPS", "SUBMITTED"],
+                &["SWEEP", "NAME", "STATE", "ENDED", "BEST", "STEPS", "SUBMITTED"],
                 &["NAME"],
                 sweeps.iter().map(row),
             )
@@ -79,7 +79,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             output::line(describe_method(&sweep))?;
             let metric = format!("BEST {}", sweep.metric.to_uppercase());
             output::table_of_names(
-                ["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
+                &["TRIAL", "JOB", "STATE", "SETTING", &metric, "EPOCH", "STEPS"],
                 &["SETTING"],
                 sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)),
             )?;

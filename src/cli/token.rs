@@ -2,7 +2,7 @@
 
 use super::{
     api::{self, Api, ServerArgs, text},
-    block_on, find_only, output, usage_error,
+    block_on, file, find_only, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
 use serde_json::{Value, json};
@@ -104,6 +104,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
 
 /// Creates a token and writes it to a new file.
 async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyhow::Result<()> {
+    file::check_output(path)?;
     let failed = |error: io::Error| usage_error(format!("{}: {error}", path.display()));
     // The file is created first. If creating it failed after the request, the new token would be lost.
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;

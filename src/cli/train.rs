@@ -115,11 +115,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Some(path) => drop(checkpoint_folder(path)?),
     }
     fs::create_dir_all(&out).map_err(|e| {
-        if out.is_file() {
-            usage_error(format!("--out {}: is a file; name a folder", out.display()))
-        } else {
-            usage_error(format!("--out {}: {e}", out.display()))
-        }
+        let detail = if out.is_file() { "is a file; name a folder".to_owned() } else { e.to_string() };
+        usage_error(format!("--out {}: {detail}", out.display()))
     })?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder, which rank 0 locks for all of them.
@@ -284,7 +281,8 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
         )),
         Outcome::Stopped { step } => match newest_step(out)? {
             Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
-                "stopped after step {step}; --resume latest continues from this step{repeat_note}"
+                "stopped after step {step}; its checkpoint is in {}; --resume latest continues from this step{repeat_note}",
+                out.join("checkpoints").display()
             )))),
             Some(saved) => anyhow::bail!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
@@ -316,7 +314,7 @@ fn newest_step(out: &Path) -> anyhow::Result<Option<u64>> {
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(default) = &spec.data.validation else { return };
     // In these cases the default stays, and the dataset need not be read.
-    if default == "none" || spec.data.folds.is_some() || dataset.join(default).is_dir() {
+    if default == "none" || spec.data.folds.is_some() {
         return;
     }
     if dataset.join("train").is_dir() {

@@ -3,15 +3,16 @@
 use super::{
     age::format_duration,
     api::{Api, ServerArgs},
-    block_on, file,
+    block_on, dataset, file,
     job_file::{self, UnknownPath},
     output, sweep,
 };
 use lockstep_host::cache;
 use lockstep_protocol::{
     JobSpec,
+    dataset::Dataset,
     numbers::plural,
-    spec::{self, SpecError},
+    spec::{self, BrokenFiles, SpecError},
 };
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
@@ -67,7 +68,7 @@ struct Estimate {
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::read_document(&args.job, &args.sets)?;
-    args.grid.write(&args.job, &mut document)?;
+    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
     let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
         None => (None, job_file::parse(&document).err().unwrap_or_default()),
@@ -97,6 +98,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&response);
     }
     let spec = &plan.spec;
+    // Without "skip", a warning above names the broken files.
+    if spec.data.broken_files == BrokenFiles::Skip
+        && let Some(Dataset { name, info, .. }) = block_on(dataset::find_by_name(&api, &spec.data.dataset))?
+        && info.broken_count > 0
+    {
+        output::warn(format_args!(
+            "note: {} of {name} cannot be read, and training leaves out such files; `lockstep dataset inspect {name}` lists them",
+            plural(info.broken_count, "file")
+        ));
+    }
     let about = if plan.is_expected { "about " } else { "" };
     let of_trial = if trials.is_some() { " for the first trial" } else { "" };
     let estimate = plan.estimate.map(|Estimate { secs, name }| {

@@ -49,7 +49,9 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     assert_eq!(other.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
-    let restored: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
+    let restored = other.cli(&["restore", file, "--database", &url, "--json"]);
+    assert!(restored.stderr.contains("an earlier `local` stays offline"), "{}", restored.stderr);
+    let restored: Value = restored.json();
     assert!(restored["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{restored}");
     other.cli(&["restore", file, "--database", &url]).assert_usage_error(&["is not empty"]);
     other.cli(&["migrate", "--database", &url]).ok();

@@ -74,6 +74,11 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
         let named = inspected.ok().lines().find(|l| l.contains("data_batch_2.bin")).expect("its name");
         assert!(named.contains("3073"), "{named}");
     }
+    let job = "[model]\narch = \"resnet20\"\n[data]\ndataset = \"cifar10\"\nbroken_files = \"skip\"\n[train]\nbatch_size = 1\n";
+    let job = server.folder().write("job.toml", job);
+    let checked = server.cli(&["validate", job.to_str().expect("UTF-8")]);
+    assert!(checked.ok().contains("has no mistake"), "{}", checked.stdout);
+    assert!(checked.stderr.contains("note: 1 file of cifar10 cannot be read"), "{}", checked.stderr);
     let spec = |policy: &str| {
         let spec = specs::short(policy, "cifar10", 2, 3);
         specs::with(spec, json!({"data": {"broken_files": policy}}))

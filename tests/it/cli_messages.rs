@@ -67,6 +67,9 @@ async fn init_writes_a_file_for_train_and_submit() {
     let trained = server.cli(&[&["train", "few.toml", "--out", "few-run"][..], &QUICK].concat());
     assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
     assert!(!(trained.stdout + &trained.stderr).contains("no validation picture"));
+    server
+        .cli(&["init", root, "-o", "none/x.toml"])
+        .assert_usage_error(&["none/x.toml: the folder none does not exist"]);
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
     server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);

@@ -135,6 +135,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
             .cli(&["dataset", "remove", name])
             .assert_usage_error(&["no dataset is called", "dataset list"]);
     }
+    server.cli(&["dataset", "inspect", "pet"]).assert_usage_error(&["did you mean \"pets\"?"]);
     server.cli(&["dataset", "remove", "pets"]).assert_usage_error(&["pets stays as it is", "--yes"]);
     let removed = server.cli(&["dataset", "remove", "pets", "--yes"]);
     assert!(removed.ok().contains("pets removed; its files at ") && removed.stdout.contains("hub"));

@@ -142,8 +142,11 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     assert_eq!(message.matches("layer1.0.conv1").count(), 1, "{message}");
     assert!(message.contains("and 44 more (lockstep plan lists them)"), "{message}");
     write_job(folder, AUTO);
+    let message = refusal(&[]);
     assert!(
-        refusal(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size")
+        message.contains("faces does not exist on this machine: give the dataset's folder")
+            && message.contains("or --classes N and data.image_size"),
+        "{message}"
     );
     let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
     assert!(message.contains("--set data.image_size=SIDE, such as 32 or 224"), "{message}");

@@ -4,7 +4,7 @@ use super::{
     super::{age::age, output::one_line},
     text,
 };
-use lockstep_protocol::{JobId, spec::nearest};
+use lockstep_protocol::JobId;
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
@@ -16,7 +16,7 @@ const MIN_PREFIX_CHARS: usize = 4;
 pub(super) struct Kind {
     pub(super) noun: &'static str,
     /// The command that lists all objects of this kind.
-    list: &'static str,
+    pub(super) list: &'static str,
     /// The URL path of their list.
     pub(super) path: &'static str,
     /// Whether a text is a complete id.
@@ -34,8 +34,6 @@ pub(super) const SWEEP: Kind = Kind {
         digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit())
     },
 };
-pub(super) const MODEL: Kind =
-    Kind { noun: "model", list: "lockstep model list", path: "/models", is_id: |_| false };
 /// Maximum number of jobs or sweeps that an error message lists.
 const MAX_LISTED: usize = 10;
 
@@ -106,13 +104,6 @@ pub(super) fn choose(
     }
 }
 
-/// Returns the message for a name that no object of the list `all` has. Suggests the most similar name.
-pub(super) fn unknown_name_message(Kind { noun, list, .. }: Kind, all: &[Value], name: &str) -> String {
-    let near = nearest(name, all.iter().map(|object| text(object, "name")));
-    let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
-    format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
-}
-
 /// Formats a job's id, state and age.
 fn describe(job: &Value) -> String {
     let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
@@ -136,6 +127,7 @@ fn ambiguous_prefix(jobs: &[&Value], name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::unknown_name_message;
     use serde_json::json;
 
     #[test]
@@ -150,6 +142,7 @@ mod tests {
             job("j0001", "pics", "failed", 72),
             job("j0010", "j000", "queued", 80),
         ];
+        let names = || jobs.iter().map(|job| text(job, "name"));
         // The name, the chosen job, and the note or the error.
         for (name, chosen, note_or_error) in [
             ("pics", Some("j0002"), "2 jobs are called pics; the newest is taken: j0002, running, 1 h ago"),
@@ -166,7 +159,7 @@ mod tests {
             ),
         ] {
             match choose(JOB, &jobs, name, |_| true, Several::TakeNewest)
-                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB, &jobs, name)))
+                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB.noun, JOB.list, names(), name)))
             {
                 Ok(Chosen { id, note }) => {
                     assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));

@@ -2,7 +2,7 @@
 
 use super::{UPDATE_INTERVAL, canonical, print_more_broken_files};
 use crate::cli::{output, usage_error};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use lockstep_protocol::numbers::plural;
@@ -34,7 +34,8 @@ pub(crate) struct Pictures {
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
     /// How to handle a picture that cannot be decoded: fail, or skip the picture and report it
-    #[arg(long, value_parser = policy_parser(), default_value = "fail")]
+    #[arg(long, default_value = "fail",
+        value_parser = PossibleValuesParser::new(BrokenFiles::NAMES).try_map(|name| name.parse::<BrokenFiles>()))]
     broken_files: BrokenFiles,
 }
 
@@ -48,10 +49,6 @@ impl Pictures {
 /// Parses the length of a short side, in pixels.
 pub(super) fn side_parser() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end()))
-}
-
-fn policy_parser() -> impl TypedValueParser<Value = BrokenFiles> {
-    PossibleValuesParser::new(BrokenFiles::NAMES).try_map(|name: String| name.parse::<BrokenFiles>())
 }
 
 /// Writes the copy and prints what it contains.

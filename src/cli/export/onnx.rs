@@ -6,15 +6,12 @@ use crate::cli::{
     checkpoint_choice::{Weights, find},
     file, output, usage_error, weight_files,
 };
-use anyhow::Context;
+use lockstep_host::write_atomically;
 use lockstep_protocol::models::SCHEME;
 use lockstep_worker::inspect;
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
@@ -57,9 +54,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let path = weight_files::weights_path(&folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
-    file::replace(output, |partial| {
-        fs::write(partial, &model).with_context(|| partial.display().to_string())
-    })?;
+    write_atomically(output, &model)?;
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
     let file = output.display().to_string();
     let value = json!({"file": file, "size_bytes": size_bytes, "sha256": sha256});

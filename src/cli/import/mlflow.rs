@@ -3,7 +3,7 @@
 
 mod server;
 
-use super::{Failure, ReadRuns, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
+use super::{Failure, Parts, Run, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::usage_error;
 use anyhow::Context;
 use serde_json::Value;
@@ -16,26 +16,23 @@ use std::{
 const META_FILE: &str = "meta.yaml";
 
 /// Returns the runs of a store, in the order of their folders. Deleted runs are left out.
-pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     if let Some(url) =
         root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
     {
-        return server::sources(url);
+        return server::parts(url);
     }
     check_folder(root)?;
-    let mut runs = Sources::new();
+    let mut runs = Vec::new();
     // The store itself, or the folder that contains `mlruns`.
     for root in [root.to_owned(), root.join("mlruns")] {
         if !root.is_dir() {
             continue;
         }
         for experiment in sorted_entries(&root)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
-            for run in sorted_entries(&experiment)?.into_iter().filter(|path| path.join(META_FILE).is_file())
-            {
-                let (shown, experiment) = (run.display().to_string(), experiment.clone());
-                let read: ReadRuns = Box::new(move || Ok(read_run(&experiment, &run)?.into_iter().collect()));
-                runs.push((shown, read));
-            }
+            let entries = sorted_entries(&experiment)?.into_iter();
+            let folders = entries.filter(|path| path.join(META_FILE).is_file());
+            runs.extend(folders.map(|run| (experiment.clone(), run)));
         }
     }
     if runs.is_empty() {
@@ -45,7 +42,10 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
             root.display()
         )));
     }
-    Ok(runs)
+    let read = |(experiment, run): (PathBuf, PathBuf)| {
+        (run.display().to_string(), read_run(&experiment, &run).map(Vec::from_iter))
+    };
+    Ok(Box::new(runs.into_iter().map(read)))
 }
 
 fn read_meta(folder: &Path) -> anyhow::Result<Value> {

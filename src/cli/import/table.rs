@@ -1,6 +1,6 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
-use super::{ReadRuns, Run, Sources, derive_id, file_name};
+use super::{Parts, Run, derive_id, file_name};
 use crate::cli::usage_error;
 use anyhow::Context;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
@@ -12,6 +12,7 @@ use parquet::{
 use std::{
     collections::BTreeMap,
     fs::{self, File},
+    iter,
     path::Path,
 };
 
@@ -27,19 +28,19 @@ pub(super) struct Table {
 }
 
 /// Returns the runs in a file. `id` identifies the runs in place of the file's path.
-pub(super) fn sources(
+pub(super) fn parts(
     file: &Path,
     id: Option<&str>,
     read: impl Fn(&Path) -> anyhow::Result<Table> + 'static,
-) -> anyhow::Result<Sources> {
+) -> anyhow::Result<Parts> {
     if !file.is_file() {
         return Err(usage_error(format!("{}: there is no such file", file.display())));
     }
     let shown = file.display().to_string();
     let path = file.canonicalize().with_context(|| shown.clone())?;
     let identity = id.map_or_else(|| path.to_string_lossy().into_owned(), str::to_owned);
-    let read: ReadRuns = Box::new(move || make_runs(&file_name(&path), &identity, &read(&path)?));
-    Ok(vec![(shown, read)])
+    let read_runs = move || read(&path).and_then(|table| make_runs(&file_name(&path), &identity, &table));
+    Ok(Box::new(iter::once_with(move || (shown, read_runs()))))
 }
 
 /// Reads a CSV file (RFC 4180).

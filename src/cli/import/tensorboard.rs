@@ -1,6 +1,6 @@
 //! TensorBoard's event files: each folder with event files is a run.
 
-use super::{Failure, ReadRuns, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
+use super::{Failure, Parts, Run, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
     usage_error,
@@ -11,29 +11,31 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Returns the runs of a log directory, in the order of their paths.
-pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     check_folder(root)?;
-    let mut found = Sources::new();
-    collect_runs(root, root, &mut found)?;
+    let mut found = Vec::new();
+    collect_folders(root, &mut found)?;
     if found.is_empty() {
         let detail = format!("{} has no event files: no file is called *tfevents*", root.display());
         return Err(usage_error(detail));
     }
-    Ok(found)
+    let root = root.to_owned();
+    Ok(Box::new(found.into_iter().map(move |(folder, files)| {
+        let name = folder.strip_prefix(&root).map(|path| path.to_string_lossy().into_owned());
+        let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(&folder));
+        (folder.display().to_string(), read_run(name, &file_name(&folder), &files).map(|run| vec![run]))
+    })))
 }
 
-fn collect_runs(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()> {
+/// Adds the folders that have event files, each with the paths of these files.
+fn collect_folders(folder: &Path, found: &mut Vec<(PathBuf, Vec<PathBuf>)>) -> anyhow::Result<()> {
     let (folders, mut files): (Vec<_>, Vec<_>) =
         sorted_entries(folder)?.into_iter().partition(|path| path.is_dir() && !path.is_symlink());
     files.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy().contains("tfevents")));
     if !files.is_empty() {
-        let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
-        let name = name.ok().filter(|name| !name.is_empty()).unwrap_or_else(|| file_name(folder));
-        let folder_name = file_name(folder);
-        let read: ReadRuns = Box::new(move || Ok(vec![read_run(name, &folder_name, &files)?]));
-        found.push((folder.display().to_string(), read));
+        found.push((folder.to_owned(), files));
     }
-    folders.iter().try_for_each(|inner| collect_runs(root, inner, found))
+    folders.iter().try_for_each(|inner| collect_folders(inner, found))
 }
 
 /// Reads a run. `folder` is the name of the run's folder, which distinguishes runs that began at the same time.
@@ -41,14 +43,8 @@ fn read_run(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run
     let mut run = Run { name, ..Run::default() };
     for file in files {
         let outcome = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
-        if let Some(why) = outcome.with_context(|| file.display().to_string())? {
-            run.leave_out(
-                match why {
-                    "ends within an event" => "events that are not complete",
-                    _ => "ends of damaged files",
-                },
-                1,
-            );
+        if let Some(unread) = outcome.with_context(|| file.display().to_string())? {
+            run.leave_out(unread, 1);
         }
     }
     anyhow::ensure!(!run.id.is_empty(), "the event files have no event");

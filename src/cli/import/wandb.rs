@@ -2,9 +2,7 @@
 //! (<https://github.com/google/leveldb/blob/main/doc/log_format.md>, with a header and CRC-32) of messages of
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
-use super::{
-    Failure, ReadRuns, Run, Sources, check_folder, collect_numbers, derive_id, file_name, sorted_entries,
-};
+use super::{Failure, Parts, Run, check_folder, collect_numbers, derive_id, file_name, sorted_entries};
 use crate::cli::usage_error;
 use anyhow::Context;
 use crc::{CRC_32_ISO_HDLC, Crc};
@@ -142,7 +140,7 @@ impl Item {
 }
 
 /// Returns the runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
-pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
+pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     check_folder(root)?;
     let mut folders = vec![root.to_owned()];
     folders.extend(sorted_entries(root)?);
@@ -161,12 +159,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         let detail = format!("{} has no runs of W&B: no folder in it has a file *.wandb", root.display());
         return Err(usage_error(detail));
     }
-    let source = |file: PathBuf| {
-        let name = file.display().to_string();
-        let read: ReadRuns = Box::new(move || Ok(vec![read_run(&file)?]));
-        (name, read)
-    };
-    Ok(files.into_iter().map(source).collect())
+    let read = |file: PathBuf| (file.display().to_string(), read_run(&file).map(|run| vec![run]));
+    Ok(Box::new(files.into_iter().map(read)))
 }
 
 fn read_run(file: &Path) -> anyhow::Result<Run> {

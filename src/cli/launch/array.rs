@@ -3,8 +3,7 @@
 use super::{
     super::{
         api::{Api, SERVER_TIMEOUT, parse_list},
-        job_file::{self, UnknownPath},
-        output, sweep, sweeps, usage_error, watch,
+        job_file, output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch, create_private_folder, format_command,
     hosts::Host,
@@ -50,9 +49,8 @@ pub(super) async fn run(
         return print_dry_run(args, &hosts, device, &trials);
     }
     let ca = machines::read_ca(args)?;
-    let registered = job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
-    let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps?launched=true", &document).await;
-    let sweep = job_file::remove_datasets_if_refused(api, &registered, sweep).await?;
+    let post = async |document: &Value| api.post_once("/sweeps?launched=true", document).await;
+    let sweep: Sweep = job_file::submit(api, &mut document, post).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());

@@ -47,6 +47,8 @@ pub(super) fn print_objects(
 /// # Errors
 /// Kubernetes refuses an object, its Job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
+    launch.bundle.dir.clone_from(&template.dir);
+    launch.bundle.in_pod = true;
     let cluster = Cluster::connect(&launch.args).await?;
     let name = objects::object_name(launch.job.id.as_str(), &launch.job.name);
     // In a pod, a loopback address means the pod itself.

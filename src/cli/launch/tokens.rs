@@ -1,7 +1,10 @@
 //! The agents' tokens: created for a launch, and revoked when the job is over.
 
 use super::{
-    super::{api::Api, output},
+    super::{
+        api::{Api, text},
+        output,
+    },
     Host, Launch,
     bundle::Node,
 };
@@ -31,14 +34,12 @@ impl Launch {
                 .post("/tokens", &body)
                 .await
                 .context("cannot make a token for an agent, which needs the scope admin")?;
-            let text =
-                |pointer| created.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
-            self.token_ids.push(text("/id"));
+            self.token_ids.push(text(&created, "id").to_owned());
             self.bundle.nodes.push(Node {
                 name,
                 host: host.name.clone(),
                 agent_id,
-                token: text("/secret"),
+                token: text(&created, "secret").to_owned(),
                 slots: host.slots.unwrap_or(1),
                 device,
                 gpus: host.devices.clone(),

@@ -111,8 +111,10 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
             std::thread::sleep(Duration::from_millis(10));
         }
         let (output, took) = interrupt(child);
-        let words = "stopped after step 12; --resume latest continues from this step; give --out, --set, --ranks again\n";
-        assert!(output.ends_with(words) && !output.contains("error: "), "{output}");
+        let end = "; --resume latest continues from this step; give --out, --set, --ranks again\n";
+        assert!(output.ends_with(end) && !output.contains("error: "), "{output}");
+        let words = "stopped after step 12; its checkpoint is in ";
+        assert!(output.contains(words) && output.contains("/checkpoints; "), "{output}");
         assert!(took < Duration::from_secs(30), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is interrupted"), "{log}");

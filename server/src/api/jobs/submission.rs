@@ -15,7 +15,7 @@ use lockstep_protocol::{
     models::{SCHEME, VersionName},
     numbers::plural,
     pickle,
-    spec::{BrokenFiles, KNOWN_WEIGHTS, ParallelSpec, SpecError, Validation},
+    spec::{BrokenFiles, KNOWN_WEIGHTS, ParallelSpec, SpecError, Validation, nearest},
 };
 use std::time::Duration;
 
@@ -194,7 +194,11 @@ pub(crate) async fn check_pretrained(
             let why = error.in_words();
             return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
         }
-        Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
+        Err(error @ RequestError::NobodyHasFiles { .. }) => {
+            let near =
+                nearest(given, KNOWN_WEIGHTS.into_iter()).map(|near| format!("; did you mean {near:?}?"));
+            return mistake(error.in_words() + &near.unwrap_or_default());
+        }
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent gave an unexpected reply".to_owned(),
         Err(error) => error.in_words(),

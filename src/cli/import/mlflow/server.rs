@@ -1,6 +1,6 @@
 //! Runs of a server with MLflow's REST interface (2.0), read with the requests of MLflow's own client.
 
-use super::{Failure, ReadRuns, Run, Sources, add_points, add_settings, new_run, text};
+use super::{Failure, Parts, Run, add_points, add_settings, new_run, text};
 use crate::cli::{block_on, usage_error};
 use anyhow::Context;
 use jiff::Timestamp;
@@ -12,7 +12,6 @@ use std::{env, time::Duration};
 /// Time limit for one response: a page of runs or points.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
-#[derive(Clone)]
 struct Server {
     /// URL to which a call's name is appended.
     base: String,
@@ -20,18 +19,19 @@ struct Server {
 }
 
 /// Returns the runs of all experiments.
-pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
+pub(super) fn parts(url: &str) -> anyhow::Result<Parts> {
     let tls = tls::client_config(None).map_err(usage_error)?;
     let client =
         Client::builder().timeout(RESPONSE_TIMEOUT).tls_backend_preconfigured((*tls).clone()).build()?;
     let server = Server { base: format!("{}/api/2.0/mlflow", url.trim_end_matches('/')), client };
-    let mut found = Sources::new();
-    for (experiment, run) in block_on(server.list_runs())? {
-        let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        let read: ReadRuns = Box::new(move || Ok(vec![block_on(server.read_run(&experiment, &run))?]));
-        found.push((shown, read));
+    let runs = block_on(server.list_runs())?;
+    if runs.is_empty() {
+        return Err(usage_error(format!("{url} has no runs")));
     }
-    if found.is_empty() { Err(usage_error(format!("{url} has no runs"))) } else { Ok(found) }
+    Ok(Box::new(runs.into_iter().map(move |(experiment, run)| {
+        let shown = format!("run {}", text(&run["info"], "run_id"));
+        (shown, block_on(server.read_run(&experiment, &run)).map(|run| vec![run]))
+    })))
 }
 
 impl Server {

@@ -34,7 +34,7 @@ const GRACE_SECS: u64 = 60;
 #[derive(Debug, Clone)]
 pub(in super::super) struct Template {
     /// Folder for the agents' state in the pods.
-    pub(in super::super) dir: PathBuf,
+    pub(super) dir: PathBuf,
     metadata: Map<String, Value>,
     spec: Map<String, Value>,
     /// Index of the agent's container.

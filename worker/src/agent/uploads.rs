@@ -299,12 +299,9 @@ fn make_temporary(failed: RequestError) -> RequestError {
 async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
     let mut file = tokio::fs::File::open(path).await?;
     file.seek(io::SeekFrom::Start(offset)).await?;
-    let mut piece = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
-    file.take(size).read_to_end(&mut piece).await?;
-    match piece.len() as u64 == size {
-        true => Ok(piece),
-        false => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
+    let mut piece = vec![0; size as usize];
+    file.read_exact(&mut piece).await?;
+    Ok(piece)
 }
 
 #[cfg(test)]

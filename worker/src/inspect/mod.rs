@@ -14,7 +14,7 @@ pub use predict::{embed, predict, write_embeddings};
 
 use lockstep_host::{SECRETS, cache, files::allowed::is_allowed};
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, RequestQueue},
+    agent::{AgentReply, AgentRequest},
     inspect::{MAX_CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
@@ -30,11 +30,9 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Permits for concurrent requests, per queue. A request waits only for requests in the same queue.
-static LONG: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static PREDICTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static SHORT: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static INSPECTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
+/// Permits for concurrent requests, by [`RequestQueue`](lockstep_protocol::agent::RequestQueue). A request waits only for requests in
+/// the same queue.
+static QUEUES: [Semaphore; 4] = [const { Semaphore::const_new(MAX_CONCURRENT_REQUESTS) }; 4];
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// Requests for progress, which are repeated, and may concern a file system that hangs.
@@ -60,12 +58,7 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
             };
             return answer_in_this_process(request.clone(), permit).await;
         }
-        _ => match request.queue() {
-            RequestQueue::Inspections => &INSPECTIONS,
-            RequestQueue::Long => &LONG,
-            RequestQueue::Predictions => &PREDICTIONS,
-            RequestQueue::Short => &SHORT,
-        },
+        _ => &QUEUES[request.queue() as usize],
     };
     let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
     send_to_process(program, request).await?

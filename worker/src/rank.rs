@@ -190,7 +190,6 @@ fn run_attempt(
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
             if needs.shared_memory { ShmProcessGroup::meet(&joined, ring)? } else { ring };
-        all_reduce_once(comm.as_ref())?;
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let joined = Arc::new(joined);
         // The store stays open until the process of rank 0 ends, because other ranks may still send requests.
@@ -256,19 +255,6 @@ fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
              parallel.device, and leave out machines without this device (lockstep doctor shows a machine's devices)"
         ))))
     })
-}
-
-/// Runs an all-reduce with a known sum, before training depends on the connections.
-fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
-    let mut sum = [f64::from(comm.rank())];
-    comm.all_reduce((&mut sum).into()).map_err(TrainError::from)?;
-    let ranks = f64::from(comm.size());
-    let expected = ranks * (ranks - 1.0) / 2.0;
-    if sum[0] == expected {
-        return Ok(());
-    }
-    let error = format!("the ranks' first all-reduce returned {} instead of {expected}", sum[0]);
-    Err(RankError::System(std::io::Error::other(error)))
 }
 
 /// The first rank of each machine logs the address at which its ranks listen for ranks of other machines.

@@ -103,7 +103,9 @@ impl Session {
                 agent.state_dir.record_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
-                agent.restart_wait();
+                if let Some(wait) = &mut agent.next_attempt_wait {
+                    wait.restart();
+                }
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,

@@ -219,7 +219,6 @@ fn run_attempt(
         device,
         local_ranks: config.local_ranks,
         threads: config.threads as usize,
-        rank: config.rank,
         group: comm,
         store,
         watchdog: watchdog.clone(),

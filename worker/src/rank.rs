@@ -19,7 +19,7 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, SingleRank, first_differing_rank,
+    ProcessGroup, SingleRank, any_rank, first_differing_rank,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -273,23 +273,19 @@ fn warn_if_unencrypted(
     on_cores: bool,
     reporter: &Reporter,
 ) -> Result<(), RankError> {
-    let mut any = [f64::from(u8::from(next_is_elsewhere))];
-    comm.all_reduce((&mut any).into()).map_err(TrainError::from)?;
-    if any[0] > 0.0 && comm.rank() == 0 {
-        reporter.log(unencrypted_warning(on_cores));
+    if any_rank(comm, next_is_elsewhere).map_err(TrainError::from)? && comm.rank() == 0 {
+        reporter.log(&unencrypted_warning(on_cores));
     }
     Ok(())
 }
 
 /// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
-fn unencrypted_warning(on_cores: bool) -> &'static str {
-    if on_cores {
-        "ranks are on several machines, and their connections are not encrypted: keep these machines in a private network or \
+fn unencrypted_warning(on_cores: bool) -> String {
+    let nccl = if on_cores { "" } else { ", nor does NCCL authenticate them" };
+    format!(
+        "ranks are on several machines, and their connections are not encrypted{nccl}: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
-    } else {
-        "ranks are on several machines, and their connections are not encrypted, nor does NCCL authenticate them: keep these \
-         machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
-    }
+    )
 }
 
 /// Starts the watchdog, which ends this rank when steps no longer complete, even while a thread waits for the GPU.

@@ -7,7 +7,7 @@ use super::{
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
-use lockstep_protocol::checkpoint_files::{self, MANIFEST, MODEL, index_name};
+use lockstep_protocol::checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, index_name};
 use lockstep_worker::checkpoint::{self, ManifestFile};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -110,6 +110,12 @@ pub(super) async fn fetch_beside(
 
 /// Whether `folder` has the weights of a checkpoint.
 pub(super) fn has_weights(folder: &Path) -> bool {
+    has_trained_weights(folder)
+        || [AVERAGE, &index_name(AVERAGE)].iter().any(|file| folder.join(file).exists())
+}
+
+/// Whether `folder` has, or according to its manifest should have, other weights than averaged weights.
+fn has_trained_weights(folder: &Path) -> bool {
     [MODEL, &index_name(MODEL), MANIFEST].iter().any(|file| folder.join(file).exists())
 }
 
@@ -169,9 +175,14 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
     file::replace(target, |partial| checkpoint::join(&files, partial).map_err(usage_error))
 }
 
-/// Returns the path to pass to [`checkpoint::model_files`] for these weights of the checkpoint in `folder`.
+/// Returns the path to pass to [`checkpoint::model_files`] for these weights of the checkpoint in `folder`. If the folder has only averaged
+/// weights, prints a note and returns their path.
 pub(super) fn weights_path(folder: &Path, weights: Weights) -> PathBuf {
     match weights {
+        Weights::Model if has_weights(folder) && !has_trained_weights(folder) => {
+            output::warn(format_args!("{} has only averaged weights, which are used", folder.display()));
+            folder.join(AVERAGE)
+        }
         Weights::Model => folder.to_owned(),
         Weights::Ema => folder.join(weights.file_name()),
     }

@@ -55,6 +55,11 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let path = path.to_str().expect("UTF-8");
     server.cli(&["download", &id, "--weights", "ema", "-o", path]).ok();
     assert!(fs::read(path).expect("the average") == average);
+    let only = folder.join("only");
+    fs::create_dir(&only).expect("a folder");
+    fs::write(only.join("ema.safetensors"), &average).expect("weights");
+    server.cli(&["export", only.to_str().expect("UTF-8"), "-o", path]).ok();
+    assert!(fs::read(path).expect("the average") == average, "exported from a folder without other weights");
 
     let loss = async |weights: &str| server.evaluation(&id, weights).await["loss"].as_f64().expect("a loss");
     let losses = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];

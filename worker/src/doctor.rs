@@ -19,7 +19,6 @@ use lockstep_host::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    fs,
     net::{TcpListener, TcpStream},
     path::Path,
     time::{Duration, Instant},
@@ -82,23 +81,23 @@ fn cpu() -> Finding {
 }
 
 fn simd() -> Finding {
-    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags: Vec<&str> = text
-        .lines()
-        .find_map(|line| line.strip_prefix("flags").or_else(|| line.strip_prefix("Features")))
-        .unwrap_or("")
-        .split_whitespace()
-        .collect();
-    let has = |flag| flags.contains(&flag);
-    if has("avx512f") {
-        finding("SIMD", Grade::Ok, "AVX-512".into(), "")
-    } else if has("avx2") && has("fma") {
-        finding("SIMD", Grade::Ok, "AVX2 with FMA".into(), "")
-    } else if cfg!(target_arch = "aarch64") {
-        finding("SIMD", Grade::Ok, "NEON".into(), "")
+    #[cfg(target_arch = "x86_64")]
+    let found = if is_x86_feature_detected!("avx512f") {
+        Some("AVX-512")
+    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        Some("AVX2 with FMA")
     } else {
-        let advice = "The CPU engine will be slow. In a virtual machine, pass the host's CPU model through.";
-        finding("SIMD", Grade::Problem, "neither AVX2 nor AVX-512".into(), advice)
+        None
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let found = cfg!(target_arch = "aarch64").then_some("NEON");
+    match found {
+        Some(found) => finding("SIMD", Grade::Ok, found.into(), ""),
+        None => {
+            let advice =
+                "The CPU engine will be slow. In a virtual machine, pass the host's CPU model through.";
+            finding("SIMD", Grade::Problem, "neither AVX2 nor AVX-512".into(), advice)
+        }
     }
 }
 

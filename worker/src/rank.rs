@@ -19,7 +19,7 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, SingleRank, first_differing_rank,
+    ProcessGroup, SingleRank, any_rank, first_differing_rank,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -190,7 +190,6 @@ fn run_attempt(
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
             if needs.shared_memory { ShmProcessGroup::meet(&joined, ring)? } else { ring };
-        all_reduce_once(comm.as_ref())?;
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let joined = Arc::new(joined);
         // The store stays open until the process of rank 0 ends, because other ranks may still send requests.
@@ -220,7 +219,6 @@ fn run_attempt(
         device,
         local_ranks: config.local_ranks,
         threads: config.threads as usize,
-        rank: config.rank,
         group: comm,
         store,
         watchdog: watchdog.clone(),
@@ -258,19 +256,6 @@ fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
     })
 }
 
-/// Runs an all-reduce with a known sum, before training depends on the connections.
-fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
-    let mut sum = [f64::from(comm.rank())];
-    comm.all_reduce((&mut sum).into()).map_err(TrainError::from)?;
-    let ranks = f64::from(comm.size());
-    let expected = ranks * (ranks - 1.0) / 2.0;
-    if sum[0] == expected {
-        return Ok(());
-    }
-    let error = format!("the ranks' first all-reduce returned {} instead of {expected}", sum[0]);
-    Err(RankError::System(std::io::Error::other(error)))
-}
-
 /// The first rank of each machine logs the address at which its ranks listen for ranks of other machines.
 fn log_listen_address(config: &RankConfig, reporter: &Reporter) {
     let ranks: Vec<_> = config.start.ranks.iter().map(|(rank, _)| rank.to_string()).collect();
@@ -288,23 +273,19 @@ fn warn_if_unencrypted(
     on_cores: bool,
     reporter: &Reporter,
 ) -> Result<(), RankError> {
-    let mut any = [f64::from(u8::from(next_is_elsewhere))];
-    comm.all_reduce((&mut any).into()).map_err(TrainError::from)?;
-    if any[0] > 0.0 && comm.rank() == 0 {
-        reporter.log(unencrypted_warning(on_cores));
+    if any_rank(comm, next_is_elsewhere).map_err(TrainError::from)? && comm.rank() == 0 {
+        reporter.log(&unencrypted_warning(on_cores));
     }
     Ok(())
 }
 
 /// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
-fn unencrypted_warning(on_cores: bool) -> &'static str {
-    if on_cores {
-        "ranks are on several machines, and their connections are not encrypted: keep these machines in a private network or \
+fn unencrypted_warning(on_cores: bool) -> String {
+    let nccl = if on_cores { "" } else { ", nor does NCCL authenticate them" };
+    format!(
+        "ranks are on several machines, and their connections are not encrypted{nccl}: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
-    } else {
-        "ranks are on several machines, and their connections are not encrypted, nor does NCCL authenticate them: keep these \
-         machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
-    }
+    )
 }
 
 /// Starts the watchdog, which ends this rank when steps no longer complete, even while a thread waits for the GPU.

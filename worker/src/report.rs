@@ -36,6 +36,11 @@ const MAX_LINE_BYTES: usize = 4096;
 const MAX_RECORD_BYTES: u32 = 64 << 20;
 const HEADER_BYTES: usize = 8;
 
+/// Adds a path to an error.
+pub(crate) fn with_path(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
 /// The file of records of `rank` in an attempt's folder.
 pub fn events_path(attempt_dir: &Path, rank: u32) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.events"))
@@ -103,7 +108,7 @@ impl Records {
             Err(error) => {
                 // An incomplete record must not stay in the middle of the file.
                 self.file.set_len(self.length)?;
-                Err(io::Error::new(error.kind(), format!("{}: {error}", self.path.display())))
+                Err(with_path(&self.path, error))
             }
         }
     }
@@ -167,8 +172,6 @@ impl Reporter {
     /// # Errors
     /// The files already exist (a rank of an attempt runs only once), or cannot be created.
     pub fn create(attempt_dir: &Path, rank: u32) -> io::Result<Self> {
-        let with_path =
-            |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         let events = events_path(attempt_dir, rank);
         File::create_new(&events).map_err(|e| with_path(&events, e))?;
         let records = Records::append_to(&events).map_err(|e| with_path(&events, e))?;

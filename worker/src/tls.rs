@@ -4,6 +4,7 @@ mod identity;
 
 pub use identity::{IdentityFiles, create_pkcs12, read_password};
 
+use lockstep_host::files;
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, Error as TlsError, InvalidMessage, RootCertStore,
     crypto::ring,
@@ -38,14 +39,8 @@ pub fn client_config_with_identity(
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if let Some(path) = ca_file {
         let shown = path.display();
-        let metadata = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
-        if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
-            return Err(format!(
-                "the CA file {shown} must be a file of at most {} MiB",
-                MAX_FILE_BYTES >> 20
-            ));
-        }
-        let pem = std::fs::read(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
+        let pem =
+            files::read(path, MAX_FILE_BYTES).map_err(|error| format!("the CA file {shown}: {error}"))?;
         let mut count = 0;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate =

@@ -219,34 +219,37 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     // The largest divisor of `count` that is at most `given`.
     let divisor =
         |count: u32, given: u32| (1..=count.min(given)).rev().find(|n| count.is_multiple_of(*n)).unwrap_or(1);
-    // The smallest number of whole groups that has at least the given ranks.
-    let enough_ranks = |group: u64| u64::from(ranks).next_multiple_of(group.max(1));
+    // The smallest number of whole groups that has at least the given ranks, if a job may have as many ranks.
+    let or_more_ranks = |group: u64| {
+        let enough = u64::from(ranks).next_multiple_of(group.max(1));
+        if enough <= 1024 { format!(", or {enough} ranks") } else { String::new() }
+    };
     if !ranks.is_multiple_of(model) {
-        let (near, enough) = (divisor(ranks, model), enough_ranks(model.into()));
+        let (near, or_more) = (divisor(ranks, model), or_more_ranks(model.into()));
         mistake(
             "/parallel/model",
             format!(
-                "{all_ranks} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}, or {enough} ranks"
+                "{all_ranks} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}{or_more}"
             ),
         );
     } else if !(ranks / model).is_multiple_of(height) {
         let near = divisor(ranks / model, height);
-        let enough = enough_ranks(u64::from(model) * u64::from(height));
+        let or_more = or_more_ranks(u64::from(model) * u64::from(height));
         mistake(
             "/parallel/height",
             format!(
-                "{all_ranks} cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}, or \
-                 {enough} ranks"
+                "{all_ranks} cannot be divided into groups of model x height = {model} x {height}: give a height such as \
+                 {near}{or_more}"
             ),
         );
     } else if !(ranks / model / height).is_multiple_of(pipeline) {
         let near = divisor(ranks / model / height, pipeline);
-        let enough = enough_ranks(u64::from(model) * u64::from(height) * u64::from(pipeline));
+        let or_more = or_more_ranks(u64::from(model) * u64::from(height) * u64::from(pipeline));
         mistake(
             "/parallel/pipeline",
             format!(
                 "{all_ranks} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
-                 such as {near}, or {enough} ranks"
+                 such as {near}{or_more}"
             ),
         );
     }

@@ -11,7 +11,7 @@ mod words;
 use super::{
     super::{access::is_this_machine, output},
     Args, Launch,
-    follow::follow_until_over,
+    follow::{follow_until_over, read_job},
     hosts::Host,
     tokens,
     uploads::Agents,
@@ -88,6 +88,13 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         }
         // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
         launch.revoke_tokens().await;
+        // The job may have been resumed just before its agents were ended.
+        if let Ok(job) = read_job(launch).await
+            && !job.state.is_final()
+        {
+            let how = format!("Kubernetes' Job {name} has ended");
+            return Err(anyhow::Error::msg(launch.describe_early_end(&how, &job)));
+        }
     }
     result
 }

@@ -84,7 +84,7 @@ pub(super) fn read(mut file: impl Read, file_bytes: u64) -> Result<Header, NoHea
 /// Reads the header after its length field. `first` has the first [`LENGTH_BYTES`] bytes of the file, or all bytes of a shorter
 /// file.
 fn read_after_length(first: &[u8], file: impl Read, file_bytes: u64) -> Result<Header, NoHeader> {
-    let invalid = |detail: String| NoHeader::Other(detail);
+    let invalid = NoHeader::Other;
     let bytes_after_length = file_bytes.saturating_sub(LENGTH_BYTES);
     let length = <[u8; LENGTH_BYTES as usize]>::try_from(first).map(u64::from_le_bytes);
     let length = match length {

@@ -8,10 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::{
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -72,7 +69,6 @@ impl LinkMeasurement {
 pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
     let listener = TcpListener::bind((ip, 0))?;
     let port = listener.local_addr()?.port();
-    let callers = Arc::new(AtomicUsize::new(0));
     let secret = Arc::new(secret);
     std::thread::Builder::new().name("listener".into()).spawn(move || {
         for stream in listener.incoming() {
@@ -81,19 +77,13 @@ pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
                 std::thread::sleep(Duration::from_millis(50));
                 continue;
             };
-            if callers.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
-                callers.fetch_sub(1, Ordering::SeqCst);
+            // The thread of each caller has a clone of the secret.
+            if Arc::strong_count(&secret) > MAX_CALLERS {
                 continue;
             }
-            let (count, secret) = (callers.clone(), secret.clone());
-            let serve = move || {
-                // A caller that has disconnected reports the reason itself.
-                let _ = serve(stream, &secret);
-                count.fetch_sub(1, Ordering::SeqCst);
-            };
-            if std::thread::Builder::new().name("caller".into()).spawn(serve).is_err() {
-                callers.fetch_sub(1, Ordering::SeqCst);
-            }
+            let secret = secret.clone();
+            // A caller that has disconnected reports the reason itself. Without a thread, the connection is closed.
+            let _ = std::thread::Builder::new().name("caller".into()).spawn(move || serve(stream, &secret));
         }
     })?;
     Ok(port)

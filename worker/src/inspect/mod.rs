@@ -14,7 +14,7 @@ pub use predict::{embed, predict, write_embeddings};
 
 use lockstep_host::{SECRETS, cache, files::allowed::is_allowed};
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, RequestQueue},
+    agent::{AgentReply, AgentRequest},
     inspect::{MAX_CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
@@ -24,17 +24,11 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
-use tokio::{
-    io::AsyncWriteExt,
-    process::Command,
-    sync::{Semaphore, SemaphorePermit},
-};
+use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
 
-/// Permits for concurrent requests, per queue. A request waits only for requests in the same queue.
-static LONG: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static PREDICTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static SHORT: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
-static INSPECTIONS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_REQUESTS);
+/// Permits for concurrent requests, by [`RequestQueue`](lockstep_protocol::agent::RequestQueue). A request waits only for requests in
+/// the same queue.
+static QUEUES: [Semaphore; 4] = [const { Semaphore::const_new(MAX_CONCURRENT_REQUESTS) }; 4];
 /// Checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
 /// Requests for progress, which are repeated, and may concern a file system that hangs.
@@ -49,26 +43,25 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// # Errors
 /// An error in the request, or a failure of the process.
 pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentReply, String> {
-    let permits = match request {
-        AgentRequest::HasFiles { .. } => {
-            let permit = PATHS.acquire().await.map_err(|e| e.to_string())?;
-            return answer_in_this_process(request.clone(), permit).await;
-        }
-        AgentRequest::InspectProgress { .. } => {
-            let Ok(permit) = PROGRESS.try_acquire() else {
-                return Ok(AgentReply::Progress { inspected: None });
-            };
-            return answer_in_this_process(request.clone(), permit).await;
-        }
-        _ => match request.queue() {
-            RequestQueue::Inspections => &INSPECTIONS,
-            RequestQueue::Long => &LONG,
-            RequestQueue::Predictions => &PREDICTIONS,
-            RequestQueue::Short => &SHORT,
+    let permit = match request {
+        AgentRequest::HasFiles { .. } => PATHS.acquire().await.map_err(|e| e.to_string())?,
+        AgentRequest::InspectProgress { .. } => match PROGRESS.try_acquire() {
+            Ok(permit) => permit,
+            Err(_) => return Ok(AgentReply::Progress { inspected: None }),
         },
+        _ => {
+            let queue = &QUEUES[request.queue() as usize];
+            let _permit = queue.acquire().await.map_err(|e| e.to_string())?;
+            return send_to_process(program, request).await?;
+        }
     };
-    let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
-    send_to_process(program, request).await?
+    // These requests do not read the content of files, and are handled in this process.
+    let request = request.clone();
+    let replying = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
+        answer(request)
+    });
+    replying.await.map_err(|e| e.to_string())?
 }
 
 /// Sends a request to a separate process, which ends when the future is dropped. The inner error concerns the request
@@ -104,18 +97,6 @@ async fn send_to_process(
         let last = stderr.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
         format!("{PROCESS_ENDED}{}{last}", output.status)
     })
-}
-
-/// Handles a request in this process. Only for requests that do not read the content of files.
-async fn answer_in_this_process(
-    request: AgentRequest,
-    permit: SemaphorePermit<'static>,
-) -> Result<AgentReply, String> {
-    let replying = tokio::task::spawn_blocking(move || {
-        let _permit = permit;
-        answer(request)
-    });
-    replying.await.map_err(|e| e.to_string())?
 }
 
 /// Sends a request to a separate process, and blocks until the reply or until `cancelled` is set. The inner error
@@ -224,12 +205,21 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::inspect::{Pick, was_killed};
+    use lockstep_protocol::{
+        agent::RequestQueue,
+        inspect::{Pick, was_killed},
+    };
+    use tokio::sync::SemaphorePermit;
+
+    /// Takes all permits of a queue.
+    async fn fill(queue: RequestQueue) -> SemaphorePermit<'static> {
+        QUEUES[queue as usize].acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap()
+    }
 
     #[tokio::test]
     async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
-        let _evaluations = LONG.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
-        let predictions = PREDICTIONS.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
+        let _evaluations = fill(RequestQueue::Long).await;
+        let predictions = fill(RequestQueue::Predictions).await;
         let folder = env!("CARGO_MANIFEST_DIR");
         let paths = vec![folder.to_owned(), format!("{folder}/nothing"), format!("{folder}/Cargo.toml")];
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
@@ -243,7 +233,7 @@ mod tests {
         assert!(response.unwrap_err().contains("ended with"), "the program only fails");
         // Predictions do not wait for other requests either.
         drop(predictions);
-        let _short = SHORT.acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap();
+        let _short = fill(RequestQueue::Short).await;
         let message = AgentRequest::Predict { model: folder.into(), pictures: Vec::new(), embed: false };
         let predicting = request(Path::new("/bin/false"), &message);
         let response = tokio::time::timeout(Duration::from_secs(30), predicting)

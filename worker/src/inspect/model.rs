@@ -71,56 +71,53 @@ impl ModelFile {
     fn read(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
-        let metadata = checkpoint::metadata(path)?;
-        let text = |key: &str| {
-            metadata.get(key).ok_or_else(|| {
-                format!(
-                    "{}: its metadata has no {key}; only files that Lockstep has written can be used",
-                    path.display()
-                )
-            })
-        };
-        let number = |key: &str| {
-            text(key)?.parse::<usize>().map_err(|_| format!("{}: its {key} is not a number", path.display()))
-        };
         let with_path = |e: String| format!("{}: {e}", path.display());
-        let (image_size, channels) = (number("image_size")?, number("channels")?);
-        let classes: Vec<String> = match output {
-            Output::Logits => parse(text("classes")?).map_err(with_path)?,
-            Output::Embedding => Vec::new(),
-        };
-        let (mean, std): (Vec<f32>, Vec<f32>) =
-            (parse(text("mean")?).map_err(with_path)?, parse(text("std")?).map_err(with_path)?);
-        let class_count = if output == Output::Logits { classes.len() } else { 1 };
-        check_sizes(image_size, channels, class_count, &mean, &std).map_err(with_path)?;
-        let spec: serde_json::Value = parse(text("spec")?).map_err(with_path)?;
-        let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
-            .map_err(|e| with_path(e.to_string()))?;
-        let loss: Option<LossSpec> = spec
-            .get("loss")
-            .cloned()
-            .map(serde_json::from_value)
-            .transpose()
-            .map_err(|e| with_path(e.to_string()))?;
-        // An embedding does not depend on the last layer, so it has no margin.
-        let margin = loss.filter(|_| output == Output::Logits).and_then(|loss| Margin::of(&loss));
-        let mut network = net::build(&model, image_size, channels, class_count).map_err(with_path)?;
-        let weights = match output {
+        let mut file = Self::from_metadata(checkpoint::metadata(path)?, output).map_err(with_path)?;
+        file.weights = match output {
             Output::Logits => checkpoint::read_files(&files)?,
             Output::Embedding => {
-                let head = format!("{}.", network.head());
-                network = network.without_head();
+                let head = format!("{}.", file.network.head());
+                file.network = file.network.without_head();
                 checkpoint::read_selected(&files, &|name| !name.starts_with(&head))?
             }
         };
-        if let Some(found) = lockstep_engine::first_not_finite(&weights) {
+        if let Some(found) = lockstep_engine::first_not_finite(&file.weights) {
             return Err(with_path(format!(
                 "{found}; its training has diverged, so it cannot predict: choose another checkpoint"
             )));
         }
+        Ok(file)
+    }
+
+    /// The content of a file with this metadata, without the weights.
+    fn from_metadata(metadata: HashMap<String, String>, output: Output) -> Result<Self, String> {
+        let text = |key: &str| {
+            metadata.get(key).ok_or_else(|| {
+                format!("its metadata has no {key}; only files that Lockstep has written can be used")
+            })
+        };
+        let number =
+            |key: &str| text(key)?.parse::<usize>().map_err(|_| format!("its {key} is not a number"));
+        let (image_size, channels) = (number("image_size")?, number("channels")?);
+        let classes: Vec<String> = match output {
+            Output::Logits => parse(text("classes")?)?,
+            Output::Embedding => Vec::new(),
+        };
+        let (mean, std): (Vec<f32>, Vec<f32>) = (parse(text("mean")?)?, parse(text("std")?)?);
+        let class_count = if output == Output::Logits { classes.len() } else { 1 };
+        check_sizes(image_size, channels, class_count, &mean, &std)?;
+        let spec: serde_json::Value = parse(text("spec")?)?;
+        let model = spec.get("model").cloned().unwrap_or_default();
+        let model: ModelSpec = serde_json::from_value(model).map_err(|e| e.to_string())?;
+        let loss = spec.get("loss").cloned().map(serde_json::from_value::<LossSpec>).transpose();
+        let loss = loss.map_err(|e| e.to_string())?;
+        // An embedding does not depend on the last layer, so it has no margin.
+        let margin = loss.filter(|_| output == Output::Logits).and_then(|loss| Margin::of(&loss));
+        let network = net::build(&model, image_size, channels, class_count)?;
         let whole_pictures = metadata.get("whole_pictures").is_some_and(|text| text == "true");
         let resize = metadata.get("resize").map(|_| number("resize")).transpose()?;
-        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(with_path)?;
+        let resize = resize.map(|side| check_resize(side, image_size)).transpose()?;
+        let weights = NamedTensors::new();
         Ok(Self { network, weights, margin, classes, mean, std, whole_pictures, resize, metadata })
     }
 }

@@ -49,10 +49,9 @@ fn read_shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_host::tensors::HostTensor;
+    use lockstep_host::tensors::{HostTensor, NamedTensors};
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
-    use safetensors::{Dtype, tensor::TensorView};
-    use std::{collections::BTreeMap, path::PathBuf};
+    use std::collections::BTreeMap;
 
     fn model(arch: Arch, stem: Stem) -> ModelSpec {
         ModelSpec { arch, stem, ..ModelSpec::default() }
@@ -64,26 +63,14 @@ mod tests {
     }
 
     /// Writes a file with this network's weights, after `change`.
-    fn write(
-        dir: &Path,
-        model: &ModelSpec,
-        change: impl FnOnce(&mut BTreeMap<String, HostTensor>),
-    ) -> PathBuf {
+    fn write(dir: &Path, model: &ModelSpec, change: impl FnOnce(&mut NamedTensors)) -> PathBuf {
         let network = net::build(model, 32, 3, 10).unwrap();
-        let mut tensors: BTreeMap<_, _> =
-            net::init::initial_parameters(&network, false, 1).into_iter().collect();
+        let mut tensors = net::init::initial_parameters(&network, false, 1);
         change(&mut tensors);
-        let bytes: Vec<_> = tensors
-            .iter()
-            .map(|(name, t)| {
-                (name, &t.shape, t.values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>())
-            })
-            .collect();
-        let views = bytes.iter().map(|(name, shape, bytes)| {
-            (name.as_str(), TensorView::new(Dtype::F32, (*shape).clone(), bytes).unwrap())
-        });
         let file = dir.join("weights.safetensors");
-        std::fs::write(&file, safetensors::serialize(views, None).unwrap()).unwrap();
+        // The file of an earlier call.
+        let _ = std::fs::remove_file(&file);
+        checkpoint::write_tensors(&file, &tensors, None, &BTreeMap::new()).unwrap();
         file
     }
 

@@ -1,12 +1,11 @@
 //! The client certificate for mutual TLS: PEM files, or a PKCS#12 file with a password.
 
+use lockstep_host::files;
 use p12_keystore::{
     Certificate, KeyStore, KeyStoreEntry, Pkcs12Archive, PrivateKey as StoredKey, PrivateKeyChain,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject};
 use std::{
-    fs::File,
-    io::Read,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -148,12 +147,9 @@ fn read_pkcs12(bytes: &[u8], password: &str) -> Result<Identity, String> {
 /// Reads a file. If `private` (a description for the message) is given, other users must not be able to read the file.
 fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
     let shown = path.display();
-    let failed = |error: std::io::Error| format!("{shown}: {error}");
-    let file = File::open(path).map_err(failed)?;
-    let metadata = file.metadata().map_err(failed)?;
-    if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
-        return Err(format!("{shown} must be a file of at most {} KiB", MAX_FILE_BYTES >> 10));
-    }
+    let failed = |error: String| format!("{shown}: {error}");
+    let (file, size) = files::open(path).map_err(failed)?;
+    let metadata = file.metadata().map_err(|error| failed(files::cannot_be_read(error)))?;
     // The mode must be 0600, or 0640 if root owns the file, as in Debian's group `ssl-cert`.
     let readable_by_others = metadata.mode() & if metadata.uid() == 0 { 0o037 } else { 0o077 };
     if let Some(what) = private
@@ -164,9 +160,7 @@ fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
             metadata.mode() & 0o7777
         ));
     }
-    let mut content = Vec::new();
-    file.take(MAX_FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
-    Ok(content)
+    files::read_opened((file, size), MAX_FILE_BYTES).map_err(failed)
 }
 
 #[cfg(test)]
@@ -202,6 +196,6 @@ mod tests {
         fs::write(&path, vec![b'a'; MAX_FILE_BYTES as usize]).unwrap();
         assert!(read(&path, None).is_ok());
         fs::write(&path, vec![b'a'; MAX_FILE_BYTES as usize + 1]).unwrap();
-        assert!(read(&path, None).unwrap_err().contains("1024 KiB"));
+        assert!(read(&path, None).unwrap_err().contains("at most 1048576 are allowed"));
     }
 }

@@ -25,13 +25,6 @@ const TIMING_INTERVAL: u64 = COMPARED_STEPS as u64 + 1;
 /// Added to the log if the measured time differs from the prediction by more than half.
 const OUTDATED_FIGURES: &str = "; the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again";
 
-/// The reports that a step makes in addition to its result.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct LayerReports {
-    has_histograms: bool,
-    has_times: bool,
-}
-
 /// The layers about which rank 0 reports. Other ranks only time the same steps.
 #[derive(Default)]
 pub(super) struct Layers {
@@ -130,23 +123,26 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 impl Run<'_> {
-    /// Requests the next step's additional reports from the engine. Keeping gradients is collective.
-    pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
-        let (next, every) = (self.step + 1, self.training.spec.log.histograms);
-        let has_histograms = every > 0 && next.is_multiple_of(every);
-        if has_histograms {
+    fn has_histograms(&self, step: u64) -> bool {
+        let every = self.training.spec.log.histograms;
+        every > 0 && step.is_multiple_of(every)
+    }
+
+    /// Requests the reports about layers of the next step from the engine. Keeping gradients is collective.
+    pub(super) fn request_layer_reports(&mut self) -> Result<(), TrainError> {
+        let next = self.step + 1;
+        if self.has_histograms(next) {
             self.engine.keep_gradients()?;
         }
-        let has_times = self.layers.is_timed(next);
-        if has_times {
+        if self.layers.is_timed(next) {
             self.engine.time_layers();
         }
-        Ok(LayerReports { has_histograms, has_times })
+        Ok(())
     }
 
     /// Reports the times of layers, after a timed step was started.
-    pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
-        if !reports.has_times {
+    pub(super) fn report_layer_times(&mut self) {
+        if !self.layers.is_timed(self.step) {
             return;
         }
         let times = self.engine.layer_times();
@@ -174,8 +170,8 @@ impl Run<'_> {
     }
 
     /// Reports the histograms of a finished step whose gradients were kept.
-    pub(super) fn report_histograms(&mut self, reports: LayerReports) -> Result<(), TrainError> {
-        if !reports.has_histograms {
+    pub(super) fn report_histograms(&mut self) -> Result<(), TrainError> {
+        if !self.has_histograms(self.step) {
             return Ok(());
         }
         self.drain()?;

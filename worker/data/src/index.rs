@@ -16,6 +16,7 @@ pub use store::Progress;
 
 use super::picture;
 use file::{Block, Facts};
+use image::ImageFormat;
 use lockstep_host::files;
 use rayon::prelude::*;
 use std::{
@@ -165,7 +166,7 @@ fn read_unknown(
         };
         let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
-        if let Some(index) = &mut builder {
+        builder = builder.and_then(|mut index| {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
@@ -174,11 +175,11 @@ fn read_unknown(
                 let container = folders[group[0].0].path.as_os_str().as_bytes();
                 let block = Block::of(None, None, entries);
                 if !block.entries.is_empty() {
-                    index.append(container, &block);
+                    index = index.append(container, &block)?;
                 }
             }
-        }
-        builder = builder.filter(|index| !index.has_failed);
+            Some(index)
+        });
         for ((folder, file), entry) in part.iter().zip(examined) {
             slots[*folder][*file] = Slot::Known(entry);
         }
@@ -213,10 +214,12 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
 
 /// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
 pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
-    let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
-        Ok((width, height)) => Entry { format, hash: content_hash(bytes), width, height, ..entry },
-        Err(detail) => Entry { format, broken: Some(detail), ..entry },
+        Ok((width, height)) => {
+            let is_jpeg = picture::format_of(bytes) == Some(ImageFormat::Jpeg);
+            Entry { is_jpeg, hash: content_hash(bytes), width, height, ..entry }
+        }
+        Err(detail) => Entry { broken: Some(detail), ..entry },
     }
 }
 
@@ -257,11 +260,12 @@ pub(super) fn describe_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(index) = builder.as_mut().filter(|_| !members.is_transient) {
-                    index.publish(Progress { done, total: shards.len() as u64 });
-                    index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members));
+                if !members.is_transient {
+                    builder = builder.and_then(|mut index| {
+                        index.publish(Progress { done, total: shards.len() as u64 });
+                        index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members))
+                    });
                 }
-                builder = builder.filter(|index| !index.has_failed);
                 known[*i] = Some(members);
             }
         }

@@ -114,22 +114,6 @@ pub(super) fn head(path: &Path) -> Result<Vec<u8>, String> {
     Ok(head)
 }
 
-/// The [`format_number`] of JPEG.
-pub(super) const JPEG: u8 = 1;
-
-/// The number of a picture's format in the index; see [`super::index::Entry::format`].
-pub(super) fn format_number(bytes: &[u8]) -> u8 {
-    match format_of(bytes) {
-        Some(ImageFormat::Jpeg) => JPEG,
-        Some(ImageFormat::Png) => 2,
-        Some(ImageFormat::WebP) => 3,
-        Some(ImageFormat::Gif) => 4,
-        Some(ImageFormat::Bmp) => 5,
-        Some(ImageFormat::Tiff) => 6,
-        _ => 0,
-    }
-}
-
 /// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format has no
 /// end marker. The codes of a JPEG scan are checked, because a GPU does not report damage. `path` helps to recognise
 /// unsupported formats.

@@ -1,7 +1,7 @@
 //! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
 //! removed.
 
-use super::file::{Block, Facts, MAGIC, write_block, write_head};
+use super::file::{Block, Facts, write_block, write_head};
 use crate::ChangeDetection;
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
@@ -117,9 +117,6 @@ impl IndexStore {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;
             part.set_len(complete_bytes)?;
             part.seek(SeekFrom::End(0))?;
-            if complete_bytes == 0 {
-                write_head(&mut part, dataset, self.reader)?;
-            }
             Ok(part)
         };
         let part = open_part().map_err(|e| with_path(&part_path, e))?;
@@ -132,7 +129,6 @@ impl IndexStore {
             progress_path: file("progress"),
             last_published: None,
             has_results: false,
-            has_failed: false,
             _lock: lock,
         };
         Ok((builder, facts))
@@ -221,8 +217,6 @@ pub(super) struct IndexBuilder {
     last_published: Option<Instant>,
     /// Whether results were stored.
     has_results: bool,
-    /// Whether a result could not be stored. The index is then given up, which frees its lock.
-    pub(super) has_failed: bool,
     _lock: File,
 }
 
@@ -231,15 +225,20 @@ fn log_not_stored(error: &io::Error) {
 }
 
 impl IndexBuilder {
-    /// Stores results, so that they survive an interruption. After a failure, no results are stored.
-    pub(super) fn append(&mut self, container: &[u8], block: &Block) {
-        if self.has_failed {
-            return;
-        }
-        let mut bytes = Vec::new();
-        let written = write_block(&mut bytes, container, block).and_then(|()| self.part.write_all(&bytes));
-        self.has_failed = written.inspect_err(log_not_stored).is_err();
+    /// Stores results, so that they survive an interruption. `None` after a failure: the index is then given up, which
+    /// frees its lock.
+    pub(super) fn append(mut self, container: &[u8], block: &Block) -> Option<Self> {
+        let mut write = || -> io::Result<()> {
+            let mut bytes = Vec::new();
+            if self.part.stream_position()? == 0 {
+                write_head(&mut bytes, &self.dataset, self.reader)?;
+            }
+            write_block(&mut bytes, container, block)?;
+            self.part.write_all(&bytes)
+        };
+        write().inspect_err(log_not_stored).ok()?;
         self.has_results = true;
+        Some(self)
     }
 
     /// Publishes the progress, at most a few times per second.
@@ -255,7 +254,7 @@ impl IndexBuilder {
     /// Writes the index, unless no results were stored: files that could not be read are retried at each start, and do not
     /// need a new index.
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], Block)>) {
-        if self.has_results && !self.has_failed {
+        if self.has_results {
             let _ = self.write(blocks).inspect_err(log_not_stored);
         }
     }
@@ -279,9 +278,7 @@ impl IndexBuilder {
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
-        // Remove the part file if it contains only a head and no results. The head has four numbers of 4 bytes after MAGIC, and the path.
-        let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
-        if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
+        if self.part.metadata().is_ok_and(|found| found.len() == 0) {
             let _ = fs::remove_file(&self.part_path);
         }
     }

@@ -243,7 +243,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, current.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let reopened = known.reopen(path, current);
+        let reopened = ParquetFile::open(path);
         let reopened = reopened.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         reopened.read(file, current.size, row.offset)?
     };

@@ -10,7 +10,7 @@ mod tests;
 
 pub(super) use rows::{NO_LABEL, read_members};
 
-use super::index::{Members, Stamp};
+use super::index::Members;
 use ::parquet::{
     basic::CompressionCodec,
     column::{page::PageReader, reader::ColumnReaderImpl},
@@ -25,7 +25,7 @@ use ::parquet::{
     },
 };
 use columns::Columns;
-use lockstep_host::{files, lock};
+use lockstep_host::files;
 use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
 use source::Source;
 use std::{
@@ -34,7 +34,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::Arc,
 };
 
 /// The bytes at the beginning and end of a file.
@@ -53,9 +53,6 @@ pub(crate) struct ParquetFile {
     columns: Columns,
     /// The index of the first row of each row group, and finally the number of all rows.
     first_rows: Vec<u64>,
-    /// The footer after the file was rewritten or got a new modification time, cached so that it is not read for each
-    /// picture.
-    newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
 }
 
 /// Why a file cannot be used.
@@ -147,18 +144,7 @@ impl ParquetFile {
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
         let metadata =
             guard(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
-        Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
-    }
-
-    /// The footer of the file at `path`, which has the stamp `stamp`. The footer is read once for each stamp.
-    pub(super) fn reopen(&self, path: &Path, stamp: Stamp) -> Result<Arc<Self>, UnusableFile> {
-        let mut newer = lock(&self.newer);
-        if let Some((_, file)) = newer.as_ref().filter(|(cached, _)| *cached == stamp) {
-            return Ok(Arc::clone(file));
-        }
-        let file = Arc::new(Self::open(path)?);
-        *newer = Some((stamp, Arc::clone(&file)));
-        Ok(file)
+        Ok(Self { metadata, columns, first_rows })
     }
 
     /// The names of the classes, if the file has them.

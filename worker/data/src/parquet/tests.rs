@@ -246,26 +246,6 @@ fn changed_files_are_detected_and_touched_files_are_accepted() {
 }
 
 #[test]
-fn the_footer_of_a_touched_file_is_read_once_per_stamp() {
-    let (dir, file) = copy_fixture("plain/train-none.parquet");
-    let catalog = open(dir.path()).expect("opens");
-    let touch = |ahead: u64| {
-        let handle = fs::File::options().write(true).open(&file).unwrap();
-        handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
-        crate::index::Stamp { size: ahead, modified_ns: 0 }
-    };
-    let (first, known) = (touch(60), super::ParquetFile::open(&file).unwrap());
-    let once = known.reopen(&file, first).unwrap();
-    assert!(std::sync::Arc::ptr_eq(&once, &known.reopen(&file, first).unwrap()));
-    let second = touch(120);
-    let twice = known.reopen(&file, second).unwrap();
-    assert!(!std::sync::Arc::ptr_eq(&once, &twice));
-    assert!(std::sync::Arc::ptr_eq(&twice, &known.reopen(&file, second).unwrap()));
-    let listing = listing(&catalog.splits[0]);
-    assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
-}
-
-#[test]
 fn rows_are_checked_again_after_a_change_of_their_file() {
     let (dir, file) = copy_fixture("plain/train-none.parquet");
     let cache = tempfile::tempdir().unwrap();

@@ -337,8 +337,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Ok(all) => all,
         Err(detail) => return (Vec::new(), vec![broken_file(folder, detail)]),
     };
-    let opened = files::Folder::open(folder);
-    let examine = |path: &PathBuf| match opened.stat(path)? {
+    let examine = |path: &PathBuf| match files::stat(path)? {
         FileKind::File { size_bytes, modified_ns } => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,

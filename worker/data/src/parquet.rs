@@ -135,7 +135,7 @@ impl ParquetFile {
             })?);
         }
         // A null takes almost no space, so a footer could claim any number of rows.
-        if first_rows.last().is_some_and(|rows| *rows > source.size() / MIN_ROW_BYTES) {
+        if first_rows.last().is_some_and(|rows| *rows > source.size / MIN_ROW_BYTES) {
             return Err(UnusableFile::permanent("is damaged: it has too many rows for its size"));
         }
         // With an offset index, pages are found directly.
@@ -226,13 +226,13 @@ impl ParquetFile {
 /// Fails for files that are not Parquet files, encrypted or truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
-    let read_at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+    let read_at = |buffer: &mut [u8], offset: u64| match source.file.read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
         read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
     };
     read_at(&mut head, 0)?;
-    read_at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
-    if source.size() == 0 {
+    read_at(&mut tail, source.size.saturating_sub(TAIL_BYTES))?;
+    if source.size == 0 {
         return Err(UnusableFile::permanent("is empty"));
     }
     if head == *b"PARE" || tail[4..] == *b"PARE" {
@@ -241,7 +241,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     if head != *MAGIC {
         return Err(UnusableFile::permanent("is not a Parquet file"));
     }
-    if tail[4..] != *MAGIC || source.size() < TAIL_BYTES + 4 {
+    if tail[4..] != *MAGIC || source.size < TAIL_BYTES + 4 {
         return Err(UnusableFile::permanent("is cut off: a Parquet file without its footer; get it again"));
     }
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));

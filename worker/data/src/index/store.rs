@@ -100,14 +100,15 @@ impl IndexStore {
         let with_path =
             |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
-        let file = |extension| self.file(dataset, extension).unwrap_or_default();
+        let index = self.file(dataset, "index").unwrap_or_default();
+        let file = |extension| index.with_extension(extension);
         let lock_path = file("lock");
         let lock = open_lock(&lock_path).map_err(|e| with_path(&lock_path, e))?;
         // If the file system does not support locks, several processes may do the same work. Each file is still
         // written atomically.
         let _ = lock.lock();
         let mut facts = Facts::default();
-        facts.add(&file("index"), dataset, self.reader);
+        facts.add(&index, dataset, self.reader);
         let part_path = file("part");
         // A killed process may have left an incomplete block at the end.
         let complete_bytes = facts.add(&part_path, dataset, self.reader);
@@ -123,10 +124,8 @@ impl IndexStore {
         let builder = IndexBuilder {
             dataset: dataset.to_owned(),
             reader: self.reader,
-            index: file("index"),
-            part_path,
+            index,
             part,
-            progress_path: file("progress"),
             last_published: None,
             has_results: false,
             _lock: lock,
@@ -210,10 +209,9 @@ pub struct Progress {
 pub(super) struct IndexBuilder {
     dataset: PathBuf,
     reader: u32,
+    /// The path of the index. The other files are beside it, with other extensions.
     index: PathBuf,
-    part_path: PathBuf,
     part: File,
-    progress_path: PathBuf,
     last_published: Option<Instant>,
     /// Whether results were stored.
     has_results: bool,
@@ -247,7 +245,7 @@ impl IndexBuilder {
             self.last_published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
             let bytes = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = lockstep_host::write_atomically(&self.progress_path, &bytes);
+            let _ = lockstep_host::write_atomically(&self.index.with_extension("progress"), &bytes);
         }
     }
 
@@ -277,9 +275,9 @@ impl IndexBuilder {
 
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.progress_path);
+        let _ = fs::remove_file(self.index.with_extension("progress"));
         if self.part.metadata().is_ok_and(|found| found.len() == 0) {
-            let _ = fs::remove_file(&self.part_path);
+            let _ = fs::remove_file(self.index.with_extension("part"));
         }
     }
 }

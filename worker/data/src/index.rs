@@ -22,6 +22,7 @@ use rayon::prelude::*;
 use std::{
     collections::HashMap,
     ffi::OsString,
+    io,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     time::SystemTime,
@@ -64,6 +65,37 @@ pub(super) struct Members {
     pub(super) shard_error: Option<String>,
     /// Whether the shard could not be read. The next attempt may succeed, so the result is not stored.
     pub(super) is_transient: bool,
+}
+
+/// Why a shard as a whole cannot be used.
+#[derive(Debug, Clone)]
+pub(super) struct UnusableFile {
+    /// The reason, as a phrase to follow the file's name.
+    pub(super) detail: String,
+    /// As [`Members::is_transient`].
+    pub(super) is_transient: bool,
+}
+
+impl UnusableFile {
+    pub(super) fn permanent(detail: impl Into<String>) -> Self {
+        Self { detail: detail.into(), is_transient: false }
+    }
+
+    pub(super) fn transient(detail: String) -> Self {
+        Self { detail, is_transient: true }
+    }
+}
+
+impl From<io::Error> for UnusableFile {
+    fn from(error: io::Error) -> Self {
+        Self::transient(files::cannot_be_read(error))
+    }
+}
+
+impl From<UnusableFile> for Members {
+    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
+        Self { shard_error: Some(detail), is_transient, ..Self::default() }
+    }
 }
 
 /// Describes the pictures of each folder, in the order of the files. Only unknown pictures are read. `began` is the

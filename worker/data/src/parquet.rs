@@ -10,7 +10,7 @@ mod tests;
 
 pub(super) use rows::{NO_LABEL, read_members};
 
-use super::index::Members;
+use super::index::UnusableFile;
 use ::parquet::{
     basic::CompressionCodec,
     column::{page::PageReader, reader::ColumnReaderImpl},
@@ -55,38 +55,13 @@ pub(crate) struct ParquetFile {
     first_rows: Vec<u64>,
 }
 
-/// Why a file cannot be used.
-#[derive(Debug, Clone)]
-pub(super) struct UnusableFile {
-    /// The reason, as a phrase to follow the file's name.
-    pub(super) detail: String,
-    /// Whether the file could not be read. A later attempt may succeed.
-    pub(super) is_transient: bool,
-}
-
-impl UnusableFile {
-    fn permanent(detail: impl Into<String>) -> Self {
-        Self { detail: detail.into(), is_transient: false }
-    }
-
-    fn transient(detail: String) -> Self {
-        Self { detail, is_transient: true }
-    }
-}
-
-impl From<UnusableFile> for Members {
-    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
-        Self { shard_error: Some(detail), is_transient, ..Self::default() }
-    }
-}
-
 impl From<ParquetError> for UnusableFile {
     fn from(error: ParquetError) -> Self {
         if let ParquetError::External(inner) = &error
             && let Some(io) = inner.downcast_ref::<io::Error>()
         {
             if let Some(code) = io.raw_os_error() {
-                return Self::transient(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+                return io::Error::from_raw_os_error(code).into();
             }
             if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
                 return Self::permanent(page.to_string());
@@ -228,7 +203,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
     let read_at = |buffer: &mut [u8], offset: u64| match source.file.read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
+        read => read.map_err(UnusableFile::from),
     };
     read_at(&mut head, 0)?;
     read_at(&mut tail, source.size.saturating_sub(TAIL_BYTES))?;

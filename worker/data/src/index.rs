@@ -162,7 +162,7 @@ fn match_files(facts: &Facts, root: &Path, folders: &[&Folder]) -> Vec<Vec<Slot>
             Some(entry) if entry.size == file.size && entry.modified_ns == file.modified_ns => {
                 Slot::Known(entry)
             }
-            _ if file.needs_check && is_not_a_picture(&root.join(&folder.path).join(&file.name)) => {
+            _ if file.needs_check && picture::is_not_a_picture(&root.join(&folder.path).join(&file.name)) => {
                 Slot::NoPicture
             }
             _ => Slot::Unknown,
@@ -170,11 +170,6 @@ fn match_files(facts: &Facts, root: &Path, folders: &[&Folder]) -> Vec<Vec<Slot>
         folder.files.iter().map(slot).collect()
     };
     folders.par_iter().map(slots_of).collect()
-}
-
-/// Whether a file is certainly not a picture. A file that cannot be read may be a picture.
-fn is_not_a_picture(path: &Path) -> bool {
-    picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
 }
 
 /// Reads the unknown pictures in parts, and stores the results.

@@ -1,6 +1,6 @@
 //! Usage of this machine's CPUs, memory, disks and network, read from `/proc`.
 
-use super::cgroup::ControlGroups;
+use super::cgroup::{ControlGroups, value};
 use jiff::Timestamp;
 use lockstep_protocol::agent::MachineSample;
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -140,8 +140,7 @@ fn add(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
 
 /// The value of an entry of `/proc/meminfo` or `/proc/self/status`, in bytes.
 fn meminfo(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+    value(text, key)?.checked_mul(1024)
 }
 
 /// Three numbers of bytes: the memory in use and the memory of this machine or container, and the memory of the machine.

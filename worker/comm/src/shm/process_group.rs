@@ -7,7 +7,7 @@ use super::{
     wait_queue::WaitQueue,
 };
 use crate::{
-    CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
+    CommError, ProcessGroup, SharedMemoryOrReason, Values, ValuesMut,
     ring::{Call, Operation, Ring},
     values::check,
 };
@@ -298,10 +298,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, |ring| match ring {
-            None => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            Some(ring) => ShmProcessGroup::meet(ring),
-        })
+        self.ring.split_with(color, ShmProcessGroup::meet)
     }
 
     fn abort(&self, reason: &str) {

@@ -16,10 +16,7 @@ mod sharded;
 use crate::pytorch;
 use lockstep_comm::{
     CommError, ProcessGroup, SingleRank, Values, ValuesMut,
-    rendezvous::{
-        RendezvousConfig, Store,
-        loopback::{rendezvous_config, unused_port},
-    },
+    rendezvous::{RendezvousConfig, Store, loopback::rendezvous_config},
     ring::Ring,
     shm::ShmProcessGroup,
 };
@@ -34,7 +31,14 @@ use lockstep_engine::{
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
-use std::{sync::Arc, time::Duration};
+use std::{
+    net::TcpListener,
+    sync::{
+        Arc,
+        atomic::{AtomicU16, Ordering},
+    },
+    time::Duration,
+};
 
 const SIDE: usize = 8;
 const PICTURE: usize = SIDE * SIDE * 3;
@@ -84,6 +88,16 @@ fn part_of_rank(step: usize, all: usize, (rank, ranks): (u32, u32)) -> Batch {
     part_of(all, pictures(step, from, from + own))
 }
 
+/// A port on which no process listens, outside the system's range of ports for clients.
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = (std::process::id() % 10_000) as u16;
+    (0..10_000)
+        .map(|_| 11_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000)
+        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .expect("one of 10 000 ports is free")
+}
+
 /// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     run_ranks(ranks, true, body)
@@ -94,7 +108,7 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
     if ranks == 1 {
         return vec![body(Arc::new(SingleRank))];
     }
-    let port = unused_port();
+    let port = free_port();
     std::thread::scope(|scope| {
         let body = &body;
         let threads: Vec<_> = (0..ranks)

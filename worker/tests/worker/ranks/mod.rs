@@ -118,7 +118,7 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
                     let store = Store::join(RendezvousConfig { timeout: TIMEOUT, ..rendezvous }).unwrap();
                     let ring = Ring::connect(&store, TIMEOUT).unwrap();
                     store.barrier("connected").unwrap();
-                    body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })
+                    body(if shared { ShmProcessGroup::meet(ring).unwrap() } else { ring })
                 })
             })
             .collect();

@@ -27,7 +27,6 @@ impl Executor {
             self.op_backward(index, micro_batch, parts)?;
             self.add_time(index, began);
         }
-        self.reduce_complete_buckets();
         self.sum_input_gradient();
         // An earlier micro-batch may have left gradients of activations that no operation reads.
         for parts in &mut self.gradient_parts {
@@ -112,8 +111,6 @@ impl Executor {
             if let Some(second) = second {
                 self.pool.free(second);
             }
-            // Starts the reduction of buckets that earlier operations completed, which overlaps with the next convolution.
-            self.reduce_complete_buckets();
             self.add_sums(parameters[0], micro_batch, &dgamma);
             self.add_sums(parameters[1], micro_batch, &dbeta);
             return Ok(());

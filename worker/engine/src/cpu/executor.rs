@@ -92,8 +92,6 @@ pub(super) struct Executor {
     pub(super) state: State,
     /// Why the ranks do not share memory, if they do not.
     pub(super) shm_unavailable_reason: Option<String>,
-    /// Complete buckets whose reduction has not been started yet.
-    pub(super) complete_buckets: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
@@ -171,7 +169,6 @@ impl Executor {
             shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
-            complete_buckets: Vec::new(),
             in_flight: vec![current.clone(); max_in_flight - 1],
             current,
             sums: vec![Vec::new(); tensors],

@@ -1,7 +1,7 @@
 //! Compares GPUs that split the head's classes or other operators with one rank that has the whole network.
 
 use super::*;
-use crate::{Contribution, Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
+use crate::{Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
@@ -188,10 +188,7 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
     let batch = Batch { mixed_labels: Vec::new(), ..batch };
     let logits = engine.predict(&batch).unwrap();
     let evaluated = engine.eval_step(&batch).unwrap();
-    let state = match engine.state_dict(&Writers::default()).unwrap() {
-        Contribution::Whole(state) => Some(*state),
-        Contribution::Part(_) | Contribution::Replica => None,
-    };
+    let state = engine.state_dict(&Writers::default()).unwrap();
     let evaluated = [evaluated.loss_sum, evaluated.correct as f64];
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
@@ -421,8 +418,8 @@ fn check_continuation(case: Case) {
         let mut engine = case.engine(comm.clone());
         engine.train_step(&case.step(0, Some(rank)), LR).unwrap();
         let (parameters, slots) = match engine.state_dict(&Writers::default()).unwrap() {
-            Contribution::Whole(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
-            Contribution::Part(_) | Contribution::Replica => (None, None),
+            Some(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
+            None => (None, None),
         };
         // Rank 0 sends the parameters and slots of rank 1 to rank 1.
         let (network, mut own) = (case.network(), engine.own_state().unwrap());

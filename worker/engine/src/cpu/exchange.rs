@@ -3,6 +3,7 @@
 use super::groups::Group;
 use crate::net::{Placement, TensorShape};
 use lockstep_comm::CommError;
+use lockstep_kernels::sums;
 use std::ops::Range;
 
 /// A box of an NHWC activation.
@@ -81,7 +82,7 @@ pub(super) fn exchange(
         let mut values = if peer == rank { &buffer[..] } else { &received[..] };
         to[rank].for_each_run(&incoming, |range| {
             let (run, rest) = values.split_at(range.len());
-            y[range].iter_mut().zip(run).for_each(|(y, v)| *y += v);
+            sums::add(&mut y[range], run);
             values = rest;
         });
     }

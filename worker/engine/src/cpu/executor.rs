@@ -22,6 +22,7 @@ use crate::{
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
+use lockstep_kernels::sums;
 use lockstep_protocol::agent::AxisTimes;
 use std::{
     ops::Range,
@@ -62,6 +63,12 @@ impl BufferPool {
     pub(super) fn free(&mut self, buffer: Vec<f32>) {
         self.0.push(buffer);
     }
+
+    /// `sum += part`; frees `part`.
+    pub(super) fn add(&mut self, sum: &mut [f32], part: Vec<f32>) {
+        sums::add(sum, &part);
+        self.free(part);
+    }
 }
 
 /// What a forward pass keeps for the backward pass of the same micro-batch.
@@ -90,8 +97,6 @@ pub(super) struct Executor {
     capabilities: Capabilities,
     pub(super) layout: Layout,
     pub(super) state: State,
-    /// Why the ranks do not share memory, if they do not.
-    pub(super) shm_unavailable_reason: Option<String>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
@@ -142,7 +147,7 @@ impl Executor {
             let gradient_groups = groups.as_ref().map(|groups| groups.gradients.clone());
             Sharding::new(&layout, gradient_groups.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
-        let (state, shm_unavailable_reason) =
+        let state =
             State::new(&layout, f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
         let reducer = match &groups {
             None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
@@ -166,7 +171,6 @@ impl Executor {
         };
         let mut executor = Self {
             state,
-            shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
             in_flight: vec![current.clone(); max_in_flight - 1],
@@ -314,12 +318,12 @@ impl Executor {
         rows.dedup();
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
-        let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+        let parameters = ["weight", "bias"].map(|suffix| {
+            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()));
             let range = &self.layout.parameters[index].range;
-            Ok(HeadParameter { index, offset: range.start, width: range.len() / own.len() })
-        };
-        Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
+            HeadParameter { index, offset: range.start, width: range.len() / own.len() }
+        });
+        Ok(Some(SampledRows { sample, parameters }))
     }
 
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.

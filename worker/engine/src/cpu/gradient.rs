@@ -45,8 +45,7 @@ impl Executor {
                 } else if pictures > 0 {
                     let mut part = self.pool.alloc(out.len());
                     compute(0..pictures, &mut part, &mut self.scratch);
-                    sums::add(out, &part);
-                    self.pool.free(part);
+                    self.pool.add(out, part);
                 }
             }
             Bucket::F64(values) => {

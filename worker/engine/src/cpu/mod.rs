@@ -334,7 +334,7 @@ impl Engine for CpuEngine {
             let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages_text(&self.network));
             return format!("a mesh of {mesh}{exchanges}{later_stages}{saving}");
         }
-        match (&self.executor.shm_unavailable_reason, self.comm.size()) {
+        match (&state.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
             (None, _) => {
                 format!("ranks share memory with one copy of the weights, and sum gradients in place{saving}")

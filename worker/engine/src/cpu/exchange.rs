@@ -1,7 +1,7 @@
 //! Exchange of parts of activations between the ranks of a group.
 
 use super::groups::Group;
-use crate::net::{Placement, TensorShape};
+use crate::net::Placement;
 use lockstep_comm::CommError;
 use lockstep_kernels::sums;
 use std::ops::Range;
@@ -157,14 +157,6 @@ impl Pictures {
             }
             _ => exchange(group, (&sources, &targets), x, y),
         }
-    }
-}
-
-/// Number of channels of a whole activation. `shape` is the shape of this rank's part.
-pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
-    match placement {
-        Placement::Channels(bounds) => bounds.last().copied().unwrap_or(0),
-        _ => shape.channels,
     }
 }
 

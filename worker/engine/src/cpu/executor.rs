@@ -289,8 +289,7 @@ impl Executor {
 
     /// The classes of this rank, if it has the last layer.
     pub(super) fn own_classes(&self) -> Range<usize> {
-        let part = self.network.part.as_ref();
-        let split = part.and_then(|part| part.channels(self.network.logits()));
+        let split = self.network.split_channels(self.network.logits());
         split.map_or(0..self.network.classes, |(own, _)| own)
     }
 
@@ -356,11 +355,11 @@ impl Executor {
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
         let smoothing = self.config.loss.label_smoothing;
-        let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
+        let is_split = self.network.split_channels(tensor).is_some();
         // Accuracy is computed without the margin.
-        let (loss, margin_slopes) = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.current.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
-            (Some(_), Some(groups)) => {
+        let (loss, margin_slopes) = match &self.groups {
+            Some(_) if is_split && self.current.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
+            Some(groups) if is_split => {
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
                 let slopes = add_margin(logits, &labels.first);
                 let loss = split_loss::cross_entropy(
@@ -467,7 +466,7 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
         .filter_map(|op| match op {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
-                let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
+                let is_split = network.split_channels(*input).is_some();
                 let running = [vec![0.0; channels], vec![1.0; channels]];
                 Some((*norm, Norm { name: name.clone(), is_split, running }))
             }

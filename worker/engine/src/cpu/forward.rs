@@ -181,7 +181,8 @@ impl Executor {
         let groups = self.groups.as_ref().filter(|_| self.current.pictures.total() > 0);
         let Some(groups) = groups else { return Ok(()) };
         let shape = self.network.tensors[tensor];
-        let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
+        let channels = self.network.split_channels(tensor).map_or(shape.channels, |(_, whole)| whole);
+        let shape = (shape.pixels(), channels);
         Ok(self.current.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
 

@@ -245,9 +245,10 @@ mod tests {
     use crate::{
         AverageOn,
         net::{init, resnet},
-        test_ranks::on_ranks,
     };
+    use lockstep_comm::rendezvous::loopback::on_connected_ranks;
     use lockstep_protocol::spec::{Arch, ShardSpec, Split};
+    use std::time::Duration;
 
     /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
     #[test]
@@ -262,7 +263,8 @@ mod tests {
         {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
             let writers = Writers::divide(&network, &[], AverageOn::NoRank, writing);
-            let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
+            let (ranks, timeout) = (plan.mesh.ranks() as u32, Duration::from_secs(60));
+            let of_ranks = on_connected_ranks(ranks, timeout, |_, ring| {
                 let rank = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
                 let given = (rank == 0).then(|| initial.clone());

@@ -27,8 +27,6 @@ pub mod registry;
 mod sharding;
 mod state_dict;
 #[cfg(test)]
-mod test_ranks;
-#[cfg(test)]
 mod unfused;
 
 pub use backend::{

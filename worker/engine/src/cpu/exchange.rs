@@ -163,14 +163,17 @@ impl Pictures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{net::Rows, test_ranks};
+    use crate::net::Rows;
+    use lockstep_comm::rendezvous::loopback::on_connected_ranks;
     use lockstep_kernels::synthetic::values;
+    use std::time::Duration;
 
     const RANKS: usize = 3;
 
     /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::of_all_ranks(ring)))
+        let timeout = Duration::from_secs(60);
+        on_connected_ranks(RANKS as u32, timeout, |_, ring| work(Group::of_all_ranks(ring)))
     }
 
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has

@@ -15,10 +15,7 @@ mod sharded;
 
 use crate::pytorch;
 use lockstep_comm::{
-    ProcessGroup, SingleRank,
-    rendezvous::{RendezvousConfig, Store, loopback::rendezvous_config},
-    ring::Ring,
-    shm::ShmProcessGroup,
+    ProcessGroup, SingleRank, rendezvous::loopback::on_connected_ranks, shm::ShmProcessGroup,
 };
 use lockstep_data::loader::Batch;
 use lockstep_engine::{
@@ -31,14 +28,7 @@ use lockstep_engine::{
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
-use std::{
-    net::TcpListener,
-    sync::{
-        Arc,
-        atomic::{AtomicU16, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 const SIDE: usize = 8;
 const PICTURE: usize = SIDE * SIDE * 3;
@@ -88,16 +78,6 @@ fn part_of_rank(step: usize, all: usize, (rank, ranks): (u32, u32)) -> Batch {
     part_of(all, pictures(step, from, from + own))
 }
 
-/// A port on which no process listens, outside the system's range of ports for clients.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = (std::process::id() % 10_000) as u16;
-    (0..10_000)
-        .map(|_| 11_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000)
-        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
-        .expect("one of 10 000 ports is free")
-}
-
 /// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     run_ranks(ranks, true, body)
@@ -108,21 +88,8 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
     if ranks == 1 {
         return vec![body(Arc::new(SingleRank))];
     }
-    let port = free_port();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = (0..ranks)
-            .map(|rank| {
-                scope.spawn(move || {
-                    let rendezvous = rendezvous_config(port, rank, ranks);
-                    let store = Store::join(RendezvousConfig { timeout: TIMEOUT, ..rendezvous }).unwrap();
-                    let ring = Ring::connect(&store, TIMEOUT).unwrap();
-                    store.barrier("connected").unwrap();
-                    body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })
-                })
-            })
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_connected_ranks(ranks, TIMEOUT, |store, ring| {
+        body(if shared { ShmProcessGroup::meet(store, ring).unwrap() } else { ring })
     })
 }
 

@@ -4,8 +4,7 @@ use super::*;
 use crate::{Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
-    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
-    ring::Ring,
+    rendezvous::{Store, loopback::on_connected_ranks},
 };
 use lockstep_protocol::spec::{ShardSpec, Split};
 use std::time::Duration;
@@ -32,20 +31,10 @@ pub(super) fn on_ranks<T: Send>(
     size: u32,
     work: impl Fn(Arc<dyn ProcessGroup>, Arc<Store>) -> T + Sync,
 ) -> Vec<T> {
-    let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
-    let rank = |number: u32| {
-        let rendezvous = rendezvous_config(port, number, size);
-        let store = Arc::new(Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap());
-        let ring = Ring::connect(&store, timeout).unwrap();
-        store.barrier("connected").unwrap();
+    on_connected_ranks(size, Duration::from_secs(120), |store, ring| {
         let result = work(ring, store.clone());
         store.barrier("done").unwrap();
         result
-    };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads: Vec<_> = (0..size).map(|number| scope.spawn(move || rank(number))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 

@@ -138,8 +138,6 @@ pub struct Parameter {
     pub role: Role,
     /// This rank's part of the parameter. `None` if every rank has the whole parameter.
     pub slice: Option<Slice>,
-    /// The axes over which the gradient is summed.
-    pub axes: Axes,
 }
 
 impl Parameter {
@@ -319,8 +317,7 @@ impl Network {
                     whole[dimension] = whole_channels;
                     Slice { dimension, range, whole }
                 });
-                let (name, axes) = (format!("{name}.{suffix}"), self.axes(output));
-                parameters.push(Parameter { name, shape, role, slice, axes });
+                parameters.push(Parameter { name: format!("{name}.{suffix}"), shape, role, slice });
             };
             let channels = |tensor: &TensorId| self.tensors[*tensor].channels;
             match op {

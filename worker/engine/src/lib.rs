@@ -341,7 +341,9 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// The device fails.
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        finite::first_of_engine(self)
+    }
     /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split
     /// parameters. After a step the first one is equal on all ranks of the stage, and the second one on all ranks of
     /// the stage with the same parts. No step may be under way.

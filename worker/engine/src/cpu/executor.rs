@@ -155,21 +155,14 @@ impl Executor {
         };
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
-        let pictures = match &groups {
-            None => Pictures::of_one_rank(config.batch_size),
-            Some(groups) => {
-                let counts = vec![config.batch_size; groups.model.size() as usize];
-                Pictures::of_group(counts, groups.model.rank() as usize)
-            }
-        };
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
         let current = InFlight {
             activations: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
             statistics: norms.iter().map(statistics).collect(),
-            pictures,
+            pictures: Pictures::of_one_rank(0),
         };
-        let mut executor = Self {
+        Ok(Self {
             state,
             f64_gradients,
             scratches: Vec::new(),
@@ -193,16 +186,13 @@ impl Executor {
             running_before: None,
             reducer,
             times: None,
-        };
-        executor.reserve();
-        Ok(executor)
+        })
     }
 
     /// Continues with the same network for another image size: parameters stay, buffers grow.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
-        self.reserve();
     }
 
     /// Number of values that this rank has of an activation.

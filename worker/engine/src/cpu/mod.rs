@@ -28,7 +28,7 @@ use super::{
     Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
     OptimizerState, StateDict, StepResult, Writers,
     check::{self, PartOf},
-    distribution, finite,
+    distribution,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
@@ -263,10 +263,6 @@ impl Engine for CpuEngine {
         let Mesh { stage, model, .. } = self.plan.mesh;
         let has_all = stage * model == 1 && !self.executor.state.is_sharded();
         (has_all && self.executor.undo_step()).then(Vec::new)
-    }
-
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        finite::first_of_engine(self)
     }
 
     fn checksum(&self) -> Result<[u64; 2], EngineError> {

@@ -213,7 +213,7 @@ pub trait DeviceError: std::error::Error + Send + Sync {
 }
 
 /// The device on which a rank computes.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
     /// The device's ordinal among the devices that this process sees.
@@ -223,11 +223,5 @@ pub struct DeviceChoice {
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.backend.device_name(self.ordinal))
-    }
-}
-
-impl Debug for DeviceChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.backend.name(), self.ordinal)
     }
 }

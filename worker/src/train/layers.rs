@@ -8,7 +8,7 @@ use crate::planning::{self, Planned};
 use histogram::histograms;
 use lockstep_engine::{
     LayerTime,
-    net::{Network, TensorId},
+    net::{Network, Op, TensorId},
     plan::Plan,
 };
 use lockstep_host::usage::peak_memory_bytes;
@@ -51,7 +51,8 @@ impl Layers {
         // of other timed steps.
         let mut layers = Self { first_timed_step: step + FIRST_TIMED_STEP, ..Self::default() };
         if training.is_first() {
-            (layers.description, layers.outputs) = network.describe();
+            layers.description = network.describe();
+            layers.outputs = network.ops.iter().map(Op::output).collect();
             let parallel = &training.spec.parallel;
             match planned {
                 Some(planned) => layers.description = planned.describe(network),

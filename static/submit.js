@@ -17,6 +17,8 @@ const touched = new Set();
 const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
 /** The value of each field that a recipe has filled, from before the recipe. */
 const replaced = new Map();
+/** Maximum number of jobs whose best checkpoints are offered as weights. */
+const MAX_OFFERED_JOBS = 10;
 /** The key whose default depends on the dataset. */
 const DATASET_DEFAULT = "data.validation";
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
@@ -137,11 +139,17 @@ function chooseRecipe(name) {
   touched.add(weights);
 }
 
-// The list already has the names of weights that can be downloaded. Without a response, the reader types the weights of a model.
+// The list already has the names of weights that can be downloaded. Models, and the best checkpoints of the newest jobs, come first. Without
+// a response, the reader types the weights.
 weights.addEventListener("focus", async () => {
-  const { models } = await ask("/api/v1/models?fields=name,aliases,newest").catch(() => ({ models: [] }));
+  const read = async (key, query) => (await ask(`/api/v1/${query}`).catch(() => ({ [key]: [] })))[key];
+  const [models, jobs] = await Promise.all([read("models", "models?fields=name,aliases,newest"), read("jobs", `jobs?state=succeeded&fields=id,name,spec&limit=${MAX_OFFERED_JOBS}`)]);
   const versions = ({ aliases, newest }) => (Object.keys(aliases).length ? Object.keys(aliases).map((alias) => `@${alias}`) : [`/${newest.version}`]);
-  weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))));
+  const checkpoints = await Promise.all(jobs.map(async ({ id, name, spec }) => {
+    const all = await read("checkpoints", `jobs/${id}/checkpoints?fields=id,best`), best = all.find((checkpoint) => checkpoint.best) ?? all[0];
+    return best ? [new Option(`best of ${name}, ${spec.model.arch}`, best.id)] : [];
+  }));
+  weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))), ...checkpoints.flat());
 }, { once: true });
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */

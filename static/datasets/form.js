@@ -12,13 +12,18 @@ function showActivity(activity, progress = "") {
   setText(byId("add-count"), progress);
 }
 
-function showErrors(errors) {
-  for (const name of FIELDS) {
-    const node = byId(`d-${name}-error`);
+/** Shows the errors of each field beside the field. `prefix`: the beginning of the ids of the form's elements. */
+export function showFieldErrors(prefix, fields, errors) {
+  for (const name of fields) {
+    const node = byId(`${prefix}-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
     setText(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
+}
+
+function showErrors(errors) {
+  showFieldErrors("d", FIELDS, errors);
   showActivity(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
 }
 

@@ -60,13 +60,12 @@ impl JobsPage {
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
         // Short-lived states have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
-        let all =
-            StateLink { label: "all", state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
+        let all = StateLink { state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
         let link = |state: JobState| {
             let is_chosen = chosen.contains(&state);
             let others = chosen.iter().copied().filter(|other| *other != state);
             let leads_to = join_states(others.chain((!is_chosen).then_some(state)));
-            StateLink { label: state.as_str(), state: state.as_str(), leads_to, is_chosen }
+            StateLink { state: state.as_str(), leads_to, is_chosen }
         };
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
@@ -128,7 +127,6 @@ const COLUMNS: [(&str, &str, &str, bool); 7] = [
 
 /// A state to filter by.
 struct StateLink {
-    label: &'static str,
     /// Empty for the link to all states.
     state: &'static str,
     /// The chosen states after a click, which adds or removes this state.

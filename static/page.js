@@ -207,6 +207,9 @@ export function openDialog(id, title, content, ...links) {
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
 export const readStored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
 
+/** Parses a JSON list that the browser or a URL has kept; empty for any other text. */
+export const parseList = (text) => { try { const list = JSON.parse(text); return Array.isArray(list) ? list : []; } catch { return []; } };
+
 /** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {
   try { if (value === null) localStorage.removeItem(key); else localStorage.setItem(key, value); return true; } catch { return false; }

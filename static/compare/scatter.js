@@ -11,7 +11,7 @@ import { drawPoint } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
-import { columns, varies } from "./columns.js";
+import { columns, shorten, varies } from "./columns.js";
 
 /** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
 const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
@@ -19,7 +19,6 @@ const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
 const KEY_STEPS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
-const shorten = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
 export class Scatter {
   label = "Scatter of the jobs";

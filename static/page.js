@@ -10,6 +10,13 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
+/** Creates a button of a script that calls `act(event)`. `properties` replace the defaults. */
+export function makeButton(textContent, act, properties = {}) {
+  const button = make("button", { type: "button", className: "quiet", textContent, ...properties });
+  button.addEventListener("click", act);
+  return button;
+}
+
 /** Creates an element of SVG. */
 export function makeSvg(tag, attributes, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -196,9 +203,8 @@ export function makeClosable(menu, signal) {
 
 /** Opens a dialog with a title, `content`, `links` and a button that closes it. */
 export function openDialog(id, title, content, ...links) {
-  const close = make("button", { type: "button", textContent: "Close" });
+  const close = makeButton("Close", () => dialog.close(), { className: "" });
   const dialog = make("dialog", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, textContent: title }), ...content, make("div", { className: "actions" }, ...links, close));
-  close.addEventListener("click", () => dialog.close());
   byId(id)?.remove();
   document.body.append(dialog);
   dialog.showModal();

@@ -1,6 +1,6 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, make, Problem, errorText, setText } from "../page.js";
+import { ask, byId, make, makeButton, Problem, errorText, setText } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { readUrl, writeUrl } from "../address.js";
 import { predictionFigures } from "./pictures.js";
@@ -121,9 +121,7 @@ export class Evaluation {
       // The style sheet has eight shades, because inline styles are not allowed.
       const td = make("td", { className: i === j ? "right" : "wrong", "data-share": n ? Math.max(1, Math.ceil(share * 8)) : 0 });
       if (!n) return td;
-      const button = make("button", { type: "button", textContent: count(n), "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` });
-      button.addEventListener("click", () => this.#showCell(i, j, names));
-      td.append(button);
+      td.append(makeButton(count(n), () => this.#showCell(i, j, names), { className: "", "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` }));
       return td;
     };
     const head = make("tr", {}, make("td"), ...chosen.map((j) => name(j, "col")));

@@ -1,6 +1,6 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, make, makeSvg, announce, errorText, setText } from "../page.js";
+import { ask, byId, make, makeButton, makeSvg, announce, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { setUpChoices, readUrl, writeUrl } from "../address.js";
 import { Heat } from "../chart/heat.js";
@@ -120,9 +120,8 @@ export class Histograms {
   }
 
   #row(histogram) {
-    const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
+    const { layer, min, max, counts } = histogram, button = makeButton(layer, () => this.#choose(layer));
     if (layer === this.layer) button.setAttribute("aria-current", "true");
-    button.addEventListener("click", () => this.#choose(layer));
     const numbers = [formatNumber(min), formatNumber(quantile(histogram, 0.5)), formatNumber(max), count(counts.reduce((a, b) => a + b, 0))];
     return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }

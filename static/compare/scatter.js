@@ -4,7 +4,7 @@ import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { byId, make, setText } from "../page.js";
 import { readUrl, writeUrl } from "../address.js";
-import { drawAxes, labelWidth } from "../chart/axes.js";
+import { drawAxes, labelWidth, prepareCanvas } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
 import { onLongPress } from "../chart/hold.js";
 import { drawPoint } from "../chart/lines.js";
@@ -80,13 +80,9 @@ export class Scatter {
   invalidate() { this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.#show(); }); }
 
   #show() {
-    const { width, height } = this.root.getBoundingClientRect();
-    if (!width || !height || !this.x) return;
-    const ratio = devicePixelRatio || 1, ctx = this.canvas.getContext("2d");
-    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
-    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, width, height);
-    this.paint(ctx, width, height, { isOnPage: true });
+    const prepared = this.x && prepareCanvas(this.root, this.canvas);
+    if (!prepared) return;
+    this.paint(prepared.ctx, prepared.width, prepared.height, { isOnPage: true });
     this.#showTip();
   }
 

@@ -3,7 +3,7 @@
 
 import { ask, byId, makeClosable, make, makeButton, setText } from "../page.js";
 import { readUrl } from "../address.js";
-import { count } from "../numbers.js";
+import { count, twoDigits } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
 /** Returns an input of a menu with the label above it. */
@@ -18,8 +18,8 @@ export function menu(label, className, ...children) {
 }
 
 const dayOf = (at) => {
-  const date = new Date(at), two = (n) => String(n).padStart(2, "0");
-  return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  const date = new Date(at);
+  return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())}`;
 };
 /** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the URL. */
 const startOfDay = (words, later) => {

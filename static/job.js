@@ -50,10 +50,7 @@ const actions = new Actions({
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; drawFactsSoon(); });
 /** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
-const tabs = new Tabs({
-  onFirstOpen: { evaluation: () => evaluation.update(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
-  onReopen: { evaluation: () => evaluation.update(), histograms: () => histograms.showMissedSteps() },
-});
+const tabs = new Tabs({ evaluation: () => evaluation.update(), notes: () => actions.reloadAnnotations(), histograms: () => histograms.load(), network: () => network.load() });
 checkpoints.changeListeners.add(() => actions.show());
 byId("predict").addEventListener("click", () => {
   tabs.show("classify");
@@ -121,7 +118,7 @@ function apply(event) {
       break;
     case "network":
       tabs.reveal("network");
-      if (tabs.isOpened("network") || isPlanned()) network.load();
+      if (tabs.isOpen("network") || isPlanned()) network.load();
       break;
     case "rank": ranks.setReport(event); break;
     case "evaluation":
@@ -280,7 +277,7 @@ async function reloadPage() {
   agentsAttempt = data.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.handleStep();
-  if (tabs.isOpened("network") || isPlanned()) network.load();
+  if (tabs.isOpen("network") || isPlanned()) network.load();
   drawFactsSoon();
 }
 

@@ -25,12 +25,9 @@ function quantile({ min, max, counts }, share) {
 }
 
 export class Histograms {
-  #isOpened = false;
   #timer = 0;
   #requests = 0;
   #step = null;
-  /** Whether new steps have arrived while the panel was hidden. */
-  #hasMissedSteps = false;
   /** Whether the panel shows the newest step. */
   showsNewest = true;
   layer = readUrl("layer");
@@ -40,39 +37,27 @@ export class Histograms {
     this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), formatNumber);
     setUpChoices("values", "weight", (kind) => {
       this.kind = kind;
-      if (this.#isOpened) this.#load();
+      if (!this.#isHidden) this.load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
 
-  open() {
-    this.#isOpened = true;
-    this.#load();
-  }
+  get #isHidden() { return byId("histograms-panel").hidden; }
 
-  /** Called when the server has a new step. */
+  /** Called when the server has a new step. A hidden panel is loaded when it is opened. */
   handleStep() {
-    if (!this.#isOpened) return;
-    if (byId("histograms-panel").hidden) { this.#hasMissedSteps = true; return; }
-    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
-  }
-
-  /** Shows the steps that arrived while the panel was hidden. */
-  showMissedSteps() {
-    if (!this.#hasMissedSteps) return;
-    this.#hasMissedSteps = false;
-    this.#load();
+    if (!this.#isHidden) this.#timer ||= setTimeout(() => { this.#timer = 0; this.load(); }, RELOAD_INTERVAL_MS);
   }
 
   #choose(layer) {
     this.layer = layer;
     writeUrl({ layer });
-    this.#load();
+    this.load();
   }
 
   #get(query) { return ask(`/api/v1/jobs/${this.job}/histograms?kind=${this.kind}${query}`); }
 
-  async #load() {
+  async load() {
     const thisRequest = ++this.#requests;
     try {
       const { steps, layers } = await this.#get("");

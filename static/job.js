@@ -1,6 +1,7 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
 import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, errorText, serverNow, showLive, setText } from "./page.js";
+import { duration } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -223,13 +224,10 @@ function onFrame(frame) {
   }
   if (!facts.isLive && frame.at) {
     const secs = Math.floor((serverNow() - Date.parse(frame.at)) / 1000);
-    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${formatLag(secs)} behind` : "live"); }
+    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${duration(secs)} behind` : "live"); }
   }
   apply(frame);
 }
-
-/** Formats a duration: `40 s`, `3 min`. */
-const formatLag = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
 /** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {

@@ -68,6 +68,9 @@ const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 
+/** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
+export const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
+
 /** Formats a duration: `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
 

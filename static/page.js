@@ -123,6 +123,12 @@ export function announce(node, words) {
   node.textContent = words;
 }
 
+/**
+ * Returns a function that shows the current activity and its progress in the elements with these ids. A screen reader announces only the
+ * activity, and not every second or count.
+ */
+export const activityIn = (id, progressId) => (activity, progress = "") => { setText(byId(id), activity); setText(byId(progressId), progress); };
+
 /** Whether a request has failed. Other errors are errors of a script. */
 export const isFailedRequest = (error) => error instanceof Problem || error instanceof Unreachable;
 

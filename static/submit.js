@@ -3,7 +3,7 @@
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copy, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
-import { count, plural } from "./numbers.js";
+import { count, duration, plural } from "./numbers.js";
 import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
@@ -206,9 +206,6 @@ function showMistakes(errors) {
     box.querySelector("ul").replaceChildren(...listed);
   }
 }
-
-/** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
-const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
 /** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;

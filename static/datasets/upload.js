@@ -1,6 +1,6 @@
 // The form that uploads a zip file of pictures, in pieces, and registers it as a dataset.
 
-import { ask, byId, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, Problem, errorText } from "../page.js";
 import { bytes } from "../numbers.js";
 import { readUrl } from "../address.js";
 import { nameOf, postUntilInspected, showFieldErrors } from "./form.js";
@@ -22,7 +22,7 @@ async function sendPiece(path, piece) {
 
 export function offerUpload(form) {
   const bar = byId("u-progress"), button = form.querySelector("button");
-  const showActivity = (activity, progress = "") => { setText(byId("u-status"), activity); setText(byId("u-count"), progress); };
+  const showActivity = activityIn("u-status", "u-count");
   const showErrors = (errors) => showFieldErrors("u", ["name", "file"], errors);
   form.hidden = false;
   if (location.hash === "#upload") form.scrollIntoView();

@@ -1,6 +1,6 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, make, makeButton, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, make, makeButton, Problem, errorText, setText } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { readUrl, writeUrl } from "../address.js";
 import { predictionFigures } from "./pictures.js";
@@ -11,11 +11,7 @@ const ASK_AGAIN_MS = 1500;
 /** Maximum number of classes in the matrix. Of more classes, the most confused are shown. */
 const MAX_MATRIX_CLASSES = 25;
 
-/** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
-function showActivity(activity, duration = "") {
-  setText(byId("evaluation-status"), activity);
-  setText(byId("evaluation-secs"), duration);
-}
+const showActivity = activityIn("evaluation-status", "evaluation-secs");
 
 export class Evaluation {
   #requests = 0;

@@ -124,10 +124,8 @@ impl JobPage {
         if let Some(external) = &self.job.external {
             return serde_json::to_string_pretty(&external.config).unwrap_or_default();
         }
-        // Every field of a specification has a TOML form. JSON is only a fallback.
-        toml::to_string(&self.job.spec)
-            .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
-            .unwrap_or_default()
+        // Every field of a specification has a TOML form.
+        toml::to_string(&self.job.spec).unwrap_or_default()
     }
 
     /// Returns settings that differ from the defaults or have no default, by their keys in a job file.

@@ -154,7 +154,6 @@ struct JobRow {
     state: String,
     state_words: &'static str,
     name: String,
-    /// Network, dataset and number of ranks; also the priority and the project if they are not the defaults.
     about: String,
     reason: String,
     step: u64,
@@ -178,26 +177,7 @@ impl JobRow {
             state: job.state.to_string(),
             state_words: job.state_in_words(),
             name: job.name.clone(),
-            about: format!(
-                "{}{}{}",
-                match job.external {
-                    Some(_) => ELSEWHERE.to_owned(),
-                    None => format!(
-                        "{} · {} · {}",
-                        job.spec.model.arch.as_str(),
-                        job.spec.data.dataset,
-                        plural(job.ranks.into(), "rank")
-                    ),
-                },
-                match job.spec.priority {
-                    0 => String::new(),
-                    n => format!(" · priority {n}"),
-                },
-                match job.project.as_str() {
-                    DEFAULT_PROJECT => String::new(),
-                    project => format!(" · {project}"),
-                }
-            ),
+            about: about(job),
             reason: reason_text(job),
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
@@ -211,6 +191,22 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
+}
+
+/// Returns network, dataset and number of ranks; also the priority and the project if they are not the defaults.
+fn about(job: &Job) -> String {
+    let ranks = plural(job.ranks.into(), "rank");
+    let mut parts = match job.external {
+        Some(_) => vec![ELSEWHERE.to_owned()],
+        None => vec![job.spec.model.arch.as_str().to_owned(), job.spec.data.dataset.clone(), ranks],
+    };
+    if job.spec.priority != 0 {
+        parts.push(format!("priority {}", job.spec.priority));
+    }
+    if job.project != DEFAULT_PROJECT {
+        parts.push(job.project.clone());
+    }
+    parts.join(" · ")
 }
 
 /// Returns the reason for a job's state, after the place in the queue of a waiting job: `place 2 in the queue · needs 4 slots`.

@@ -27,6 +27,7 @@ let notation = "toml";
 
 // --- the job in the form ----------------------------------------------------------------------------
 
+const fieldOf = (name) => fields.find((field) => field.name === name);
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
 /** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
@@ -133,7 +134,7 @@ function fillRecipe(name) {
 }
 
 /** The recipe finetune needs weights, so an empty field is shown as a mistake at once. */
-const weights = fields.find((f) => f.name === "model.pretrained");
+const weights = fieldOf("model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
   touched.add(weights);
@@ -235,15 +236,15 @@ function showPlan(response) {
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
-  const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
+  const split = data?.validation, field = fieldOf(DATASET_DEFAULT);
   // If the dataset lacks the default split, the server chooses another split.
   if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
   setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
-  const lr = fields.find((f) => f.name === "train.lr");
+  const lr = fieldOf("train.lr");
   lr.placeholder = response?.spec?.train.lr ?? (filledRecipe.value ? "" : lr.dataset.default);
   const bundled = byId("bundled");
-  if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
+  if (bundled) bundled.hidden = valueOf(fieldOf("data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
   setText(warnings.querySelector("span"), given.join(" "));
@@ -339,7 +340,7 @@ for (const preset of presets) {
     isSubmitted = false;
     touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
-    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
+    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fieldOf(name));
     checkSoon();
   });
 }

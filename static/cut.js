@@ -1,6 +1,8 @@
 // Shortens long names in the middle, because names often differ at their end. The tooltip has the whole name. Paths and sentences are cut
 // between two words if possible.
 
+import { make } from "./page.js";
+
 /**
  * Limits in characters. `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters that
  * are kept at the end, or a number from `least` to `most` if the kept end then begins with a word.
@@ -16,13 +18,11 @@ const LINE = 300;
 const SEPARATORS = new Set("/-_");
 const startsWord = (all, at) => (SEPARATORS.has(all[at]) && !SEPARATORS.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
-/** Returns the number of characters to keep at the end: the number nearest to `wanted` at which a word begins, or `wanted` if no word begins. */
-function tailLength(all, { tail: wanted, least, most }) {
-  let best = 0;
-  for (let n = least; n <= most && n < all.length; n++) {
-    if (startsWord(all, all.length - n) && (!best || Math.abs(n - wanted) < Math.abs(best - wanted))) best = n;
-  }
-  return best || wanted;
+/** Returns the beginning of a word between `low` and `high` that is nearest to `wanted`, or `wanted` if no word begins there. */
+function nearestWordStart(all, wanted, low, high) {
+  let best = -1;
+  for (let at = low; at <= high && at < all.length; at++) if (startsWord(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
+  return best < 0 ? wanted : best;
 }
 
 /**
@@ -31,11 +31,11 @@ function tailLength(all, { tail: wanted, least, most }) {
  * of the space unused.
  */
 function headNode(all) {
-  const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);
+  const node = make("span", { className: "cut-head" }), line = all.slice(0, LINE);
   for (let from = 0, to = 1; from < line.length; from = to++) {
     while (to < line.length && !startsWord(line, to)) to++;
     const end = Math.min(to, 2 * from);
-    if (from) node.append(Object.assign(document.createElement("span"), { textContent: line.slice(from, end).join("") }));
+    if (from) node.append(make("span", { textContent: line.slice(from, end).join("") }));
     if (end < to) node.append(line.slice(end, to).join(""));
   }
   if (all.length > LINE) node.append(all.slice(LINE).join(""));
@@ -53,15 +53,8 @@ export function writeShortened(node, words, limits = DEFAULT) {
   // A screen reader reads the whole name and not the parts.
   if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
   if (!isLong) { node.textContent = words; return; }
-  const end = tailLength(all, limits);
-  node.replaceChildren(headNode(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
-}
-
-/** Returns the beginning of a word between `low` and `high` that is nearest to `wanted`, or `wanted` if no word begins there. */
-function nearestWordStart(all, wanted, low, high) {
-  let best = -1;
-  for (let at = low; at <= high && at < all.length; at++) if (startsWord(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
-  return best < 0 ? wanted : best;
+  const end = nearestWordStart(all, all.length - limits.tail, all.length - limits.most, all.length - limits.least);
+  node.replaceChildren(headNode(all.slice(0, end)), make("span", { className: "cut-tail", textContent: all.slice(end).join("") }));
 }
 
 /** Returns at most `most` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
@@ -87,5 +80,5 @@ export function writeSentence(node, words, most = WORD) {
 export function writeWrapped(node, words) {
   if (node.dataset.wrapped === words) return;
   node.dataset.wrapped = words;
-  node.replaceChildren(...words.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+  node.replaceChildren(...words.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part])));
 }

@@ -1,6 +1,7 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
 import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, errorText, serverNow, showLive, setText } from "./page.js";
+import { duration } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -50,10 +51,7 @@ const actions = new Actions({
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; drawFactsSoon(); });
 /** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
-const tabs = new Tabs({
-  onFirstOpen: { evaluation: () => evaluation.update(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
-  onReopen: { evaluation: () => evaluation.update(), histograms: () => histograms.showMissedSteps() },
-});
+const tabs = new Tabs({ evaluation: () => evaluation.update(), notes: () => actions.reloadAnnotations(), histograms: () => histograms.load(), network: () => network.load() });
 checkpoints.changeListeners.add(() => actions.show());
 byId("predict").addEventListener("click", () => {
   tabs.show("classify");
@@ -121,7 +119,7 @@ function apply(event) {
       break;
     case "network":
       tabs.reveal("network");
-      if (tabs.isOpened("network") || isPlanned()) network.load();
+      if (tabs.isOpen("network") || isPlanned()) network.load();
       break;
     case "rank": ranks.setReport(event); break;
     case "evaluation":
@@ -226,13 +224,10 @@ function onFrame(frame) {
   }
   if (!facts.isLive && frame.at) {
     const secs = Math.floor((serverNow() - Date.parse(frame.at)) / 1000);
-    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${formatLag(secs)} behind` : "live"); }
+    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${duration(secs)} behind` : "live"); }
   }
   apply(frame);
 }
-
-/** Formats a duration: `40 s`, `3 min`. */
-const formatLag = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
 /** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {
@@ -280,7 +275,7 @@ async function reloadPage() {
   agentsAttempt = data.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.handleStep();
-  if (tabs.isOpened("network") || isPlanned()) network.load();
+  if (tabs.isOpen("network") || isPlanned()) network.load();
   drawFactsSoon();
 }
 

@@ -53,7 +53,7 @@ function openHelp() {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const search = byId("search") ?? byId("log-search");
+  const search = byId("search") ?? byId("log-search") ?? byId("docs-search");
   if (event.key === "Escape" && isTextField(event.target)) return event.target.blur();
   if (isTextField(event.target) || areShortcutsOff()) return;
   const act = {

@@ -1,5 +1,7 @@
 // Formats numbers for people, as web/src/numbers.rs does.
 
+export const twoDigits = (n) => String(n).padStart(2, "0");
+
 export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",");
 
 /** With fewer pictures than this, an accuracy is shown with its standard error. The same as in protocol/src/numbers.rs. */
@@ -46,10 +48,10 @@ export function bytes(n) {
 }
 
 export function clock(secs) {
-  const s = Math.max(0, Math.round(secs)), two = (n) => String(n).padStart(2, "0");
+  const s = Math.max(0, Math.round(secs));
   if (s >= 48 * 3600) return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
-  if (s >= 3600) return `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))}:${two(s % 60)}`;
-  return `${Math.floor(s / 60)}:${two(s % 60)}`;
+  if (s >= 3600) return `${Math.floor(s / 3600)}:${twoDigits(Math.floor((s % 3600) / 60))}:${twoDigits(s % 60)}`;
+  return `${Math.floor(s / 60)}:${twoDigits(s % 60)}`;
 }
 
 export function age(then, now) {
@@ -66,6 +68,9 @@ const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 
+/** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
+export const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
+
 /** Formats a duration: `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
 
@@ -77,6 +82,6 @@ export function timeAndDay(at, length = 5, now = Date.now()) {
 
 /** Formats a time of day in the reader's time zone: `14:03:41.208`. */
 export function timeOfDay(at) {
-  const d = new Date(at), two = (n) => String(n).padStart(2, "0");
-  return `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}.${String(d.getMilliseconds()).padStart(3, "0")}`;
+  const d = new Date(at);
+  return `${twoDigits(d.getHours())}:${twoDigits(d.getMinutes())}:${twoDigits(d.getSeconds())}.${String(d.getMilliseconds()).padStart(3, "0")}`;
 }

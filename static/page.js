@@ -10,6 +10,13 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
+/** Creates a button of a script that calls `act(event)`. `properties` replace the defaults. */
+export function makeButton(textContent, act, properties = {}) {
+  const button = make("button", { type: "button", className: "quiet", textContent, ...properties });
+  button.addEventListener("click", act);
+  return button;
+}
+
 /** Creates an element of SVG. */
 export function makeSvg(tag, attributes, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -116,6 +123,12 @@ export function announce(node, words) {
   node.textContent = words;
 }
 
+/**
+ * Returns a function that shows the current activity and its progress in the elements with these ids. A screen reader announces only the
+ * activity, and not every second or count.
+ */
+export const activityIn = (id, progressId) => (activity, progress = "") => { setText(byId(id), activity); setText(byId(progressId), progress); };
+
 /** Whether a request has failed. Other errors are errors of a script. */
 export const isFailedRequest = (error) => error instanceof Problem || error instanceof Unreachable;
 
@@ -196,9 +209,8 @@ export function makeClosable(menu, signal) {
 
 /** Opens a dialog with a title, `content`, `links` and a button that closes it. */
 export function openDialog(id, title, content, ...links) {
-  const close = make("button", { type: "button", textContent: "Close" });
+  const close = makeButton("Close", () => dialog.close(), { className: "" });
   const dialog = make("dialog", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, textContent: title }), ...content, make("div", { className: "actions" }, ...links, close));
-  close.addEventListener("click", () => dialog.close());
   byId(id)?.remove();
   document.body.append(dialog);
   dialog.showModal();
@@ -206,6 +218,9 @@ export function openDialog(id, title, content, ...links) {
 
 /** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
 export const readStored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+
+/** Parses a JSON list that the browser or a URL has kept; empty for any other text. */
+export const parseList = (text) => { try { const list = JSON.parse(text); return Array.isArray(list) ? list : []; } catch { return []; } };
 
 /** Stores a value, or removes it for null. Returns whether the browser allows this. */
 export function store(key, value) {

@@ -3,7 +3,7 @@
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copy, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
-import { count, plural } from "./numbers.js";
+import { count, duration, plural } from "./numbers.js";
 import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
@@ -17,6 +17,8 @@ const touched = new Set();
 const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
 /** The value of each field that a recipe has filled, from before the recipe. */
 const replaced = new Map();
+/** Maximum number of jobs whose best checkpoints are offered as weights. */
+const MAX_OFFERED_JOBS = 10;
 /** The key whose default depends on the dataset. */
 const DATASET_DEFAULT = "data.validation";
 /** Whether the reader has submitted the form. Before that, only mistakes in fields that the reader has changed or left are shown. */
@@ -25,6 +27,7 @@ let notation = "toml";
 
 // --- the job in the form ----------------------------------------------------------------------------
 
+const fieldOf = (name) => fields.find((field) => field.name === name);
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
 /** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
@@ -131,17 +134,23 @@ function fillRecipe(name) {
 }
 
 /** The recipe finetune needs weights, so an empty field is shown as a mistake at once. */
-const weights = fields.find((f) => f.name === "model.pretrained");
+const weights = fieldOf("model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
   touched.add(weights);
 }
 
-// The list already has the names of weights that can be downloaded. Without a response, the reader types the weights of a model.
+// The list already has the names of weights that can be downloaded. Models, and the best checkpoints of the newest jobs, come first. Without
+// a response, the reader types the weights.
 weights.addEventListener("focus", async () => {
-  const { models } = await ask("/api/v1/models?fields=name,aliases,newest").catch(() => ({ models: [] }));
+  const read = async (key, query) => (await ask(`/api/v1/${query}`).catch(() => ({ [key]: [] })))[key];
+  const [models, jobs] = await Promise.all([read("models", "models?fields=name,aliases,newest"), read("jobs", `jobs?state=succeeded&fields=id,name,spec&limit=${MAX_OFFERED_JOBS}`)]);
   const versions = ({ aliases, newest }) => (Object.keys(aliases).length ? Object.keys(aliases).map((alias) => `@${alias}`) : [`/${newest.version}`]);
-  weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))));
+  const checkpoints = await Promise.all(jobs.map(async ({ id, name, spec }) => {
+    const all = await read("checkpoints", `jobs/${id}/checkpoints?fields=id,best`), best = all.find((checkpoint) => checkpoint.best) ?? all[0];
+    return best ? [new Option(`best of ${name}, ${spec.model.arch}`, best.id)] : [];
+  }));
+  weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))), ...checkpoints.flat());
 }, { once: true });
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
@@ -199,9 +208,6 @@ function showMistakes(errors) {
   }
 }
 
-/** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
-const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
-
 /** Keys that change the number of steps. If a sweep sets one of these keys, the number differs between its trials. */
 const STEP_COUNT_KEYS = /^(data|parallel)\.|^train\.(recipe|epochs|steps|batch_size|global_batch_size|accumulate)$/;
 
@@ -230,15 +236,15 @@ function showPlan(response) {
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
-  const split = data?.validation, field = fields.find((f) => f.name === DATASET_DEFAULT);
+  const split = data?.validation, field = fieldOf(DATASET_DEFAULT);
   // If the dataset lacks the default split, the server chooses another split.
   if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
   setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
-  const lr = fields.find((f) => f.name === "train.lr");
+  const lr = fieldOf("train.lr");
   lr.placeholder = response?.spec?.train.lr ?? (filledRecipe.value ? "" : lr.dataset.default);
   const bundled = byId("bundled");
-  if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
+  if (bundled) bundled.hidden = valueOf(fieldOf("data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
   setText(warnings.querySelector("span"), given.join(" "));
@@ -334,7 +340,7 @@ for (const preset of presets) {
     isSubmitted = false;
     touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
-    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
+    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fieldOf(name));
     checkSoon();
   });
 }

@@ -84,6 +84,16 @@ pub fn count(n: u64) -> String {
     out
 }
 
+/// Formats a duration in seconds, rounded down: `40 s`, `12 min`, `3 h`, `5 d`. Days begin at 48 hours.
+pub fn format_duration(secs: i64) -> String {
+    match secs {
+        ..60 => format!("{secs} s"),
+        60..3600 => format!("{} min", secs / 60),
+        3600..172_800 => format!("{} h", secs / 3600),
+        _ => format!("{} d", secs / 86_400),
+    }
+}
+
 /// `1 rank`, `4 ranks`, `2 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{n} {}", nouns(n, noun))
@@ -102,6 +112,15 @@ pub fn nouns(n: u64, noun: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn durations_grow_coarser() {
+        for (secs, shown) in
+            [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (172_799, "47 h"), (172_800, "2 d")]
+        {
+            assert_eq!(format_duration(secs), shown);
+        }
+    }
 
     #[test]
     fn speeds_below_100_have_a_decimal() {

@@ -1,6 +1,23 @@
 // The frame around the data: grid, tick labels, and marks at the start of attempts.
 
+import { twoDigits } from "../numbers.js";
 import { clockTicks, linearTicks } from "./scale.js";
+
+/**
+ * Gives canvases the size of `root`. Returns the size in pixels of the page, and the context of the first canvas, which is cleared; null if
+ * `root` is not laid out.
+ */
+export function prepareCanvas(root, ...canvases) {
+  const { width, height } = root.getBoundingClientRect(), ratio = devicePixelRatio || 1, ctx = canvases[0].getContext("2d");
+  if (!width || !height) return null;
+  for (const canvas of canvases) {
+    const w = Math.round(width * ratio), h = Math.round(height * ratio);
+    if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
+  }
+  ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+  ctx.clearRect(0, 0, width, height);
+  return { ctx, width, height };
+}
 
 /** Draws grid and labels into `plot` ({left, top, right, bottom} in pixels). */
 export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colours }) {
@@ -105,9 +122,8 @@ export function xAxis(view, low, high, wanted) {
   const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
   if (view.axis === "time") {
     const label = (s) => {
-      const twoDigits = (n) => String(Math.floor(n)).padStart(2, "0");
       if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
-      return s >= 3600 ? `${Math.floor(s / 3600)}:${twoDigits(s % 3600 / 60)}:${twoDigits(s % 60)}` : `${Math.floor(s / 60)}:${twoDigits(s % 60)}`;
+      return s >= 3600 ? `${Math.floor(s / 3600)}:${twoDigits(Math.floor(s % 3600 / 60))}:${twoDigits(Math.floor(s % 60))}` : `${Math.floor(s / 60)}:${twoDigits(Math.floor(s % 60))}`;
     };
     return { xTicks: clockTicks(low, high, wanted), xLabel: label };
   }

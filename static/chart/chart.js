@@ -9,7 +9,7 @@
 // longest), because drawing all charts in one frame would delay visible movements.
 
 import { make } from "../page.js";
-import { drawAttempts, drawAxes, drawRightLabels, labelWidth, startsOf, drawWithin, xAxis } from "./axes.js";
+import { drawAttempts, drawAxes, drawRightLabels, labelWidth, prepareCanvas, startsOf, drawWithin, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
 import { drawDot, drawSegment, MAX_BUCKETS_PER_PIXEL, visibleRange } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
@@ -138,17 +138,9 @@ export class Chart {
 
   draw() {
     this.isOutdated = this.isUrgent = false;
-    const { width, height } = this.root.getBoundingClientRect();
-    if (!width || !height) return;
-    const ratio = devicePixelRatio || 1;
-    for (const c of [this.canvas, this.overlay]) {
-      const w = Math.round(width * ratio), h = Math.round(height * ratio);
-      if (c.width !== w || c.height !== h) { c.width = w; c.height = h; }
-    }
-    const ctx = this.canvas.getContext("2d");
-    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, width, height);
-    this.paint(ctx, width, height);
+    const prepared = prepareCanvas(this.root, this.canvas, this.overlay);
+    if (!prepared) return;
+    this.paint(prepared.ctx, prepared.width, prepared.height);
     this.#drawOverlay();
   }
 

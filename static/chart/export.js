@@ -1,6 +1,6 @@
 // Saves a chart as a file: PNG and SVG as on the page, or CSV of the drawn data.
 
-import { makeClosable, make } from "../page.js";
+import { makeClosable, make, makeButton } from "../page.js";
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
@@ -123,11 +123,7 @@ export const tools = (...menus) => make("div", { className: "tools" }, ...menus)
 
 /** Returns a small menu with all formats. `name()` and `title()`: see `save`. `csvUrl`: URL of the CSV file with all points. */
 export function saveMenu(chart, name, title, csvUrl) {
-  const buttons = Object.keys(KINDS).map((kind) => {
-    const button = make("button", { type: "button", className: "quiet", textContent: kind });
-    button.addEventListener("click", () => { menu.open = false; save(chart, kind, name(), title()); });
-    return button;
-  });
+  const buttons = Object.keys(KINDS).map((kind) => makeButton(kind, () => { menu.open = false; save(chart, kind, name(), title()); }));
   if (csvUrl) buttons.push(make("a", { className: "button quiet", href: csvUrl, textContent: "CSV, every point", download: "" }));
   const menu = make("details", { className: "menu" }, make("summary", { textContent: "Save", "aria-label": `Save ${chart.label}` }), make("div", {}, ...buttons));
   makeClosable(menu, chart.gone);

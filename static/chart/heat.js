@@ -1,7 +1,7 @@
 // A heat map of histograms over steps: one column per step, darker for more values.
 
 import { count } from "../numbers.js";
-import { drawLabels, labelWidth } from "./axes.js";
+import { drawLabels, labelWidth, prepareCanvas } from "./axes.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear, linearTicks } from "./scale.js";
 
@@ -44,13 +44,9 @@ export class Heat {
   }
 
   draw() {
-    const { width, height } = this.root.getBoundingClientRect(), ratio = devicePixelRatio || 1, colours = palette();
-    if (!width || !height) return;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const ctx = this.canvas.getContext("2d"), all = this.#all;
-    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, width, height);
+    const prepared = prepareCanvas(this.root, this.canvas);
+    if (!prepared) return;
+    const { ctx, width, height } = prepared, colours = palette(), all = this.#all;
     this.edges = null;
     if (!all.length) return;
     const lowest = Math.min(...all.map((h) => h.min)), highest = Math.max(...all.map((h) => h.max)), room = (highest - lowest) * 0.04 || Math.abs(lowest) * 0.1 || 0.5;

@@ -4,7 +4,7 @@
 // a segment exceeds its capacity, neighbouring buckets are merged in pairs, and new points are gathered in buckets of the same width. So
 // memory and drawing time are bounded, the whole run has the same resolution, and no peak is lost.
 
-export class Segment {
+class Segment {
   constructor(attempt, capacity) {
     this.attempt = attempt;
     /** The segment of the attempt before; null for the first attempt. */

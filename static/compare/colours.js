@@ -1,19 +1,15 @@
 // The look of a job: a colour and a style of line. The look stays the same while other jobs are added and removed, and on the next visit. There
 // are eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
-import { make, store, readStored } from "../page.js";
+import { make, parseList, store, readStored } from "../page.js";
 
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAGE_KEY = "colours";
 /** Maximum number of jobs whose looks are stored. */
 const MAX_STORED = 200;
 
-function loadStored() {
-  try { const all = JSON.parse(readStored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
-}
-
 /** The number of each job's look, by id. */
-const looks = new Map(loadStored());
+const looks = new Map(parseList(readStored(STORAGE_KEY)).filter((entry) => typeof entry?.[0] === "string" && Number.isInteger(entry[1])));
 
 /** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
 export function assignLooks(ids) {

@@ -1,11 +1,14 @@
 // Columns that distinguish jobs: settings that are a number or a text, and results. Each value is a number or a text, with a position between the
 // column's minimum and maximum.
 
+import { shortenMiddle } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { serverNow } from "../page.js";
 import { formatSetting } from "../settings.js";
 import { settings } from "./names.js";
 
+/** Shortens a name or a text to the width of an axis. */
+export const shorten = (words) => shortenMiddle(words, 15);
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting. NaN if unknown, as in a running attempt after the first. */
 const trainingSecs = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);

@@ -4,7 +4,7 @@
 import { makeSvg, setText } from "../page.js";
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
-import { columns, varies } from "./columns.js";
+import { columns, shorten, varies } from "./columns.js";
 
 /** Height of the drawing, and its margins at the top and bottom, in pixels. */
 const HEIGHT = 330, TOP = 34, BOTTOM = 26;
@@ -20,8 +20,6 @@ const MIN_BRUSH = 4;
 const DOT = 4;
 /** Part of an axis by which an arrow key moves the end of a brush. */
 const KEY_STEP = 0.05;
-
-const shorten = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.slice(-7)}` : words);
 
 export class Parallel {
   #drag = null;

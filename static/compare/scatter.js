@@ -4,14 +4,14 @@ import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { byId, make, setText } from "../page.js";
 import { readUrl, writeUrl } from "../address.js";
-import { drawAxes, labelWidth } from "../chart/axes.js";
+import { drawAxes, labelWidth, prepareCanvas } from "../chart/axes.js";
 import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
 import { onLongPress } from "../chart/hold.js";
 import { drawPoint } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
-import { columns, varies } from "./columns.js";
+import { columns, shorten, varies } from "./columns.js";
 
 /** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
 const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
@@ -19,7 +19,6 @@ const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
 const KEY_STEPS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
-const shorten = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
 export class Scatter {
   label = "Scatter of the jobs";
@@ -81,13 +80,9 @@ export class Scatter {
   invalidate() { this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.#show(); }); }
 
   #show() {
-    const { width, height } = this.root.getBoundingClientRect();
-    if (!width || !height || !this.x) return;
-    const ratio = devicePixelRatio || 1, ctx = this.canvas.getContext("2d");
-    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
-    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-    ctx.clearRect(0, 0, width, height);
-    this.paint(ctx, width, height, { isOnPage: true });
+    const prepared = this.x && prepareCanvas(this.root, this.canvas);
+    if (!prepared) return;
+    this.paint(prepared.ctx, prepared.width, prepared.height, { isOnPage: true });
     this.#showTip();
   }
 

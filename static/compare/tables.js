@@ -4,7 +4,7 @@ import { caution } from "./caution.js";
 import { swatch } from "./colours.js";
 import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
-import { byId, make, setText } from "../page.js";
+import { byId, make, makeButton, setText } from "../page.js";
 import { writeShortened } from "../cut.js";
 import { readUrl, writeUrl } from "../address.js";
 import { formatSetting } from "../settings.js";
@@ -53,9 +53,9 @@ export class Tables {
     });
     const head = make("tr");
     for (const { name, about } of COLUMNS) {
-      const button = make("button", { type: "button", className: "sort", textContent: name, title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
+      const sort = () => { writeUrl({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#drawResults(); };
+      const button = makeButton(name, sort, { className: "sort", title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
       if (name === column.name) th.setAttribute("aria-sort", direction === "up" ? "ascending" : "descending");
-      button.addEventListener("click", () => { writeUrl({ sort: `${name}:${name === column.name && direction === "down" ? "up" : "down"}` }); this.#drawResults(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));
@@ -72,9 +72,7 @@ export class Tables {
         if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
         row.append(cell);
       });
-      const button = make("button", { type: "button", className: "quiet", textContent: "Leave out", "aria-label": `Leave out ${titleOf(job, this.jobs())}` });
-      button.addEventListener("click", () => this.remove(job.id));
-      row.append(make("td", { className: "num" }, button));
+      row.append(make("td", { className: "num" }, makeButton("Leave out", () => this.remove(job.id), { "aria-label": `Leave out ${titleOf(job, this.jobs())}` })));
       return row;
     }));
     if (!this.#isScrolled && order.length) this.#scrollToSorted(head);

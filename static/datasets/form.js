@@ -1,24 +1,25 @@
 // The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
-import { ask, byId, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, Problem, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
 const FIELDS = ["name", "path"];
 
-/** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
-function showActivity(activity, progress = "") {
-  setText(byId("add-status"), activity);
-  setText(byId("add-count"), progress);
-}
+const showActivity = activityIn("add-status", "add-count");
 
-function showErrors(errors) {
-  for (const name of FIELDS) {
-    const node = byId(`d-${name}-error`);
+/** Shows the errors of each field beside the field. `prefix`: the beginning of the ids of the form's elements. */
+export function showFieldErrors(prefix, fields, errors) {
+  for (const name of fields) {
+    const node = byId(`${prefix}-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
     setText(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
+}
+
+function showErrors(errors) {
+  showFieldErrors("d", FIELDS, errors);
   showActivity(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
 }
 

@@ -1,9 +1,9 @@
 // The form that uploads a zip file of pictures, in pieces, and registers it as a dataset.
 
-import { ask, byId, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, Problem, errorText } from "../page.js";
 import { bytes } from "../numbers.js";
 import { readUrl } from "../address.js";
-import { nameOf, postUntilInspected } from "./form.js";
+import { nameOf, postUntilInspected, showFieldErrors } from "./form.js";
 
 /** Size of a piece: the maximum that the server accepts. */
 const PIECE_BYTES = 8 * 2 ** 20;
@@ -22,7 +22,8 @@ async function sendPiece(path, piece) {
 
 export function offerUpload(form) {
   const bar = byId("u-progress"), button = form.querySelector("button");
-  const showActivity = (activity, progress = "") => { setText(byId("u-status"), activity); setText(byId("u-count"), progress); };
+  const showActivity = activityIn("u-status", "u-count");
+  const showErrors = (errors) => showFieldErrors("u", ["name", "file"], errors);
   form.hidden = false;
   if (location.hash === "#upload") form.scrollIntoView();
   byId("u-file").addEventListener("change", () => {
@@ -32,7 +33,7 @@ export function offerUpload(form) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const [file] = byId("u-file").files, name = byId("u-name").value.trim();
-    setText(byId("u-error"), file ? name ? "" : "Give the dataset a name." : "Choose a zip file first.");
+    showErrors([...(name ? [] : [{ pointer: "/name", detail: "Give the dataset a name." }]), ...(file ? [] : [{ pointer: "/file", detail: "Choose a zip file first." }])]);
     if (!file || !name) return;
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
@@ -52,7 +53,8 @@ export function offerUpload(form) {
       button.disabled = false;
       bar.hidden = true;
       showActivity("");
-      setText(byId("u-error"), errorText(error));
+      // 409: the name is taken. Only mistakes in the name are in `errors`.
+      showErrors([{ pointer: error.status === 409 || error.errors?.length ? "/name" : "/file", detail: errorText(error) }]);
     }
   });
 }

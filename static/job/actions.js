@@ -16,7 +16,6 @@ export class Actions {
   #touched = new Set();
   /** The button that was pressed last. */
   #pressed = null;
-  #areAnnotationsOpened = false;
 
   /**
    * `page`: `job()`, `setJob(job)`, `checkpoints`. `showRefusal(why)` shows why an action was refused; null removes the text. `beforeDelete()`
@@ -32,6 +31,7 @@ export class Actions {
     byId("fork").addEventListener("click", () => this.fork(null));
     byId("priority")?.addEventListener("change", ({ target }) => this.#setPriority(() => Number(target.value)));
     byId("to-front")?.addEventListener("click", () => this.#setPriority(frontPriority));
+    this.#setUpAnnotations();
   }
 
   show() {
@@ -136,7 +136,7 @@ export class Actions {
   }
 
   /** Sets up the panel with the job's notes, tags and project. */
-  async openAnnotations() {
+  #setUpAnnotations() {
     const { id } = this.page.job(), status = byId("note-status");
     const fields = ["note", "tags", "project"].map(byId), [note, tags, project] = fields;
     const save = async (field, body) => {
@@ -156,13 +156,11 @@ export class Actions {
       for (const field of fields) field.readOnly = true;
       setText(status, "Only the job's owner and admins can change these.");
     }
-    this.#areAnnotationsOpened = true;
-    await this.reloadAnnotations();
   }
 
-  /** Reads the job's annotations again if the panel has been opened. */
+  /** Reads the job's annotations again if their panel is open. */
   async reloadAnnotations() {
-    if (!this.#areAnnotationsOpened) return;
+    if (byId("notes-panel").hidden) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
     if (!job) return;
     const values = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };

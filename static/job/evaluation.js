@@ -1,6 +1,6 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, make, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, make, makeButton, Problem, errorText, setText } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { readUrl, writeUrl } from "../address.js";
 import { predictionFigures } from "./pictures.js";
@@ -11,11 +11,7 @@ const ASK_AGAIN_MS = 1500;
 /** Maximum number of classes in the matrix. Of more classes, the most confused are shown. */
 const MAX_MATRIX_CLASSES = 25;
 
-/** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
-function showActivity(activity, duration = "") {
-  setText(byId("evaluation-status"), activity);
-  setText(byId("evaluation-secs"), duration);
-}
+const showActivity = activityIn("evaluation-status", "evaluation-secs");
 
 export class Evaluation {
   #requests = 0;
@@ -121,9 +117,7 @@ export class Evaluation {
       // The style sheet has eight shades, because inline styles are not allowed.
       const td = make("td", { className: i === j ? "right" : "wrong", "data-share": n ? Math.max(1, Math.ceil(share * 8)) : 0 });
       if (!n) return td;
-      const button = make("button", { type: "button", textContent: count(n), "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` });
-      button.addEventListener("click", () => this.#showCell(i, j, names));
-      td.append(button);
+      td.append(makeButton(count(n), () => this.#showCell(i, j, names), { className: "", "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` }));
       return td;
     };
     const head = make("tr", {}, make("td"), ...chosen.map((j) => name(j, "col")));

@@ -1,6 +1,6 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, make, makeSvg, announce, errorText, setText } from "../page.js";
+import { ask, byId, make, makeButton, makeSvg, announce, errorText, setText } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { setUpChoices, readUrl, writeUrl } from "../address.js";
 import { Heat } from "../chart/heat.js";
@@ -25,12 +25,9 @@ function quantile({ min, max, counts }, share) {
 }
 
 export class Histograms {
-  #isOpened = false;
   #timer = 0;
   #requests = 0;
   #step = null;
-  /** Whether new steps have arrived while the panel was hidden. */
-  #hasMissedSteps = false;
   /** Whether the panel shows the newest step. */
   showsNewest = true;
   layer = readUrl("layer");
@@ -40,39 +37,27 @@ export class Histograms {
     this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), formatNumber);
     setUpChoices("values", "weight", (kind) => {
       this.kind = kind;
-      if (this.#isOpened) this.#load();
+      if (!this.#isHidden) this.load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
 
-  open() {
-    this.#isOpened = true;
-    this.#load();
-  }
+  get #isHidden() { return byId("histograms-panel").hidden; }
 
-  /** Called when the server has a new step. */
+  /** Called when the server has a new step. A hidden panel is loaded when it is opened. */
   handleStep() {
-    if (!this.#isOpened) return;
-    if (byId("histograms-panel").hidden) { this.#hasMissedSteps = true; return; }
-    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
-  }
-
-  /** Shows the steps that arrived while the panel was hidden. */
-  showMissedSteps() {
-    if (!this.#hasMissedSteps) return;
-    this.#hasMissedSteps = false;
-    this.#load();
+    if (!this.#isHidden) this.#timer ||= setTimeout(() => { this.#timer = 0; this.load(); }, RELOAD_INTERVAL_MS);
   }
 
   #choose(layer) {
     this.layer = layer;
     writeUrl({ layer });
-    this.#load();
+    this.load();
   }
 
   #get(query) { return ask(`/api/v1/jobs/${this.job}/histograms?kind=${this.kind}${query}`); }
 
-  async #load() {
+  async load() {
     const thisRequest = ++this.#requests;
     try {
       const { steps, layers } = await this.#get("");
@@ -120,9 +105,8 @@ export class Histograms {
   }
 
   #row(histogram) {
-    const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
+    const { layer, min, max, counts } = histogram, button = makeButton(layer, () => this.#choose(layer));
     if (layer === this.layer) button.setAttribute("aria-current", "true");
-    button.addEventListener("click", () => this.#choose(layer));
     const numbers = [formatNumber(min), formatNumber(quantile(histogram, 0.5)), formatNumber(max), count(counts.reduce((a, b) => a + b, 0))];
     return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }

@@ -4,11 +4,9 @@ import { byId } from "../page.js";
 import { readUrl, writeUrl } from "../address.js";
 
 export class Tabs {
-  #opened = new Set();
-
-  /** Functions by the names of panels: `onFirstOpen` are called when a panel is first opened, `onReopen` each later time. */
-  constructor({ onFirstOpen, onReopen }) {
-    Object.assign(this, { onFirstOpen, onReopen });
+  /** `onOpen`: functions by the names of panels, called whenever the panel is opened. */
+  constructor(onOpen) {
+    this.onOpen = onOpen;
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
@@ -38,8 +36,7 @@ export class Tabs {
   /** Shows the tab of a panel that not every job has. */
   reveal(name) { for (const tab of this.tabs) if (tab.dataset.tab === name) tab.hidden = false; }
 
-  /** Whether a panel has been opened. */
-  isOpened(name) { return this.#opened.has(name); }
+  isOpen(name) { return byId("panels").dataset.shows === name; }
 
   show(name) {
     for (const tab of this.tabs) {
@@ -51,8 +48,6 @@ export class Tabs {
     byId("log-controls").hidden = name !== "log";
     byId("panels").dataset.shows = name;
     writeUrl({ tab: name === this.first ? "" : name });
-    if (this.#opened.has(name)) return void this.onReopen[name]?.();
-    this.#opened.add(name);
-    this.onFirstOpen[name]?.();
+    this.onOpen[name]?.();
   }
 }

@@ -3,7 +3,7 @@
 
 import { writeShortened, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
-import { ask, byId, makeClosable, make, Problem, errorText, store, readStored, setText } from "../page.js";
+import { ask, byId, makeClosable, make, makeButton, Problem, errorText, store, readStored, setText } from "../page.js";
 import { fullKey, flatten, setting, formatSetting } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { setMetrics } from "./query.js";
@@ -104,11 +104,11 @@ export class Columns {
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
     for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key, ...sortAttributes(key) }));
-    byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
-      const button = make("button", { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key, "aria-label": `Remove the column ${label(key)}` });
-      button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
-      return button;
-    }));
+    byId("extra-columns").replaceChildren(...this.#extra.map((key) => makeButton(`${label(key)} ×`, () => {
+      this.#extra = this.#extra.filter((k) => k !== key);
+      this.#choose();
+      byId("column-add").focus();
+    }, { title: key, "aria-label": `Remove the column ${label(key)}` })));
     const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), needsRead = wanted.some((name) => !this.#requestedMetrics.includes(name));
     this.#requestedMetrics = wanted;
     setMetrics(wanted);

@@ -1,9 +1,9 @@
 // Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
 // shown as a chip, which removes it.
 
-import { ask, byId, makeClosable, make, setText } from "../page.js";
+import { ask, byId, makeClosable, make, makeButton, setText } from "../page.js";
 import { readUrl } from "../address.js";
-import { count } from "../numbers.js";
+import { count, twoDigits } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
 
 /** Returns an input of a menu with the label above it. */
@@ -18,8 +18,8 @@ export function menu(label, className, ...children) {
 }
 
 const dayOf = (at) => {
-  const date = new Date(at), two = (n) => String(n).padStart(2, "0");
-  return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  const date = new Date(at);
+  return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())}`;
 };
 /** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the URL. */
 const startOfDay = (words, later) => {
@@ -95,9 +95,7 @@ export class FilterMenu {
   draw() {
     const { conditions, after, before, owner, project, tags } = filter(), chips = [];
     const chip = (words, values, what = "filter") => {
-      const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×`, "aria-label": `Remove the ${what} ${words}` });
-      button.addEventListener("click", () => { this.change(values()); this.menu.querySelector("summary").focus(); });
-      chips.push(button);
+      chips.push(makeButton(`${words} ×`, () => { this.change(values()); this.menu.querySelector("summary").focus(); }, { "aria-label": `Remove the ${what} ${words}` }));
     };
     if (project) chip(`project ${project}`, () => ({ project: "" }));
     for (const tag of tags) chip(`tagged ${tag}`, () => ({ tag: filter().tags.filter((other) => other !== tag).join(",") }));

@@ -1,6 +1,6 @@
 // The keys by which the list is grouped: a menu and the URL. Keys have the same names as in `by` of GET /jobs/groups.
 
-import { make, setText } from "../page.js";
+import { make, makeButton, setText } from "../page.js";
 import { readUrl } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./filter-menu.js";
@@ -40,9 +40,7 @@ export class Grouping {
     form.addEventListener("submit", (event) => { event.preventDefault(); this.add(this.input.value.trim()); });
     this.own = make("div", { className: "own-keys", role: "group", "aria-label": "Group by" });
     for (const key of Object.keys(JOB_KEYS)) {
-      const button = make("button", { type: "button", textContent: key, "data-key": key });
-      button.addEventListener("click", () => (groupedBy().includes(key) ? this.remove(key) : this.add(key)));
-      this.own.append(button);
+      this.own.append(makeButton(key, () => (groupedBy().includes(key) ? this.remove(key) : this.add(key)), { className: "", "data-key": key }));
     }
     this.menu = menu("Group", "grouping", this.own, form, list, this.error);
     this.menu.addEventListener("toggle", () => { if (this.menu.open) list.replaceChildren(...keys().map((value) => make("option", { value }))); });

@@ -1,7 +1,7 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
 // the group is open, its jobs follow. The open groups are in the URL.
 
-import { ask, make, Problem, serverNow, setText } from "../page.js";
+import { ask, make, makeButton, parseList, Problem, serverNow, setText } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { readUrl, writeUrl } from "../address.js";
@@ -34,9 +34,7 @@ const plain = (v) => String(Number(v.toPrecision(4)));
 const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
 
 /** Returns the open groups in the URL, by their values. */
-function openKeys() {
-  try { const all = JSON.parse(readUrl("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
-}
+const openKeys = () => new Set(parseList(readUrl("open")).slice(0, MAX_OPEN).map((values) => JSON.stringify(values)));
 
 export class Groups {
   /** Visible jobs, by id. */
@@ -57,8 +55,7 @@ export class Groups {
    */
   constructor(table, { fill, extra, onChange, onRead }) {
     Object.assign(this, { table, fill, extra, onChange, onRead });
-    this.more = make("tbody", { className: "group-more", hidden: true }, buttonRow(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
-    this.more.querySelector("button").addEventListener("click", () => this.#read(this.#nextCursor));
+    this.more = make("tbody", { className: "group-more", hidden: true }, buttonRow(makeButton("More groups", () => this.#read(this.#nextCursor))));
     table.append(this.more);
   }
 
@@ -233,9 +230,7 @@ export class Groups {
     entry.rest?.remove();
     entry.rest = null;
     if (next) {
-      const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(entry.group.jobs)}: show more` });
-      button.addEventListener("click", () => this.#openJobs(entry, next).catch(() => {}));
-      entry.rest = buttonRow(button);
+      entry.rest = buttonRow(makeButton(`${rows.length} of ${count(entry.group.jobs)}: show more`, () => this.#openJobs(entry, next).catch(() => {})));
       entry.body.append(entry.rest);
     }
     this.#forgetUnshown();

@@ -1,18 +1,13 @@
 // Named views of the list. A view is a URL: filters, order and columns. The browser stores the names. To share a view, send its URL.
 
-import { make, store, readStored, setText } from "../page.js";
+import { make, makeButton, parseList, store, readStored, setText } from "../page.js";
 import { field, menu } from "./filter-menu.js";
 
 const STORAGE_KEY = "views", MAX_VIEWS = 50;
 /** Maximum lengths of a view's name and URL, in characters. */
 const MAX_NAME = 60, MAX_QUERY = 4000;
 
-function loadViews() {
-  try {
-    const found = JSON.parse(readStored(STORAGE_KEY));
-    return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MAX_VIEWS) : [];
-  } catch { return []; }
-}
+const loadViews = () => parseList(readStored(STORAGE_KEY)).filter((view) => typeof view?.name === "string" && typeof view.query === "string").slice(0, MAX_VIEWS);
 
 export class Views {
   /** `columns()`: returns the visible columns, as in the URL. */
@@ -56,8 +51,7 @@ export class Views {
     const views = loadViews();
     this.list.hidden = !views.length;
     this.list.replaceChildren(...views.map(({ name, query }) => {
-      const remove = make("button", { type: "button", className: "quiet", textContent: "×", title: "Remove", "aria-label": `Remove the view ${name}` });
-      remove.addEventListener("click", () => { this.#store(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
+      const remove = makeButton("×", () => { this.#store(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); }, { title: "Remove", "aria-label": `Remove the view ${name}` });
       return make("li", {}, make("a", { href: `/jobs?${query}`, textContent: name }), remove);
     }));
   }

@@ -143,7 +143,8 @@ describe("a model", () => {
     await until("the alias has moved to version 2", async () => (await alias(2).allTextContents()).join() === "champion" && (await alias(1).count()) === 0);
     await page.goto(`${server.url}/jobs/new`);
     await page.getByLabel("Pretrained weights", { exact: true }).focus();
-    await until("the form suggests the model", async () => (await page.locator("#weights option").allTextContents()).join() === "models:/clothes@champion,resnet18,resnet34,resnet50,resnet101,resnet152");
+    const offered = () => page.locator("#weights option").evaluateAll((all) => all.map((option) => option.value).join());
+    await until("the form suggests the model and the checkpoint", async () => (await offered()) === `models:/clothes@champion,${job.id}-1-40,resnet18,resnet34,resnet50,resnet101,resnet152`);
     await page.goto(`${server.url}/models`);
     assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
     await page.getByRole("link", { name: "clothes", exact: true }).click();
@@ -243,6 +244,10 @@ describe("data", () => {
     await page.getByRole("link", { name: "Upload pictures" }).click();
     const zipFile = page.getByLabel("Zip file");
     await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
+    await zipFile.setInputFiles(ten[0].file);
+    await page.getByRole("button", { name: "Upload", exact: true }).click();
+    await until("the mistake is shown beside the file", async () => /zip file/.test(await page.locator("#u-file-error").textContent()));
+    await page.getByLabel("Name of the dataset").fill("");
     await zipFile.setInputFiles(join(dir, "photos.zip"));
     assert.equal(await page.getByLabel("Name of the dataset").inputValue(), "photos");
     await page.getByRole("button", { name: "Upload", exact: true }).click();

@@ -60,7 +60,7 @@ export async function assertAccessible(page, where) {
 }
 
 /** The open dialog is on the screen, and each of its controls can be pressed, if necessary after scrolling. */
-export async function assertDialogUsable(page, where) {
+async function assertDialogUsable(page, where) {
   const wrong = await page.evaluate(() => {
     const dialog = document.querySelector("dialog[open]"), box = dialog.getBoundingClientRect(), wrong = [];
     if (box.left < 0 || box.top < 0 || box.right > innerWidth || box.bottom > innerHeight) wrong.push(`the dialog extends beyond the screen: ${JSON.stringify(box)}`);

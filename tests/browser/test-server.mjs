@@ -166,13 +166,7 @@ export class Browser {
   async page(server, path, { expected = [], ...options } = {}) {
     const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
     // With LOCKSTEP_STATIC, scripts and styles come from the source tree, so that a change needs no build.
-    if (process.env.LOCKSTEP_STATIC) {
-      await context.route("**/static/**", (route) => {
-        const path = new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, ""), page = path.match(/\/all\/(.*)$/)?.[1];
-        if (!page) return route.fulfill({ path: join(ROOT, path) });
-        return route.fulfill({ contentType: "text/javascript", body: `import "/static/keys.js";\nimport "/static/${page}";\n` });
-      });
-    }
+    if (process.env.LOCKSTEP_STATIC) await context.route("**/static/**", (route) => route.fulfill({ path: join(ROOT, new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, "")) }));
     if (server.token) {
       // The context keeps the cookie and sends it with its pages' requests and sockets.
       const { url } = await server.ask("/login-links", {});

@@ -4,7 +4,7 @@ mod markdown;
 
 pub use markdown::{Passage, passages, title};
 
-use crate::{layout::CurrentUser, numbers::plural};
+use crate::layout::CurrentUser;
 use askama::Template;
 
 /// An entry of the list of pages.
@@ -30,10 +30,12 @@ pub struct DocsResult {
 pub struct DocsPage {
     title: String,
     path: String,
-    folders: Vec<(String, Vec<DocsEntry>)>,
+    pages: Vec<DocsEntry>,
     html: String,
     /// The text in the search field.
     query: String,
+    /// The results of a search, the best page first.
+    results: Option<Vec<DocsResult>>,
     user: CurrentUser,
 }
 
@@ -45,46 +47,38 @@ impl DocsPage {
         Self {
             title: title(source),
             path: path.into(),
-            folders: folders(pages),
+            pages: pages.to_vec(),
             html,
             query: String::new(),
+            results: None,
             user,
         }
     }
 
     /// Creates a page with search results: a link to the section of each passage, and the passage's text.
-    pub fn search_results(query: &str, found: &[DocsResult], pages: &[DocsEntry], user: CurrentUser) -> Self {
-        // Excerpts and headings are plain text, so characters of Markdown are left out.
-        let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
-        let plain = |text: &str| text.chars().filter(is_text).collect::<String>().trim().to_owned();
-        let mut source = String::from("# Documentation\n\n");
-        source += &match found.len() {
-            0 => "No page contains all of these words.\n".to_owned(),
-            count => format!("Found on {}.\n\n", plural(count as u64, "page")),
-        };
-        for DocsResult { page, passage } in found {
-            let DocsEntry { path, title } = page;
-            let Passage { heading, anchor, text, .. } = passage;
-            let link = if heading.is_empty() || heading == title {
-                format!("[{title}]({path}.md)")
-            } else {
-                format!("[{title}: {}]({path}.md#{anchor})", plain(heading))
-            };
-            source += &format!("- {link}: {}\n", plain(text));
-        }
-        Self { query: query.into(), ..Self::new("", &source, pages, user) }
+    pub fn search_results(
+        query: &str,
+        results: Vec<DocsResult>,
+        pages: &[DocsEntry],
+        user: CurrentUser,
+    ) -> Self {
+        let results = Some(results);
+        Self { query: query.into(), results, ..Self::new("", "# Documentation\n", pages, user) }
+    }
+
+    /// Returns the pages in two groups: Guides, which are in the top folder, and Reference.
+    fn folders(&self) -> [(&'static str, Vec<&DocsEntry>); 2] {
+        let (inner, top) = self.pages.iter().partition(|page| page.path.contains('/'));
+        [("Guides", top), ("Reference", inner)]
     }
 }
 
-/// Returns the pages in two groups: Guides, which are in the top folder, and Reference. Empty groups are left out.
-fn folders(pages: &[DocsEntry]) -> Vec<(String, Vec<DocsEntry>)> {
-    let (inner, top): (Vec<_>, Vec<_>) = pages.iter().cloned().partition(|page| page.path.contains('/'));
-    let groups = [("Guides", top), ("Reference", inner)];
-    groups
-        .into_iter()
-        .filter(|(_, pages)| !pages.is_empty())
-        .map(|(name, pages)| (name.into(), pages))
-        .collect()
+impl DocsResult {
+    /// Returns the heading above the passage, if it is not the page's title.
+    fn section(&self) -> Option<&str> {
+        let Passage { heading, .. } = &self.passage;
+        Some(heading.as_str()).filter(|heading| !heading.is_empty() && *heading != self.page.title)
+    }
 }
 
 #[cfg(test)]
@@ -112,14 +106,13 @@ mod tests {
             text: "| `<b>key` | [x](y) |".into(),
             is_key: true,
         };
-        let found = [DocsResult { page: pages[1].clone(), passage }];
-        let html = DocsPage::search_results("\"key\"", &found, &pages, CurrentUser::NOBODY)
+        let found = vec![DocsResult { page: pages[1].clone(), passage }];
+        let html = DocsPage::search_results("\"key\"", found, &pages, CurrentUser::NOBODY)
             .render()
             .expect("renders");
-        assert!(
-            html.contains(r#"<a href="/docs/reference/rest#train">REST: train</a>: bkey  x(y)"#),
-            "{html}"
-        );
+        let link =
+            r##"<a href="/docs/reference/rest#train">REST: [train]</a>: | `&#60;b&#62;key` | [x](y) |"##;
+        assert!(html.contains(link), "{html}");
         assert!(html.contains("Found on 1 page."), "{html}");
         assert!(html.contains(r#"value="&#34;key&#34;""#), "{html}");
     }

@@ -55,8 +55,8 @@ pub struct RankEntry {
     pub report: Option<RankReport>,
 }
 
-/// `GET /jobs/{id}`.
-#[derive(Debug, Clone, Template)]
+/// `GET /jobs/{id}`. The page contains the serialized fields for its script.
+#[derive(Debug, Clone, Serialize, Template)]
 #[template(path = "job.html")]
 pub struct JobPage {
     /// The job's current state.
@@ -66,44 +66,26 @@ pub struct JobPage {
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Files of a run from elsewhere.
+    #[serde(skip)]
     pub files: Vec<RunFile>,
     /// The person or token that looks at the page.
+    #[serde(skip)]
     pub user: CurrentUser,
     /// Whether the user may change the job.
     pub may_change: bool,
     /// Panels that people have configured.
     pub panels: JobPanels,
     /// Whether the job has histograms of its layers.
+    #[serde(skip)]
     pub has_histograms: bool,
     /// Whether the job has a description of its network.
+    #[serde(skip)]
     pub has_network: bool,
     /// Whether the server also keeps checkpoints in an object store.
     pub has_artifact_store: bool,
 }
 
-/// The data that the page contains for its script.
-#[derive(Serialize)]
-struct Data<'a> {
-    job: &'a Job,
-    ranks: &'a [RankEntry],
-    checkpoints: &'a [Checkpoint],
-    panels: &'a JobPanels,
-    may_change: bool,
-    has_artifact_store: bool,
-}
-
 impl JobPage {
-    fn data(&self) -> Data<'_> {
-        Data {
-            job: &self.job,
-            ranks: &self.ranks,
-            checkpoints: &self.checkpoints,
-            panels: &self.panels,
-            may_change: self.may_change,
-            has_artifact_store: self.has_artifact_store,
-        }
-    }
-
     /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's
     /// time zone.
     fn about(&self) -> String {
@@ -133,10 +115,8 @@ impl JobPage {
         if let Some(external) = &self.job.external {
             return serde_json::to_string_pretty(&external.config).unwrap_or_default();
         }
-        // Every field of a specification has a TOML form. JSON is only a fallback.
-        toml::to_string(&self.job.spec)
-            .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
-            .unwrap_or_default()
+        // Every field of a specification has a TOML form.
+        toml::to_string(&self.job.spec).unwrap_or_default()
     }
 
     /// Returns settings that differ from the defaults or have no default, by their keys in a job file.

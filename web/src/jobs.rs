@@ -60,13 +60,12 @@ impl JobsPage {
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
         // Short-lived states have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
-        let all =
-            StateLink { label: "all", state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
+        let all = StateLink { state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
         let link = |state: JobState| {
             let is_chosen = chosen.contains(&state);
             let others = chosen.iter().copied().filter(|other| *other != state);
             let leads_to = join_states(others.chain((!is_chosen).then_some(state)));
-            StateLink { label: state.as_str(), state: state.as_str(), leads_to, is_chosen }
+            StateLink { state: state.as_str(), leads_to, is_chosen }
         };
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
@@ -128,7 +127,6 @@ const COLUMNS: [(&str, &str, &str, bool); 7] = [
 
 /// A state to filter by.
 struct StateLink {
-    label: &'static str,
     /// Empty for the link to all states.
     state: &'static str,
     /// The chosen states after a click, which adds or removes this state.
@@ -156,7 +154,6 @@ struct JobRow {
     state: String,
     state_words: &'static str,
     name: String,
-    /// Network, dataset and number of ranks; also the priority and the project if they are not the defaults.
     about: String,
     reason: String,
     step: u64,
@@ -180,26 +177,7 @@ impl JobRow {
             state: job.state.to_string(),
             state_words: job.state_in_words(),
             name: job.name.clone(),
-            about: format!(
-                "{}{}{}",
-                match job.external {
-                    Some(_) => ELSEWHERE.to_owned(),
-                    None => format!(
-                        "{} · {} · {}",
-                        job.spec.model.arch.as_str(),
-                        job.spec.data.dataset,
-                        plural(job.ranks.into(), "rank")
-                    ),
-                },
-                match job.spec.priority {
-                    0 => String::new(),
-                    n => format!(" · priority {n}"),
-                },
-                match job.project.as_str() {
-                    DEFAULT_PROJECT => String::new(),
-                    project => format!(" · {project}"),
-                }
-            ),
+            about: about(job),
             reason: reason_text(job),
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
@@ -213,6 +191,22 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
+}
+
+/// Returns network, dataset and number of ranks; also the priority and the project if they are not the defaults.
+fn about(job: &Job) -> String {
+    let ranks = plural(job.ranks.into(), "rank");
+    let mut parts = match job.external {
+        Some(_) => vec![ELSEWHERE.to_owned()],
+        None => vec![job.spec.model.arch.as_str().to_owned(), job.spec.data.dataset.clone(), ranks],
+    };
+    if job.spec.priority != 0 {
+        parts.push(format!("priority {}", job.spec.priority));
+    }
+    if job.project != DEFAULT_PROJECT {
+        parts.push(job.project.clone());
+    }
+    parts.join(" · ")
 }
 
 /// Returns the reason for a job's state, after the place in the queue of a waiting job: `place 2 in the queue · needs 4 slots`.

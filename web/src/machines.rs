@@ -168,23 +168,7 @@ mod tests {
             temperature_celsius: Some(61.4),
             power_watts: None,
         };
-        let sample = MachineSample {
-            at: Timestamp::UNIX_EPOCH,
-            cpus: 8.0,
-            host_cpus: 8,
-            cpu_utilization: Some(0.5),
-            load: None,
-            memory_used_bytes: 1,
-            memory_bytes: 2,
-            host_memory_bytes: 2,
-            disk_used_bytes: 1,
-            disk_bytes: 2,
-            disk_read_bytes_per_second: None,
-            disk_written_bytes_per_second: None,
-            network_received_bytes_per_second: None,
-            network_sent_bytes_per_second: None,
-            gpus: vec![gpu],
-        };
+        let sample = MachineSample { gpus: vec![gpu], ..MachineSample::default() };
         let slot = |index| Slot {
             index,
             device: "cuda".into(),

@@ -2,9 +2,11 @@
 //! Both are tested with the cases of `texts.json`.
 
 use jiff::Timestamp;
-use lockstep_protocol::cut;
+use lockstep_protocol::{
+    cut,
+    numbers::{format_duration, nouns},
+};
 
-use lockstep_protocol::numbers::nouns;
 pub use lockstep_protocol::numbers::{count, percent, value};
 
 /// A text that is shortened to fit into its element.
@@ -73,10 +75,7 @@ pub fn age(then: Timestamp) -> String {
 fn age_at(then: Timestamp, now: Timestamp) -> String {
     match now.as_second() - then.as_second() {
         ..5 => "just now".into(),
-        s @ 5..60 => format!("{s} s ago"),
-        s @ 60..3600 => format!("{} min ago", s / 60),
-        s @ 3600..172_800 => format!("{} h ago", s / 3600),
-        s => format!("{} d ago", s / 86_400),
+        secs => format!("{} ago", format_duration(secs)),
     }
 }
 

@@ -75,10 +75,8 @@ impl SubmitPage {
         let recipe = recipe_values(&self.form.filled_recipe);
         let view = |f: &'static Field| FieldView {
             field: f,
-            id: f.id(),
-            pointer: format!("/{}", f.key.replace('.', "/")),
             value: self.form.text(f.key).to_owned(),
-            default: DEFAULTS.text(f.key).to_owned(),
+            default: DEFAULTS.text(f.key),
             is_set_by_recipe: recipe.contains_key(f.key),
             errors: self.mistakes.iter().filter(|m| is_about(m, f)).map(|m| m.detail.clone()).collect(),
         };
@@ -174,10 +172,8 @@ fn is_about(mistake: &SpecError, field: &Field) -> bool {
 
 struct FieldView {
     field: &'static Field,
-    id: String,
-    pointer: String,
     value: String,
-    default: String,
+    default: &'static str,
     /// Whether the form's recipe sets the key.
     is_set_by_recipe: bool,
     errors: Vec<String>,

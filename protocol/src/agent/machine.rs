@@ -53,7 +53,7 @@ impl Machine {
 
 /// Measurements of a machine by its agent. A value that the system does not report is absent. In a container,
 /// `cpus` and `memory_bytes` are the limits of its control group; `host_*` are the whole machine's.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MachineSample {
     /// Time, by the machine's own clock.
     pub at: Timestamp,

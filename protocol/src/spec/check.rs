@@ -2,7 +2,7 @@
 //! [`KEYS`], then the combinations that cannot work.
 
 use super::{
-    Arch, DataSpec, ImageSize, JobSpec, OptimizerKind, Recipe,
+    Arch, DataSpec, ImageSize, JobSpec, KNOWN_WEIGHTS, OptimizerKind, Recipe,
     document::toml_document,
     fewer_ranks,
     keys::{KEYS, MAX_LR, Section},
@@ -239,12 +239,18 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         );
     }
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
+        let arch = spec.model.arch.as_str();
+        let public = if KNOWN_WEIGHTS.contains(&arch) {
+            format!(", or {arch:?} after `lockstep weights get {arch}` on the machine that trains")
+        } else {
+            String::new()
+        };
         mistake(
             "/model/pretrained",
-            "recipe \"finetune\" continues from trained weights: give a version of a model (models:/NAME@ALIAS), a \
-             checkpoint's id, a safetensors file with torchvision's names, or \"resnet18\" after `lockstep weights get \
-             resnet18`"
-                .into(),
+            format!(
+                "recipe \"finetune\" continues from trained weights: give a version of a model (models:/NAME@ALIAS), a \
+                 checkpoint's id or a safetensors file with torchvision's names{public}"
+            ),
         );
     }
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {

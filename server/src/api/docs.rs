@@ -101,7 +101,7 @@ fn search(query: &str) -> Vec<DocsResult> {
         let (score, mut passage) = best.unwrap_or_else(|| {
             // If no passage has any of the words, the words are in code or headings, which are not passages.
             let line = source.lines().find(|line| count_words(&line.to_lowercase()) > 0);
-            let text = line.unwrap_or_default().to_owned();
+            let text = line.unwrap_or_default().trim_start_matches(['#', ' ']).to_owned();
             (Score::default(), Passage { text, ..Passage::default() })
         });
         passage.text = excerpt(&passage.text, &words);
@@ -167,7 +167,7 @@ pub(crate) async fn index(
     let (pages, user) = (all_pages(), caller.current_user());
     let page = match q.trim() {
         "" => DocsPage::new("", &read_markdown(START).unwrap_or_default(), &pages, user),
-        query => DocsPage::search_results(query, &search(query), &pages, user),
+        query => DocsPage::search_results(query, search(query), &pages, user),
     };
     html(page.render())
 }

@@ -38,58 +38,54 @@ fn cpus(count: f32) -> String {
 
 /// Returns the gauges of a machine. Without a sample the gauges have no values, so that the layout does not change when a sample arrives.
 pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
-    let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
-    let note = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
-    let number = |value: fn(&MachineSample) -> u64| sample.map_or(0.0, |s| value(s) as f64);
+    let Some(s) = sample else {
+        let without_value = |gauge| Gauge { value: UNKNOWN.into(), note: String::new(), ..gauge };
+        return machine_gauges(Some(&MachineSample::default())).map(without_value);
+    };
+    let all_cpus = if f64::from(s.cpus) < f64::from(s.host_cpus) {
+        format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
+    } else {
+        cpus(s.cpus)
+    };
+    let all_memory = if s.memory_bytes < s.host_memory_bytes {
+        format!("of {} · the machine has {}", bytes(s.memory_bytes), bytes(s.host_memory_bytes))
+    } else {
+        format!("of {}", bytes(s.memory_bytes))
+    };
+    let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
     [
         Gauge {
             name: "CPU",
-            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| whole_percent(busy.into()))),
-            note: note(|s| {
-                let all = if f64::from(s.cpus) < f64::from(s.host_cpus) {
-                    format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
-                } else {
-                    cpus(s.cpus)
-                };
-                s.load.map_or(all.clone(), |load| format!("{all} · load {load:.1}"))
-            }),
+            value: s.cpu_utilization.map_or(UNKNOWN.into(), |busy| whole_percent(busy.into())),
+            note: s.load.map_or(all_cpus.clone(), |load| format!("{all_cpus} · load {load:.1}")),
             metrics: &["cpu_utilization"],
             top: 1.0,
         },
         Gauge {
             name: "Memory",
-            value: shown(|s| bytes(s.memory_used_bytes)),
-            note: note(|s| {
-                if s.memory_bytes < s.host_memory_bytes {
-                    format!("of {} · the machine has {}", bytes(s.memory_bytes), bytes(s.host_memory_bytes))
-                } else {
-                    format!("of {}", bytes(s.memory_bytes))
-                }
-            }),
+            value: bytes(s.memory_used_bytes),
+            note: all_memory,
             metrics: &["memory_used_bytes"],
-            top: number(|s| s.memory_bytes),
+            top: s.memory_bytes as f64,
         },
         Gauge {
             name: "Disk",
-            value: shown(|s| whole_percent(share(s.disk_used_bytes, s.disk_bytes))),
-            note: note(|s| {
-                let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
-                format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
-            }),
+            value: whole_percent(share(s.disk_used_bytes, s.disk_bytes)),
+            note: format!("{} free of {}", bytes(free), bytes(s.disk_bytes)),
             metrics: &["disk_used_bytes"],
-            top: number(|s| s.disk_bytes),
+            top: s.disk_bytes as f64,
         },
         Gauge {
             name: "Disk traffic",
-            value: shown(|s| byte_rate(s.disk_read_bytes_per_second)),
-            note: note(|s| format!("read · {} written", byte_rate(s.disk_written_bytes_per_second))),
+            value: byte_rate(s.disk_read_bytes_per_second),
+            note: format!("read · {} written", byte_rate(s.disk_written_bytes_per_second)),
             metrics: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
             top: 0.0,
         },
         Gauge {
             name: "Network",
-            value: shown(|s| byte_rate(s.network_received_bytes_per_second)),
-            note: note(|s| format!("received · {} sent", byte_rate(s.network_sent_bytes_per_second))),
+            value: byte_rate(s.network_received_bytes_per_second),
+            note: format!("received · {} sent", byte_rate(s.network_sent_bytes_per_second)),
             metrics: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
             top: 0.0,
         },
@@ -122,7 +118,6 @@ mod tests {
     #[test]
     fn containers_show_their_part_of_the_machine() {
         let sample = MachineSample {
-            at: jiff::Timestamp::UNIX_EPOCH,
             cpus: 2.0,
             host_cpus: 64,
             cpu_utilization: Some(0.374),
@@ -132,11 +127,10 @@ mod tests {
             host_memory_bytes: 256_000_000_000,
             disk_used_bytes: 60,
             disk_bytes: 100,
-            disk_read_bytes_per_second: None,
             disk_written_bytes_per_second: Some(12_000_000),
             network_received_bytes_per_second: Some(0),
             network_sent_bytes_per_second: Some(1000),
-            gpus: Vec::new(),
+            ..MachineSample::default()
         };
         let reported = |sample: &MachineSample| {
             machine_gauges(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))

@@ -23,8 +23,8 @@ const GROUPS: [(&str, &[Entry], &[Entry]); 11] = [
             (
                 "model.pretrained",
                 "Pretrained weights",
-                "models:/name@alias, a checkpoint's id, a safetensors file, or resnet18 (after lockstep weights get resnet18); empty: \
-             random weights",
+                "a model or a checkpoint of this server (the field lists them), a safetensors file, or resnet18 after lockstep weights \
+             get resnet18 on the machine that trains; empty: random weights",
             ),
             ("data.dataset", "Dataset", ""),
             (

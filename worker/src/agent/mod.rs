@@ -102,6 +102,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let program = options.program.clone().map_or_else(lockstep_host::own_program, Ok)?;
     let context = AttemptContext {
         spares: Arc::new(Spares::new(&program, &slots, options.warm)),
+        spare_delay: SPARE_DELAY,
         program,
         lease: lease.clone(),
         fence: fence_path,
@@ -148,6 +149,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
+/// See [`AttemptContext::spare_delay`].
+const SPARE_DELAY: Duration = Duration::from_secs(5);
 /// Maximum number of different reasons for failed connections that are logged before the next connection.
 const MAX_LOGGED_REASONS: usize = 16;
 

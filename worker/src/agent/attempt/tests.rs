@@ -45,6 +45,7 @@ fn fixture(ranks: u32, script: &str) -> Fixture {
         stop_within_secs: 20,
         devices: Arc::default(),
         spares: Arc::default(),
+        spare_delay: Duration::ZERO,
     };
     Fixture { dir, stored, context }
 }

@@ -26,8 +26,7 @@ use lockstep_comm::{
     watchdog::Watchdog,
 };
 use lockstep_data::ChangeDetection;
-use lockstep_engine::registry;
-use lockstep_host::lock;
+use lockstep_host::{exit_without_handlers, lock};
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
@@ -57,11 +56,6 @@ const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
 const COMM_TIMEOUT_MARGIN: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
-/// Time limit for exit handlers and the system in an orderly exit, such as freeing a GPU's memory.
-const EXIT_WITHIN: Duration = Duration::from_secs(20);
-/// The same limit for a rank that has reported its failure. CUDA's exit handler would wait for a GPU that waits for
-/// lost ranks. So the process is killed, and the driver frees the GPU's memory.
-const FAIL_WITHIN: Duration = Duration::from_millis(200);
 /// The time by which the watchdog reports a stall earlier than the agent (or a tenth of the limit, if that is less), because the
 /// watchdog knows which ranks are behind.
 const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
@@ -69,7 +63,7 @@ const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
     let status = run_file(config_path);
-    leave(status, if status == EXIT_FAILED { FAIL_WITHIN } else { EXIT_WITHIN })
+    exit_without_handlers(status)
 }
 
 fn run_file(config_path: &Path) -> i32 {
@@ -306,23 +300,8 @@ fn start_watchdog(
         // The process is still running, because a thread waits for the GPU and cannot be interrupted.
         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
-        leave(EXIT_FAILED, LEAVE_WITHIN);
+        exit_without_handlers(EXIT_FAILED);
     })
-}
-
-/// Exits, even if an exit handler of a device blocks.
-fn leave(status: i32, within: Duration) -> ! {
-    end_by_force_within(within);
-    registry::exit(status, within / 2)
-}
-
-/// Ensures that this process ends within the time limit, even if its exit blocks.
-pub fn end_by_force_within(within: Duration) {
-    let kill = move || {
-        std::thread::sleep(within);
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-    };
-    let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
 /// State that the training thread and the threads for signals and the watchdog share.
@@ -343,9 +322,8 @@ struct RankState {
 }
 
 impl RankState {
-    /// Notifies the backends that this process is about to exit, and aborts the calls of the rank's process group.
+    /// Aborts the calls of the rank's process group.
     fn abort(&self, reason: &str) {
-        registry::about_to_exit(reason);
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);
         }

@@ -208,18 +208,16 @@ fn train_with<'a>(
     if outcome.is_ok() {
         run.data.close_decoder();
     }
-    if let Err(error) = &outcome {
-        if error.has_lost_ranks() {
-            run.keep_last_step();
-        }
-        // The process is about to end. Work on the device may wait for ranks that have exited, so the engine is
-        // leaked. Dropping the writer waits for a checkpoint that is being written.
-        let Run { engine: CurrentEngine(engine), writer, .. } = run;
-        if let Some(engine) = engine {
-            engine.abandon();
-        }
-        drop(writer);
+    if outcome.as_ref().is_err_and(TrainError::has_lost_ranks) {
+        run.keep_last_step();
     }
+    // The process is about to end. Freeing the device's memory takes long, and work on the device may wait for ranks that have
+    // exited, so the engine is leaked. Dropping the writer waits for a checkpoint that is being written.
+    let Run { engine: CurrentEngine(engine), writer, .. } = run;
+    if let Some(engine) = engine {
+        engine.abandon();
+    }
+    drop(writer);
     outcome
 }
 

@@ -364,8 +364,8 @@ pub trait Engine: Send {
     fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
         self.broadcast_parameters()
     }
-    /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
-    /// device memory.
+    /// Abandons the engine in a process that is about to end, without waiting for work in flight. The driver frees device
+    /// memory.
     fn abandon(self: Box<Self>) {}
     /// Bytes of device memory that this process has allocated; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {

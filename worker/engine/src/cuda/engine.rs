@@ -1,6 +1,6 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::skip_exit_handlers, steps::split_batch, *};
+use super::{steps::split_batch, *};
 use crate::{Distribution, StateDict, Writers, distribution};
 
 impl Engine for CudaEngine {
@@ -273,7 +273,6 @@ impl Engine for CudaEngine {
     }
 
     fn abandon(self: Box<Self>) {
-        skip_exit_handlers();
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
         // process ends. Collectives are not aborted: that would send garbage to ranks that still take part.
         std::mem::forget(self);

@@ -207,8 +207,8 @@ pub struct Job {
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy. For a run from
     /// elsewhere, the highest value of its metric `val_accuracy` that is in 0 to 1.
     pub best: Option<Measured>,
-    /// Of a job that succeeded: why the validation accuracy is low or uncertain, and what to change, or that the network does not seem
-    /// to overfit, in a few sentences; absent if the job was not validated or nothing can be said. Of a running job: from the first
+    /// Of a job that succeeded: why the validation accuracy is low or uncertain, and what to change, or that training and validation
+    /// accuracy agree, in a few sentences; absent if the job was not validated or nothing can be said. Of a running job: from the first
     /// validation on, that the training loss has exploded; from the second on, whether the validation accuracy improves. Only in
     /// `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -119,8 +119,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     let has_machines = summary.tables.iter().any(|(name, rows)| name == "agents" && *rows > 0);
     if has_machines && !args.which.data_dir.join("agent").exists() {
         output::warn(
-            "the agent that `lockstep serve` starts here joins as a new machine `local`, and an earlier `local` stays offline: `lockstep \
-             machine list` shows both, and `lockstep machine remove ID` removes the earlier one",
+            "if the backup has a machine `local`, it stays offline, because the agent that `lockstep serve` starts here joins as a new \
+             machine: `lockstep machine remove ID` removes the earlier one",
         );
     }
     Ok(())

@@ -59,12 +59,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
         let (mut server, data_dir) = start_server(&args).await?;
+        let mut outcome = Ok(());
         let result = tokio::select! {
-            result = run_on(&mut server, &data_dir, &args) => result,
+            result = run_on(&mut server, &data_dir, &args, &mut outcome) => result.and(outcome),
             () = signals.next() => if args.exit_when_done {
                 Err(anyhow::anyhow!("stopped before the job ended"))
             } else {
-                Ok(())
+                outcome
             },
         };
         // A second signal ends this command at once.
@@ -77,8 +78,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// Runs the demo on a running server. Returns the demo's result.
-async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
+/// Runs the demo on a running server. `outcome` is set when the job ends, after which the dashboard may stay.
+async fn run_on(
+    server: &mut Server,
+    data_dir: &Path,
+    args: &Args,
+    outcome: &mut anyhow::Result<()>,
+) -> anyhow::Result<()> {
     let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
@@ -98,16 +104,16 @@ async fn run_on(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Re
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
         server.running.url(),
     ))?;
-    let result = watch::follow_to_end(&api, job, false).await;
+    *outcome = watch::follow_to_end(&api, job, false).await;
     if args.exit_when_done {
-        return result;
+        return Ok(());
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
     // The caller waits for Ctrl-C. If the server ends by itself, `Server::stop` returns the reason.
     while !server.ended.is_finished() {
         tokio::time::sleep(POLL_INTERVAL).await;
     }
-    result
+    Ok(())
 }
 
 /// Starts a server in the given data directory, or in the first demo folder in the working directory that no other demo uses.

@@ -94,7 +94,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let keys: BTreeSet<&str> = conditions.map(condition_key).collect();
     if jobs.is_empty() && has_filter {
         let has_accuracy = keys.iter().any(|key| *key == "best" || quantity(key) == "accuracy");
-        let hint = if has_accuracy { "; accuracies are 0 to 1, or percentages such as 80%" } else { "" };
+        let hint = if has_accuracy {
+            "; give an accuracy as a number from 0 to 1, or as a percentage such as 80%"
+        } else {
+            ""
+        };
         return output::line(format_args!("no job matches{hint}"));
     }
     if jobs.is_empty() {

@@ -100,7 +100,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let spec = &plan.spec;
     // Without "skip", a warning above names the broken files.
     if spec.data.broken_files == BrokenFiles::Skip
-        && let Some(Dataset { name, info, .. }) = block_on(dataset::find_by_name(&api, &spec.data.dataset))?
+        && let Ok(Some(Dataset { name, info, .. })) =
+            block_on(dataset::find_by_name(&api, &spec.data.dataset))
         && info.broken_count > 0
     {
         output::warn(format_args!(

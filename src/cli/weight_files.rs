@@ -131,7 +131,7 @@ pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     if !is_in_checkpoint && path.try_exists().is_ok_and(|exists| !exists) {
         return Err(usage_error(format!("{} does not exist", path.display())));
     }
-    if has_weights(path) {
+    if has_trained_weights(path) || (has_weights(path) && !directory.is_dir()) {
         return Ok(path.to_owned());
     }
     if !directory.is_dir() {

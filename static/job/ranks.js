@@ -100,8 +100,8 @@ export class Ranks {
 
   /** Whether all ranks compute on the CPU cores of one machine, which makes their times depend on each other. */
   #shareCores() {
-    const reports = [...this.#reports.values()];
-    return reports.length > 1 && reports.every(({ device }) => device.startsWith("CPU")) && new Set(this.#agents.values()).size === 1;
+    const reports = [...this.#reports.values()], agents = new Set(this.#agents.values());
+    return reports.length > 1 && reports.every(({ device }) => device.startsWith("CPU")) && agents.size === 1 && !agents.has("");
   }
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */

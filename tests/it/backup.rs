@@ -50,7 +50,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
     let restored = other.cli(&["restore", file, "--database", &url, "--json"]);
-    assert!(restored.stderr.contains("an earlier `local` stays offline"), "{}", restored.stderr);
+    assert!(restored.stderr.contains("has a machine `local`, it stays offline"), "{}", restored.stderr);
     let restored: Value = restored.json();
     assert!(restored["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{restored}");
     other.cli(&["restore", file, "--database", &url]).assert_usage_error(&["is not empty"]);

@@ -70,7 +70,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
     assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
     let compared = server.cli(&["list", "--where", "lr > 0, val_accuracy >= 0", "--where", "best >= 0"]);
-    let hint = "no job matches; accuracies are 0 to 1, or percentages such as 80%";
+    let hint = "no job matches; give an accuracy as a number from 0 to 1, or as a percentage such as 80%";
     assert!(server.cli(&["list", "--where", "val_accuracy > 90"]).ok().starts_with(hint));
     let (header, row) = compared.ok().split_once('\n').expect("two lines");
     let columns: Vec<_> = header.split_whitespace().rev().take(3).collect();

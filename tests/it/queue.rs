@@ -265,8 +265,11 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     let states = states(&stored(&server, &id).await);
     assert_eq!(states, [Queued, Starting, Running, Pausing, Queued, Starting, Running, Succeeded]);
     assert!(started_at(&done) < job["finished_at"].as_str().expect("the end").parse().expect("a time"));
-    let steps = server.steps(&id).await;
+    let points = server.points(&id, "loss").await;
+    let of_rank_0 = points.iter().filter(|point| point.rank == 0);
+    let (attempts, steps): (Vec<_>, Vec<_>) = of_rank_0.map(|point| (point.attempt, point.step)).unzip();
     assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "no step is missing or repeated");
+    assert!(attempts.contains(&2), "the second attempt reports its own points");
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
         "a preemption does not change a bit of the weights"

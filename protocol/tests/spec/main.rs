@@ -142,6 +142,7 @@ fn errors_say_what_is_allowed() {
             "optimizer",
             &["momentum, nesterov, lars, adamw, lamb", "did you mean \"adamw\""],
         ),
+        ("train", "optimizer = \"sgd\"", "optimizer", &["\"momentum\" is SGD with momentum"]),
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
         ("train", "mixup = 100.1", "mixup", &["at most 100"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),

@@ -260,7 +260,9 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
             parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db");
         if entry.is_dir() || name.ends_with('/') {
             parts.retain(|part| !part.is_empty());
-            if !is_of_system && !parts.is_empty() {
+            let is_too_long = parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES);
+            if !is_of_system && !parts.is_empty() && !is_too_long {
+                parts.shrink_to_fit();
                 folders.push(parts);
             }
             entries.push(None);
@@ -294,6 +296,8 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
         common.min(same).min(depth(parts))
     });
+    let classes: HashSet<&[String]> =
+        entries.iter().flatten().map(|(parts, _)| &parts[..parts.len() - 1]).collect();
     let mut filled: HashSet<&[String]> = HashSet::new();
     for (parts, _) in entries.iter().flatten() {
         // The folders that contain a known folder are known.
@@ -303,7 +307,11 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
             }
         }
     }
-    if let Some(empty) = folders.iter().find(|folder| !filled.contains(folder.as_slice())) {
+    // A folder in a folder with pictures is not a class.
+    let is_empty_class = |folder: &&Vec<String>| {
+        !filled.contains(folder.as_slice()) && !classes.contains(&folder[..folder.len() - 1])
+    };
+    if let Some(empty) = folders.iter().find(is_empty_class) {
         return refuse(format!(
             "the folder {:?} in the zip file is empty; put the pictures of its class into it, or leave it out",
             shorten(&empty.join("/"))

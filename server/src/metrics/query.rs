@@ -136,11 +136,13 @@ fn add_tail(
         let points = points.filter(&is_inside);
         match width {
             1 => *of_series = chunk::merge(std::mem::take(of_series), points),
-            _ => {
-                of_series.extend(points);
-                of_series.sort_by_key(|bucket| bucket.step);
-                chunk::join_neighbours(of_series, |bucket| bucket.index(width));
-            }
+            _ => of_series.extend(points),
+        }
+    }
+    if width > 1 && !tail.is_empty() {
+        for of_series in series.values_mut() {
+            of_series.sort_by_key(|bucket| bucket.step);
+            chunk::join_neighbours(of_series, |bucket| bucket.index(width));
         }
     }
 }

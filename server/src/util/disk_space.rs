@@ -2,7 +2,7 @@
 
 use std::{io, path::Path};
 
-/// Number of bytes that files of users leave free.
+/// The number of bytes that must stay free when users' files are stored.
 pub(crate) const SPARE_BYTES: u64 = 1 << 30;
 
 /// Checks that `bytes` bytes fit on the disk of `path` and leave `spare` bytes free.
@@ -10,9 +10,10 @@ pub(crate) fn check_space(path: &Path, bytes: u64, spare: u64) -> io::Result<()>
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
     if free < bytes.saturating_add(spare) {
-        let [needed, free, spare] = [bytes.div_ceil(1 << 20), free >> 20, spare >> 20];
-        let detail =
-            format!("it needs {needed} MiB, and {free} MiB are free, of which {spare} MiB must stay free");
+        let [needed, free, spare] = [bytes.saturating_add(spare).div_ceil(1 << 20), free >> 20, spare >> 20];
+        let detail = format!(
+            "{free} MiB of the disk are free, and {needed} MiB are needed, of which {spare} MiB stay free"
+        );
         return Err(io::Error::new(io::ErrorKind::StorageFull, detail));
     }
     Ok(())

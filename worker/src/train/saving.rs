@@ -244,7 +244,7 @@ fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
 /// The state of the rank with the checkpoint writer.
 ///
 /// # Errors
-/// There is none, because the engine considers another rank the first of the group. The checkpoint would be lost.
+/// The engine considers another rank the first of the group, so no state is available, and the checkpoint would be lost.
 fn whole_state(own: Option<StateDict>) -> Result<StateDict, TrainError> {
     let problem = "no checkpoint: this rank writes checkpoints, but its engine contributes no state, as if another rank were the first \
                    of the group. This is a bug in Lockstep";

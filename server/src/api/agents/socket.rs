@@ -248,9 +248,8 @@ async fn serve(
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
-        // An agent whose records are missing reconnects, sends them, and announces again that it leaves. Otherwise its leases expire.
-        if let Some(reason) = leave_reason.filter(|_| code != close_code::AGAIN) {
-            dispatch::requeue_after_leave(&scheduler, &online.row, &reason).await;
+        if let Some(reason) = leave_reason {
+            dispatch::requeue_after_leave(&scheduler, online, reason, code == close_code::AGAIN).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
         // that will reconnect stays on the list, and so does a drained agent.

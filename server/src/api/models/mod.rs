@@ -163,7 +163,9 @@ pub(crate) async fn create(
     }
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(None).await?;
-    if let Some(same) = versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)) {
+    let same = versions.iter().find(|row| row.version.model == model);
+    let same = same.or_else(|| versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)));
+    if let Some(same) = same {
         let known = &same.version.model;
         if !auth.may_change(&caller, same.ownership.owner.as_deref()) {
             let detail = format!("the model {known:?} belongs to somebody else; choose another name");

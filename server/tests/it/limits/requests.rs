@@ -85,7 +85,7 @@ async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
     assert_refused(
         put("MANIFEST.json", manifest.to_string().into()).await,
         422,
-        "state.json has 1048577 bytes",
+        "names a state.json of 1048577 bytes",
     );
     server.stop().await;
 }

@@ -68,8 +68,9 @@ impl Reducer {
             Some(memory) => Transport::Shared(memory.clone()),
             None => {
                 let concurrent = comm.concurrent_group();
-                let concurrent =
-                    concurrent.ok_or_else(|| io::Error::other("the ranks have no second group"))?;
+                let concurrent = concurrent.ok_or_else(|| {
+                    io::Error::other("the ranks have no concurrent group; this is a bug in Lockstep")
+                })?;
                 Transport::Group {
                     thread: Thread::start(sharded)?,
                     gradients: ByAxes::uniform(comm.clone()),

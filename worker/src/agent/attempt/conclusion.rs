@@ -135,7 +135,9 @@ impl Watch {
         let mut records = retry(&path, open).await;
         for event in events {
             // `records` keeps bytes that cannot be written now, and writes them in the next call.
-            let _ = records.append(event);
+            if let Err(error) = records.append(event) {
+                tracing::warn!(%error, path = %path.display(), "a record of the end of an attempt is not written yet");
+            }
         }
         retry(&path, || records.sync()).await;
     }
@@ -148,7 +150,7 @@ async fn retry<T>(path: &Path, mut write: impl FnMut() -> io::Result<T>) -> T {
         match write() {
             Ok(written) => {
                 if failures > 0 {
-                    tracing::info!(failures, path = %path.display(), "the end of an attempt is written");
+                    tracing::info!(failures, path = %path.display(), "the file with the end of an attempt can be written again");
                 }
                 return written;
             }

@@ -221,10 +221,10 @@ pub(super) fn find_dataset(spec: &JobSpec, job_file: &Path) -> Option<PathBuf> {
     existing(given).or_else(|| existing(&job_file.parent()?.join(given)))
 }
 
-/// Reads the text of a job file, or of a pipe that the shell has connected.
+/// Reads the text of a job file, or of a pipe that this process has inherited (`/dev/stdin`, `<(command)`).
 ///
 /// # Errors
-/// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
+/// Exit status 2 if the file is neither a regular file nor such a pipe, is too large, is not text, or cannot be read.
 fn read_text(path: &Path) -> anyhow::Result<String> {
     let error = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {

@@ -180,7 +180,7 @@ fn list_of<'a>(object: &'a Value, key: &str, location: &str) -> Result<&'a Vec<V
     }
 }
 
-/// Parses a number, which tables contain as a text.
+/// Parses a number. Tables usually contain it as a text; a JSON number is accepted too.
 fn number_of(object: &Value, key: &str, location: &str) -> Result<u32, String> {
     let path = key_path(location, key);
     let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");

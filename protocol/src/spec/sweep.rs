@@ -316,7 +316,8 @@ impl SweepSpec {
         let epoch_keys = ["train.epochs", "train.steps", "evaluate.every_epochs"];
         if trial.train.steps.is_some() || epoch_keys.iter().any(|key| self.parameters.contains_key(*key)) {
             let detail = format!(
-                "\"asha\" compares trials after the same epochs: give train.epochs in place of train.steps, and do not sweep {}",
+                "\"asha\" compares trials after the same epochs: give all trials one value of train.epochs and no train.steps, and remove {} \
+                 from the sweep's parameters",
                 epoch_keys.join(" or ")
             );
             errors.push(mistake("/method", detail));
@@ -325,7 +326,7 @@ impl SweepSpec {
         let rungs = self.rungs_of(trial);
         if rungs.len() < 2 {
             let detail = format!(
-                "{} epochs have no rung before the end: lower min_epochs or reduction, or raise train.epochs or rungs",
+                "trials of {} epochs would be compared only at their end: lower min_epochs or reduction, or raise train.epochs",
                 trial.train.epochs()
             );
             errors.push(mistake("/min_epochs", detail));

@@ -42,12 +42,12 @@ pub(crate) enum NotFetched {
     #[error("the store does not have the complete checkpoint")]
     Missing,
     /// The files in the store do not match the manifest.
-    #[error("it is damaged there: {0}")]
+    #[error("the checkpoint in the store is damaged: {0}")]
     Damaged(String),
     /// The store does not respond, or refuses the request.
     #[error("the store cannot be used: {0}")]
     StoreUnavailable(String),
-    #[error("it cannot be written to the server's disk: {0}")]
+    #[error("the checkpoint cannot be written to the server's disk: {0}")]
     Disk(String),
 }
 

@@ -120,7 +120,7 @@ srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PE
 step=$!
 wait "$step"
 status=$?
-# A signal ends wait, not the step.
+# A signal ends the command wait, but not the step.
 while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     status=$?
@@ -278,7 +278,7 @@ async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
     }
 }
 
-/// Describes how Slurm's job ended, from Slurm's accounting, or without accounting from the controller.
+/// Describes how Slurm's job ended, from Slurm's accounting, or from the controller if there is no accounting.
 pub(super) fn describe_end(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(printed) = sacct

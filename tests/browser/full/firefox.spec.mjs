@@ -32,7 +32,7 @@ async function open(path, width = 1440) {
   page.setDefaultNavigationTimeout(120_000);
   await page.setViewport({ width, height: 1000 });
   await page.goto(server.url + path);
-  return { page, end: async ({ expected = /$^/ } = {}) => { await page.close(); assert.deepEqual(faults.filter((fault) => !expected.test(fault)), [], `${path} had no errors`); } };
+  return { page, end: async ({ expected = /$^/ } = {}) => { await page.close(); assert.deepEqual(faults.filter((fault) => !expected.test(fault)), [], `${path} must log no errors`); } };
 }
 
 const text = (page, selector) => page.$eval(selector, (node) => node.textContent.trim());

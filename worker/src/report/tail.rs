@@ -150,7 +150,7 @@ fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
     let size = u32::from_le_bytes([a, b, c, d]);
     let crc = u32::from_le_bytes([e, f, g, h]);
     if size > MAX_RECORD_BYTES {
-        return Ok(RecordAt::Damage(format!("it claims {size} bytes")));
+        return Ok(RecordAt::Damage(format!("its length is {size} bytes, more than {MAX_RECORD_BYTES}")));
     }
     let end = offset + HEADER_BYTES as u64 + u64::from(size);
     if end > length {
@@ -163,7 +163,7 @@ fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
     if size != 0 && crc32fast::hash(&payload) == crc {
         return Ok(RecordAt::Record(payload));
     }
-    // After a power failure, a file may end in bytes that were never written.
+    // After a power failure, the file may end in a record whose bytes were not all written, or in zeros. Neither counts as damage.
     if end == length || size == 0 && rest_is_zero(file)? {
         return Ok(RecordAt::Nothing);
     }

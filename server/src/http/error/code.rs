@@ -40,7 +40,7 @@ macro_rules! codes {
 
 codes! {
     BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is not what the call expects";
-    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is invalid, or of another list, another job or dataset, or another order: leave it out to begin with the first page";
+    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is invalid, or belongs to another list, job, dataset or order: leave it out to begin with the first page";
     Unauthorized = "unauthorized", UNAUTHORIZED, "No token, or an invalid token";
     Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, the object belongs to somebody else, or the request came from a page of another origin";
     NotFound = "not_found", NOT_FOUND, "Nothing has this name, id or URL";

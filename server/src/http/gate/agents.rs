@@ -60,7 +60,7 @@ pub(super) fn identify_by_certificate(
         return refuse(
             &who,
             "its certificate has no name (common name)",
-            "have a certificate with the agent's name issued",
+            "request a certificate that has the agent's name",
         );
     };
     match gate.auth.access.authenticate_certificate(name, certificate.facts.not_before) {
@@ -69,7 +69,7 @@ pub(super) fn identify_by_certificate(
             &who,
             "an admin has revoked the access of this name after its certificate was issued",
             &format!(
-                "a certificate that is issued from now on is accepted (`lockstep token list`: {})",
+                "a certificate that is issued from now on is accepted; `lockstep token list` shows the revocation as {}",
                 certificate_id(name)
             ),
         ),

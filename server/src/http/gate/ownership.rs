@@ -22,7 +22,7 @@ const UNCHANGING_POSTS: [&str; 3] =
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     Job,
-    /// A job, by its id or by the id that its program chose.
+    /// A job by its id, or a run from elsewhere by the id that its program chose.
     Run,
     Checkpoint,
     Dataset,

@@ -8,7 +8,7 @@ use crate::{
 use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 
-/// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same reason.
+/// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report a reason that begins with the same words.
 pub(super) const ALL_LOST: &str = "no valid checkpoint is left to continue from: neither the server's disk nor the object store has one; \
     submit the job again to begin from the start";
 
@@ -21,9 +21,10 @@ pub(super) enum ResumePoint {
     AllLost,
 }
 
-/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen: checkpoints
-/// whose folder is missing (a user removed it, or a rank died before it reported the removal), and checkpoints that another machine never
-/// uploaded. If the newest checkpoint is among them, a newer unreported checkpoint on the server's disk replaces it.
+/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen. Either their
+/// folder is missing (a user removed it, or a rank died before it reported the removal), or only another machine has them and never
+/// uploaded them. If the newest checkpoint is among them, unreported checkpoints on the server's disk that are newer than the remaining
+/// checkpoints get rows.
 pub(super) async fn remove_missing_checkpoints(
     scheduler: &Scheduler,
     job: &Job,
@@ -35,7 +36,7 @@ pub(super) async fn remove_missing_checkpoints(
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    // Numbers of all checkpoints and of lost checkpoints, and names of the agents that have the other missing checkpoints.
+    // How many checkpoints there are, how many of them no machine has any more, and the agents that have the other missing checkpoints.
     let (count, mut lost_count, mut holder_names) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
     let mut remaining = BTreeSet::new();

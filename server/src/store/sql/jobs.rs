@@ -38,7 +38,7 @@ pub(super) fn like_pattern(text: &str) -> String {
     pattern
 }
 
-/// Reads a job as far as this version can read the row. Values that another version wrote hide neither this job nor other jobs.
+/// Reads a job as far as this version can read the row. If another version wrote values that this version cannot read, this job and the other jobs are listed nevertheless.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
@@ -184,7 +184,7 @@ const COLUMNS: [&str; 23] = [
     "external",
 ];
 
-/// Writes the columns of jobs that can change. Marks attempts that may no longer write as ended, with their states and reasons.
+/// Writes the columns of jobs that can change. Also ends attempts that may no longer write, with their states and reasons.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
     let columns = columns.collect::<Vec<_>>().join(", ");

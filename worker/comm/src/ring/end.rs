@@ -15,7 +15,7 @@ use std::{
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
-    /// The error of the call that ended the group. Other calls get the same error with their own operation.
+    /// The error of the call that ended the group. Other calls return the same error, with `operation` set to their own name.
     cause: OnceLock<CommError>,
     /// The reason of an abort. The group may have ended earlier for another cause.
     abort_reason: OnceLock<String>,

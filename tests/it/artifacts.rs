@@ -286,7 +286,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(attempts["attempts"][1]["checkpoint"], previous, "{attempts}");
     let log = server.cli(&["logs", &id]);
-    assert!(log.ok().contains("the checkpoint in the store is damaged (the bytes of its model.safetensors"), "{}", log.stdout);
+    assert!(log.ok().contains("is damaged there (the bytes of its model.safetensors"), "{}", log.stdout);
     server
         .until("the damaged checkpoint's objects are deleted", async |_: &Server| {
             bucket.objects().await.iter().all(|object| !object.key.contains(&part_of_key))

@@ -75,8 +75,8 @@ pub(crate) struct ArtifactStore {
     marker: OnceCell<String>,
     queue: Mutex<Queue>,
     fetches: Mutex<HashMap<String, Fetch>>,
-    /// Copies on the disk that are undamaged: the job that starts from the copy, the newest attempt of this job at the check, and the
-    /// checkpoint.
+    /// Checks that have found a copy on the disk undamaged: the job that starts from the copy, the newest attempt of this job at the check,
+    /// and the checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// A permit for each checkpoint that is being fetched.
     pub(crate) fetch_permits: Semaphore,

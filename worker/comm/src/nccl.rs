@@ -13,6 +13,8 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+pub use abort::wait_for_aborts;
+
 use super::{CommError, Exchange};
 use abort::Comm;
 use cudarc::{

@@ -1,10 +1,9 @@
 //! The signals that a rank handles, and its agent's lease.
 
 use super::{
-    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, report_failure,
+    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, leave, report_failure,
 };
 use crate::{fence, report::Reporter};
-use lockstep_host::exit_without_handlers;
 use std::{
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -63,7 +62,7 @@ pub(super) fn listen_to_signals(
                         state.abort(why);
                         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
                         let _ = reporter.flush();
-                        exit_without_handlers(EXIT_FAILED);
+                        leave(EXIT_FAILED, LEAVE_WITHIN);
                     }
                 }
             }
@@ -83,7 +82,7 @@ pub(super) fn listen_to_signals(
             report_failure(&config, &state, &reporter, &interrupted);
         }
         let _ = reporter.flush();
-        exit_without_handlers(status);
+        leave(status, LEAVE_WITHIN);
     };
     std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
     Ok(())

@@ -213,6 +213,7 @@ impl TestJob {
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
             threads: 1,
+            rank,
             group,
             store,
             watchdog: None,

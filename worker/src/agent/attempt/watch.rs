@@ -45,11 +45,14 @@ pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
+    /// Whether the rank has recorded the results of a step.
+    is_training: bool,
 }
 
 impl RecordSink for RecordSummary {
     fn record(&mut self, event: AttemptEvent) {
         self.reported.record(&event);
+        self.is_training |= matches!(event, AttemptEvent::Metrics { .. });
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }
@@ -61,8 +64,8 @@ pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
-    /// Where spares for the next attempt are started at this time.
-    next_spares: Option<(Instant, Arc<Spares>)>,
+    /// Filled after the first step, so that new spares do not delay it. Then `None`.
+    spares: Option<Arc<Spares>>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
     /// The attempt's ending, if it was decided before all ranks had ended.
@@ -89,7 +92,7 @@ impl Watch {
             dir: stored.attempt_dir(),
             stored,
             lease: context.lease.clone(),
-            next_spares: Some((Instant::now() + context.spare_delay, context.spares.clone())),
+            spares: Some(context.spares.clone()),
             orders,
             last_read: Instant::now(),
             decided: None,
@@ -204,7 +207,9 @@ impl Policy for Watch {
                 // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
             }
-            if let Some((_, spares)) = self.next_spares.take_if(|(at, _)| Instant::now() >= *at) {
+            if ranks.ranks.iter().any(|rank| rank.sink.is_training)
+                && let Some(spares) = self.spares.take()
+            {
                 spares.fill();
             }
         }

@@ -186,8 +186,9 @@ fn not_a_dataset(path: &Path) -> DataError {
         [class] if !image_folder::is_named_like_split(class) => Some(*class),
         _ => None,
     };
+    let folders: Vec<&PathBuf> = entries.iter().filter(|path| path.is_dir()).collect();
     if let Some(class) = only_class
-        && entries.iter().filter(|path| path.is_dir()).count() == 1
+        && folders.len() == 1
     {
         let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let mistake = too_few_classes(&[class]).unwrap_or_default();
@@ -231,6 +232,8 @@ fn not_a_dataset(path: &Path) -> DataError {
         "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar".into()
     } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
         "; the folder is empty".into()
+    } else if !folders.is_empty() {
+        format!("; no picture lies directly in {}: add pictures to the class folders", list_names(&folders))
     } else {
         String::new()
     };

@@ -6,7 +6,7 @@ mod tensorboard;
 
 use super::{checkpoint_choice::Weights, file, output, usage_error, weight_files};
 use lockstep_worker::checkpoint::ManifestFile;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
@@ -68,6 +68,18 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             }
             let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
+        }
+        ([folder], None) if folder.is_dir() => Err(usage_error(format!(
+            "no file is named for the weights: give it with --output, as in `lockstep export {} -o model.safetensors`",
+            folder.display()
+        ))),
+        ([format, source], _) if format.as_os_str() == "safetensors" => {
+            let command = if source.is_dir() { "export" } else { "download" };
+            let output = args.output.as_deref().unwrap_or(Path::new("model.safetensors"));
+            let (source, output) = (source.display(), output.display());
+            Err(usage_error(format!(
+                "safetensors is not a format to name: write `lockstep {command} {source} -o {output}`"
+            )))
         }
         (folders, _) => {
             let unknown = folders.first().filter(|path| !path.is_dir());

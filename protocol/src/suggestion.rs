@@ -83,8 +83,13 @@ impl Suggestion {
             .filter(|side| (1..effort.side).contains(side))
             .map(|side| side.max(*SIDES.start()));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
-        let ValidationChoice { keys: validation, held_out, max_held_out, is_counted, samples: validation_samples } =
-            choose_validation(info);
+        let ValidationChoice {
+            keys: validation,
+            held_out,
+            max_held_out,
+            is_counted,
+            samples: validation_samples,
+        } = choose_validation(info);
         let train_samples = samples - held_out;
         let batch = batch_size(samples - max_held_out, is_small);
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
@@ -400,15 +405,10 @@ mod tests {
         }
         let unused = Suggestion::of(&info(28, &[("train", 100), ("holdout", 10)])).unwrap();
         assert!(unused.data[0].comment.contains("set validation = \"holdout\" here"), "{unused:?}");
-        let held_out = |per_class: [u64; 2]| {
-            Some(HeldOut { validation_seed: 7, per_class: per_class.to_vec() })
-        };
+        let held_out =
+            |per_class: [u64; 2]| Some(HeldOut { validation_seed: 7, per_class: per_class.to_vec() });
         // A step takes no more pictures than remain if the broken file is not held out.
-        let few = DatasetInfo {
-            held_out: held_out([1, 2]),
-            broken_count: 1,
-            ..info(28, &[("train", 11)])
-        };
+        let few = DatasetInfo { held_out: held_out([1, 2]), broken_count: 1, ..info(28, &[("train", 11)]) };
         assert_eq!(Suggestion::of(&few).unwrap().batch, 4);
         let one_each = DatasetInfo { held_out: held_out([1, 0]), ..info(28, &[("train", 2)]) };
         let suggestion = Suggestion::of(&one_each).unwrap();

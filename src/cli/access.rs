@@ -135,7 +135,8 @@ impl AccessArgs {
             .filter(|address| format!("http://{address}") != DEFAULT_SERVER)
             .map(|address| format!(" --listen {address}"));
         let folder = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
-        is_stopped.then(|| format!("lockstep serve{}{}", folder.unwrap_or_default(), listen.unwrap_or_default()))
+        is_stopped
+            .then(|| format!("lockstep serve{}{}", folder.unwrap_or_default(), listen.unwrap_or_default()))
     }
 
     /// Returns the token for `server`: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this

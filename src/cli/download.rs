@@ -43,10 +43,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let value = serde_json::json!({
             "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
         });
-        let text = format!(
-            "{file}: {}, {size_bytes} bytes, sha256 {sha256}",
-            chosen.describe(args.which.weights)
-        );
+        let text =
+            format!("{file}: {}, {size_bytes} bytes, sha256 {sha256}", chosen.describe(args.which.weights));
         output::print(args.server.json, &value, text)
     })
 }

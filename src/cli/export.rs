@@ -69,10 +69,6 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
         }
-        ([folder], None) if folder.is_dir() => Err(usage_error(format!(
-            "no file is named for the weights: give it with --output, as in `lockstep export {} -o model.safetensors`",
-            folder.display()
-        ))),
         ([format, source], _) if format.as_os_str() == "safetensors" => {
             let command = if source.is_dir() { "export" } else { "download" };
             let output = args.output.as_deref().unwrap_or(Path::new("model.safetensors"));
@@ -85,8 +81,10 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             let unknown = folders.first().filter(|path| !path.is_dir());
             let problem =
                 unknown.map(|path| format!("{} is neither a format nor a folder; ", path.display()));
+            let no_output =
+                if args.output.is_none() && !folders.is_empty() { "-o FILE is missing; " } else { "" };
             Err(usage_error(format!(
-                "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB \
+                "{}{no_output}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB \
                  -o FILE` writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a \
                  checkpoint",
                 problem.unwrap_or_default()

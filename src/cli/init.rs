@@ -184,7 +184,8 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, NoEstimate> 
             times.extend(step_times.flat_map(|column| column.values).map(f64::from));
         }
     }
-    let times = times.get(1..).filter(|times| !times.is_empty()).ok_or_else(|| "no step was measured".to_owned())?;
+    let times =
+        times.get(1..).filter(|times| !times.is_empty()).ok_or_else(|| "no step was measured".to_owned())?;
     Ok(times.iter().sum::<f64>() / times.len() as f64 / 1e3 / batch as f64)
 }
 

@@ -144,7 +144,8 @@ fn check_without_dataset(
     let is_path = spec.as_ref().is_some_and(|spec| spec.data.dataset.contains(std::path::is_separator));
     // Other mistakes could cause a mistake here.
     if let Some(spec) = spec.as_ref().filter(|_| is_path && mistakes.is_empty()) {
-        let gives_validation = document_of_job.pointer("/data/validation").is_some_and(|value| !value.is_null());
+        let gives_validation =
+            document_of_job.pointer("/data/validation").is_some_and(|value| !value.is_null());
         mistakes.extend(mistake_with_pictures(spec, gives_validation));
     }
     if can_ask_server {

@@ -62,8 +62,8 @@ impl DatasetInfo {
         is_counted.then(|| held_out.per_class.iter().sum())
     }
 
-    /// The smallest and the largest number of pictures that a job may hold out with this fraction and seed. If an inspection has counted the
-    /// pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within three
+    /// The smallest and the largest number of pictures that a job may hold out with this fraction and seed. If an inspection has counted
+    /// the pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within three
     /// standard deviations of its mean.
     pub fn held_out_bounds(&self, fraction: f64, validation_seed: u64) -> [f64; 2] {
         let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);

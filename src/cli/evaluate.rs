@@ -55,7 +55,8 @@ struct Evaluated<'a> {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(path) = args.dataset.as_ref().filter(|dataset| dataset.contains(std::path::is_separator)) {
         return Err(usage_error(format!(
-            "--dataset {path}: give the name of a registered dataset; `lockstep dataset add NAME {path}` registers the pictures at this path"
+            "--dataset {path}: give the name of a registered dataset; `lockstep dataset add NAME {path}` registers the pictures at \
+             this path"
         )));
     }
     let api = args.server.api()?;

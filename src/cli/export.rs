@@ -84,8 +84,8 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             let no_output =
                 if args.output.is_none() && !folders.is_empty() { "-o FILE is missing; " } else { "" };
             Err(usage_error(format!(
-                "{}{no_output}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB \
-                 -o FILE` writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a \
+                "{}{no_output}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download \
+                 JOB -o FILE` writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a \
                  checkpoint",
                 problem.unwrap_or_default()
             )))

@@ -1,4 +1,5 @@
-//! Suggests commands and options for names that other tools use, states invalid numbers in words, and adds the usage line to error messages.
+//! Suggests commands and options for names that other tools use, states invalid numbers in words, and adds the usage line to error
+//! messages.
 
 use clap::{
     Command, Error,

@@ -62,6 +62,48 @@ impl DatasetInfo {
         is_counted.then(|| held_out.per_class.iter().sum())
     }
 
+    /// The smallest and the largest number of pictures that a job may hold out with this fraction and seed. If an inspection has counted
+    /// the pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within three
+    /// standard deviations of its mean.
+    pub fn held_out_bounds(&self, fraction: f64, validation_seed: u64) -> [f64; 2] {
+        let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        let is_counted = |held_out: &&HeldOut| {
+            held_out.validation_seed == validation_seed
+                && held_out_share(samples + self.broken_count) == fraction
+        };
+        let (number, spread) = match self.held_out.as_ref().filter(is_counted) {
+            Some(held_out) => (held_out.per_class.iter().sum::<u64>() as f64, self.broken_count as f64),
+            None => {
+                let mean = samples as f64 * fraction;
+                (mean, 3.0 * (mean * (1.0 - fraction)).sqrt())
+            }
+        };
+        [number - spread, number + spread]
+    }
+
+    /// A warning about classes that have no validation picture or no training picture in the suggested division; `None` without such
+    /// classes. Also `None` if there are broken files, whose classes are not counted.
+    pub fn uncovered_classes(&self) -> Option<String> {
+        let held_out = self.held_out.as_ref().filter(|_| self.broken_count == 0)?;
+        let train = self.splits.iter().find(|split| split.name == "train")?;
+        let lacking = |lacks: fn(u64, u64) -> bool, kind: &str| {
+            let counts = self.classes.iter().zip(train.per_class.iter().zip(&held_out.per_class));
+            let without = counts.filter(|(_, (total, held_out))| **total > 0 && lacks(**total, **held_out));
+            lacking_classes(&without.map(|(name, _)| name).collect::<Vec<_>>(), kind)
+        };
+        let parts = [
+            lacking(|_, held_out| held_out == 0, "validation"),
+            lacking(|total, held_out| total == held_out, "training"),
+        ];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        (!parts.is_empty()).then(|| {
+            format!(
+                "{}. Pictures are held out at random, and a class needs pictures in both parts: add pictures to these classes",
+                parts.join("; ")
+            )
+        })
+    }
+
     /// Why there are too few training pictures, to be appended to the dataset's name; `None` if there are enough.
     pub fn too_few_pictures(&self) -> Option<String> {
         let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);

@@ -83,14 +83,19 @@ impl Suggestion {
             .filter(|side| (1..effort.side).contains(side))
             .map(|side| side.max(*SIDES.start()));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
-        let ValidationChoice { keys: validation, held_out, is_counted, samples: validation_samples } =
-            choose_validation(info);
+        let ValidationChoice {
+            keys: validation,
+            held_out,
+            max_held_out,
+            is_counted,
+            samples: validation_samples,
+        } = choose_validation(info);
         let train_samples = samples - held_out;
-        let batch = batch_size(train_samples, is_small);
+        let batch = batch_size(samples - max_held_out, is_small);
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
-            data: data(info, side, effort.side, validation),
+            data: data(info, side.map(|side| (side, own_side)), effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
             train: train(train_samples, !is_counted, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
@@ -111,9 +116,15 @@ impl Suggestion {
     }
 }
 
-/// `side`: the size of usual pictures of the dataset, if the network sees them at this size. Otherwise the network's input has `input` x
-/// `input` pixels.
-fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
+/// `sides`: if the network sees usual pictures of the dataset at their size, this size and the shorter side of the pictures, which may be
+/// smaller. Otherwise the network's input has `input` x `input` pixels.
+fn data(
+    info: &DatasetInfo,
+    sides: Option<(u32, u32)>,
+    input: u32,
+    validation: CommentedKeys,
+) -> Vec<CommentedKeys> {
+    let side = sides.map(|(side, _)| side);
     let mut data = vec![validation];
     let why = match input {
         USUAL_SIDE => "the usual size for photographs".to_owned(),
@@ -136,18 +147,23 @@ fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: Commented
         },
         toml: format!("image_size = {}", side.unwrap_or(input)),
     });
-    data.push(if side.is_some_and(|side| side < SMALL_SIDE) {
-        CommentedKeys {
-            comment: "Pictures are shifted a little, and half of them are mirrored. Set horizontal_flip = false if left and right differ, \
-                      as in digits and letters."
-                .into(),
-            toml: "crop_padding = 4\nhorizontal_flip = true".into(),
+    data.push(match sides {
+        Some((side, own_side)) if side < SMALL_SIDE => {
+            // About an eighth of a side. CIFAR's usual padding is 4.
+            let padding = ((own_side + 4) / 8).min(4);
+            let shifted = if padding == 0 { "Pictures are too small to be shifted" } else { "Pictures are shifted a little" };
+            CommentedKeys {
+                comment: format!(
+                    "{shifted}, and half of them are mirrored. Set horizontal_flip = false if left and right differ, as in digits and \
+                     letters."
+                ),
+                toml: format!("crop_padding = {padding}\nhorizontal_flip = true"),
+            }
         }
-    } else {
-        CommentedKeys {
+        _ => CommentedKeys {
             comment: "A random part of each picture is resized, and half of the pictures are mirrored: usual for photographs.".into(),
             toml: "random_resized_crop = true\nhorizontal_flip = true".into(),
-        }
+        },
     });
     if info.broken_count > 0 {
         let first =
@@ -169,6 +185,8 @@ struct ValidationChoice {
     keys: CommentedKeys,
     /// Number of training pictures that are held out.
     held_out: u64,
+    /// Upper bound of `held_out`: a step takes at most the other pictures.
+    max_held_out: u64,
     /// Whether `held_out` is a counted number; otherwise it is the expected number.
     is_counted: bool,
     /// Number of validation pictures.
@@ -177,13 +195,14 @@ struct ValidationChoice {
 
 fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
-    if let Some(split) = default_validation("test", others.map(|split| split.name.as_str())) {
+    let others: Vec<&str> = others.map(|split| split.name.as_str()).collect();
+    if let Some(split) = default_validation("test", others.iter().copied()) {
         let samples = info.splits.iter().find(|info| info.name == split).map_or(0, |info| info.samples);
         let keys = CommentedKeys {
             comment: format!("The pictures of {split} validate the network."),
             toml: format!("validation = {}", serde_json::Value::from(split)),
         };
-        return ValidationChoice { keys, held_out: 0, is_counted: true, samples };
+        return ValidationChoice { keys, held_out: 0, max_held_out: 0, is_counted: true, samples };
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
     let fraction = held_out_share(samples);
@@ -194,21 +213,30 @@ fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
     let counted = seed.and_then(|seed| info.count_held_out(&Validation::Fraction(fraction), seed));
     // A job needs a picture for training.
     let held_out = counted.map_or(expected, |counted| counted.min(samples - 1));
+    let [_, max_held_out] = info.held_out_bounds(fraction, seed.unwrap_or_default());
+    let max_held_out = (max_held_out.ceil() as u64).min(samples - 1);
     let about = if counted.is_some() { "" } else { "about " };
-    let (why, seed) = match seed {
-        Some(seed) => (
-            " Of the seeds 0 to 99, this one covers the classes most evenly.",
-            format!("\nvalidation_seed = {seed}"),
+    let why = match seed {
+        Some(_) if info.uncovered_classes().is_none() => {
+            " Of the seeds 0 to 99, this one covers the classes most evenly."
+        }
+        _ => "",
+    };
+    let seed = seed.map(|seed| format!("\nvalidation_seed = {seed}")).unwrap_or_default();
+    let because = match others.first() {
+        None => "There is no other split, so ".to_owned(),
+        Some(other) => format!(
+            "The split {other} is not used; to validate the network on it, set validation = {} here. Instead, ",
+            serde_json::Value::from(*other)
         ),
-        None => ("", String::new()),
     };
     let keys = CommentedKeys {
         comment: format!(
-            "There is no other split, so {about}{held_out} of the {samples} pictures, chosen at random, validate the network.{why}"
+            "{because}{about}{held_out} of the {samples} training pictures, chosen at random, validate the network.{why}"
         ),
         toml: format!("validation = {fraction}{seed}"),
     };
-    ValidationChoice { keys, held_out, is_counted: counted.is_some(), samples: held_out }
+    ValidationChoice { keys, held_out, max_held_out, is_counted: counted.is_some(), samples: held_out }
 }
 
 fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> CommentedKeys {
@@ -241,7 +269,7 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
 const MIN_BATCH: u64 = 16;
 
 /// Number of pictures in a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for
-/// photographs), but never more than the training pictures.
+/// photographs), but never more than the training pictures. `samples`: the smallest possible number of training pictures.
 fn batch_size(samples: u64, is_small: bool) -> u64 {
     let max_batch = if is_small { 256 } else { 128 };
     let upper_bound = (samples / 20).clamp(MIN_BATCH, max_batch).min(samples);
@@ -305,7 +333,7 @@ mod tests {
     /// From two pictures to more than ImageNet: the file has no mistake, and an epoch has at least one step.
     #[test]
     fn suggested_jobs_are_valid_for_datasets_of_every_size() {
-        for side in [0, 8, 28, 32, 48, 64, 100, 224, 512] {
+        for side in [0, 1, 8, 28, 32, 48, 64, 100, 224, 512] {
             for samples in [2, 9, 20, 100, 5_000, 60_000, 2_000_000] {
                 for splits in [&[("train", samples)][..], &[("train", samples), ("test", 10)]] {
                     let info = info(side, splits);
@@ -319,6 +347,7 @@ mod tests {
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * share).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
+                    assert!(side == 0 || spec.data.crop_padding < side, "{side} {samples}: {text}");
                     let input = spec.data.image_size.as_ref().map(crate::spec::ImageSize::last);
                     assert_eq!(input, Some(suggestion.side), "{side} {samples}: {text}");
                     let quick = Suggestion::quick(&info).expect("the full run has a suggestion");
@@ -367,17 +396,27 @@ mod tests {
             (&[("train", 100), ("val", 10)][..], "validation = \"val\"", "100 pictures: 6 steps an epoch"),
             (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\"", "100 pictures: "),
             (&[("train", 100), ("test", 0)], "validation = 0.1", "About 90 pictures: "),
+            (&[("train", 100), ("holdout", 10)], "validation = 0.1", "About 90 pictures: "),
             (&[("train", 100)], "validation = 0.1", "About 90 pictures: about 5 steps an epoch"),
         ] {
             let suggestion = Suggestion::of(&info(28, splits)).unwrap();
             assert_eq!(suggestion.data[0].toml, expected);
             assert!(suggestion.train[0].comment.starts_with(amount), "{}", suggestion.train[0].comment);
         }
-        let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![6, 5] });
-        let counted = DatasetInfo { held_out, ..info(28, &[("train", 100)]) };
+        let unused = Suggestion::of(&info(28, &[("train", 100), ("holdout", 10)])).unwrap();
+        assert!(unused.data[0].comment.contains("set validation = \"holdout\" here"), "{unused:?}");
+        let held_out =
+            |per_class: [u64; 2]| Some(HeldOut { validation_seed: 7, per_class: per_class.to_vec() });
+        // A step takes no more pictures than remain if the broken file is not held out.
+        let few = DatasetInfo { held_out: held_out([1, 2]), broken_count: 1, ..info(28, &[("train", 11)]) };
+        assert_eq!(Suggestion::of(&few).unwrap().batch, 4);
+        let one_each = DatasetInfo { held_out: held_out([1, 0]), ..info(28, &[("train", 2)]) };
+        let suggestion = Suggestion::of(&one_each).unwrap();
+        assert!(!suggestion.data[0].comment.contains("evenly"), "{suggestion:?}");
+        let counted = DatasetInfo { held_out: held_out([6, 5]), ..info(28, &[("train", 100)]) };
         let suggestion = Suggestion::of(&counted).unwrap();
         assert_eq!(suggestion.data[0].toml, "validation = 0.1\nvalidation_seed = 7");
-        assert!(suggestion.data[0].comment.contains("so 11 of the 100 pictures"), "{suggestion:?}");
+        assert!(suggestion.data[0].comment.contains("so 11 of the 100 training pictures"), "{suggestion:?}");
         assert!(suggestion.train[0].comment.starts_with("89 pictures: 5 steps an epoch"), "{suggestion:?}");
         // Without its broken files, the dataset has another share.
         let damaged = DatasetInfo { splits: info(28, &[("train", 49)]).splits, broken_count: 1, ..counted };

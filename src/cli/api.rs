@@ -10,7 +10,7 @@ use super::{
     access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
     output, unknown_name_message, usage_error,
 };
-use anyhow::{Context, anyhow};
+use anyhow::{Chain, Context, anyhow};
 use lockstep_protocol::{
     Job, JobState,
     models::{ModelVersion, SCHEME, VersionName, Which},
@@ -113,7 +113,13 @@ impl Api {
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
             "https" => tls::client_config(ca_file),
-            _ => tls::client_config_without_roots(),
+            "http" => tls::client_config_without_roots(),
+            other => {
+                let address = base.split_once("://").map_or(&*base, |(_, address)| address);
+                return Err(usage_error(format!(
+                    "{server}: a server has no address that begins with {other}://; write http://{address} or https://{address}"
+                )));
+            }
         };
         let tls = tls.map_err(usage_error)?;
         let token = token.map(|token| bearer_header(&token)).transpose()?;
@@ -448,6 +454,14 @@ impl Api {
             let proxy = self.proxy.map(|name| {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
+            // The text of hyper-util's error; its type is private.
+            if Chain::new(error).any(|cause| cause.to_string().starts_with("dns error")) {
+                return anyhow!(
+                    "{}: the name of the host was not found{}. Check the address in --server or LOCKSTEP_SERVER",
+                    self.base,
+                    proxy.unwrap_or_default()
+                );
+            }
             let start = self.start_command.as_ref().map_or_else(
                 || "Start one with `lockstep serve`".to_owned(),
                 |command| format!("The server of the data directory is stopped: start it with `{command}`"),
@@ -548,7 +562,9 @@ async fn read_problem(response: Response) -> anyhow::Error {
         }
     }
     if status == StatusCode::UNAUTHORIZED {
-        message = format!("{message}\n{NO_TOKEN}");
+        // The server's advice for a request without a token is about headers and the sign-in page.
+        let problem = message.split_once(": send it as ").map_or(&*message, |(problem, _)| problem);
+        message = format!("{problem}\n{NO_TOKEN}");
     }
     match status {
         s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),

@@ -81,6 +81,14 @@ impl ListedCheckpoint {
     pub(crate) fn name(&self) -> String {
         format!("{}-{}", self.info.epoch, self.info.step)
     }
+
+    /// Describes the checkpoint whose `weights` a command has written: epoch, step and validation accuracy.
+    pub(crate) fn describe(&self, weights: Weights) -> String {
+        // The accuracy was measured with the model's weights, not with the averaged weights.
+        let accuracy = self.info.accuracy_in_words().filter(|_| weights == Weights::Model);
+        let accuracy = accuracy.map(|accuracy| format!(", validation accuracy {accuracy}"));
+        format!("epoch {}, step {}{}", self.info.epoch, self.info.step, accuracy.unwrap_or_default())
+    }
 }
 
 /// Parses `54` or `2-54`: the step, and the epoch if it is given.

@@ -40,8 +40,8 @@ impl DatabaseArgs {
 
 /// Back up a database into one file; the server may be running
 ///
-/// Checkpoints are not included. They are folders in the data directory's `jobs` that never change once written: copy them with any
-/// tool, at any time.
+/// Checkpoints and uploaded pictures are not included. They are folders in the data directory's `jobs` and `datasets/uploads` that never
+/// change once written: copy them with any tool, at any time.
 #[derive(clap::Args)]
 pub(crate) struct BackupArgs {
     /// File for the backup
@@ -102,7 +102,13 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
         )));
     }
     let summary = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
-    report("backed up", &location, &args.output, &summary, args.which.json)
+    report("backed up", &location, &args.output, &summary, args.which.json)?;
+    let data_dir = args.which.data_dir.display();
+    output::warn(format_args!(
+        "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads, which must be in \
+         place before `lockstep serve` starts with the restored database"
+    ));
+    Ok(())
 }
 
 /// Reads a backup into an empty database.
@@ -112,9 +118,24 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
-    fs::create_dir_all(&args.which.data_dir)?;
-    let summary = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
+    if args.file.try_exists().is_ok_and(|exists| !exists) {
+        return Err(usage_error(file::missing_path_message(&args.file)));
+    }
+    let data_dir = &args.which.data_dir;
+    let is_new = !data_dir.exists();
+    fs::create_dir_all(data_dir)?;
+    let restored = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) });
+    if restored.is_err() && is_new {
+        // Fails if the folder has files.
+        let _ = fs::remove_dir(data_dir);
+    }
+    let summary = restored?;
     report("restored", &location, &args.file, &summary, args.which.json)?;
+    output::warn(format_args!(
+        "a backup has no weights and no uploaded pictures: copy the earlier server's folders jobs and datasets/uploads to {0}/jobs and \
+         {0}/datasets/uploads before `lockstep serve` starts",
+        data_dir.display()
+    ));
     // The server's own agent has its identity in the data directory.
     let has_machines = summary.tables.iter().any(|(name, rows)| name == "agents" && *rows > 0);
     if has_machines && !args.which.data_dir.join("agent").exists() {

@@ -3,7 +3,7 @@
 use super::{
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{CheckpointArgs, Weights, find},
+    checkpoint_choice::{CheckpointArgs, find},
     file, output, weight_files,
 };
 use std::path::PathBuf;
@@ -43,16 +43,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let value = serde_json::json!({
             "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
         });
-        let accuracy = chosen
-            .info
-            .accuracy_in_words()
-            // The accuracy was measured with the model's weights, not with the averaged weights.
-            .filter(|_| args.which.weights == Weights::Model)
-            .map(|accuracy| format!(", validation accuracy {accuracy}"))
-            .unwrap_or_default();
-        let (epoch, step) = (chosen.info.epoch, chosen.info.step);
         let text =
-            format!("{file}: epoch {epoch}, step {step}{accuracy}, {size_bytes} bytes, sha256 {sha256}");
+            format!("{file}: {}, {size_bytes} bytes, sha256 {sha256}", chosen.describe(args.which.weights));
         output::print(args.server.json, &value, text)
     })
 }

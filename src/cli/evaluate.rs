@@ -4,7 +4,7 @@ use super::{
     api::{Api, ServerArgs, present_parameters, with_query},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights, find},
-    output,
+    output, usage_error,
 };
 use indicatif::ProgressBar;
 use lockstep_protocol::{
@@ -53,6 +53,12 @@ struct Evaluated<'a> {
 /// # Errors
 /// Exit status 2 if the job, checkpoint or dataset does not exist, or the dataset does not fit the checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    if let Some(path) = args.dataset.as_ref().filter(|dataset| dataset.contains(std::path::is_separator)) {
+        return Err(usage_error(format!(
+            "--dataset {path}: give the name of a registered dataset; `lockstep dataset add NAME {path}` registers the pictures at \
+             this path"
+        )));
+    }
     let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = find(&api, &args.which.job, &args.which.checkpoint).await?;

@@ -1,6 +1,6 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that explain the chosen values.
 
-use super::{api::format_mistake, dataset, file, output, usage_error};
+use super::{api::format_mistake, dataset, file, job_file, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -56,7 +56,7 @@ pub(crate) struct Args {
 /// Inspects the folder, writes the job file and measures the job.
 ///
 /// # Errors
-/// Exit status 2 if the file exists already, or the folder is not a dataset.
+/// Exit status 2 if the file exists already, or the folder is not a dataset; 1 if the job's first steps fail.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
     let already_exists = || {
@@ -84,9 +84,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
     dataset::print_broken_files(&info)?;
-    if let Validation::Split(split) = &spec.data.validation
-        && let Some(words) = info.unvalidated_classes(split)
-    {
+    let warning = match &spec.data.validation {
+        Validation::Split(split) => info.unvalidated_classes(split),
+        Validation::Fraction(_) => info.uncovered_classes(),
+    };
+    if let Some(words) = warning {
         output::warn(format_args!("warning: {words}"));
     }
     match measure_secs_per_picture(&args.output, choice.batch) {
@@ -94,7 +96,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
             output::line(format_estimate(secs_per_picture, &choice, quick.as_ref()))?;
         }
-        Err(why) => output::warn(format_args!("no estimate of the time: {why}")),
+        Err(NoEstimate::TrainingFailed(why)) => {
+            anyhow::bail!("{shown} is written, but its first steps fail on this machine: {why}")
+        }
+        Err(NoEstimate::NotMeasured(why)) => output::warn(format_args!("no estimate of the time: {why}")),
     }
     output::line(format_args!(
         "train with `lockstep train {shown}`, or `lockstep submit {shown}` where a server runs"
@@ -122,11 +127,23 @@ fn format_estimate(secs_per_picture: f64, choice: &Suggestion, quick: Option<&Su
     message
 }
 
+/// Why there is no estimate of the time, in words.
+enum NoEstimate {
+    TrainingFailed(String),
+    NotMeasured(String),
+}
+
+impl From<String> for NoEstimate {
+    fn from(why: String) -> Self {
+        Self::NotMeasured(why)
+    }
+}
+
 /// Trains the job in this file for a few steps and returns the training time per picture, in seconds.
 ///
 /// # Errors
-/// The job cannot be trained on this machine, or takes too long. The error is a sentence.
-fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
+/// The job cannot be trained on this machine, takes too long, or its time cannot be measured.
+fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, NoEstimate> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let batch = batch.min(MAX_BATCH);
     let stderr_path = folder.path().join("stderr");
@@ -147,11 +164,12 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let mut child = command.spawn().map_err(|e| e.to_string())?;
     let status = wait_for_exit(&mut child).map_err(|e| e.to_string())?;
     let Some(status) = status else {
-        return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()));
+        return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()).into());
     };
     if !status.success() {
         let stderr = fs::read_to_string(&stderr_path).unwrap_or_default();
-        return Err(stderr.lines().last().unwrap_or("training failed").to_owned());
+        let why = stderr.lines().last().unwrap_or("training failed");
+        return Err(NoEstimate::TrainingFailed(why.strip_prefix("error: ").unwrap_or(why).to_owned()));
     }
     let mut times = Vec::new();
     let mut tail = Tail::open(&events_path(&out.join("attempts").join("1"), 0), 0);
@@ -166,7 +184,8 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
             times.extend(step_times.flat_map(|column| column.values).map(f64::from));
         }
     }
-    let times = times.get(1..).filter(|times| !times.is_empty()).ok_or("no step was measured")?;
+    let times =
+        times.get(1..).filter(|times| !times.is_empty()).ok_or_else(|| "no step was measured".to_owned())?;
     Ok(times.iter().sum::<f64>() / times.len() as f64 / 1e3 / batch as f64)
 }
 
@@ -192,9 +211,8 @@ fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 
 /// Returns the text of the job file.
 fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
-    let name = if name.is_empty() { "pictures".into() } else { name };
+    // The dataset's registration has the same name.
+    let name = job_file::dataset_name(path);
     let mut text = String::from(
         "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not \
          listed here have their defaults.\n\n",

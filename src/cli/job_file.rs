@@ -153,7 +153,7 @@ fn pointers_to(document: &Value, section: &str, key: &str) -> Vec<String> {
 }
 
 /// Returns the name under which a folder is registered: the folder's name, with invalid characters replaced.
-fn dataset_name(path: &Path) -> String {
+pub(super) fn dataset_name(path: &Path) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let plain = name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' });
     let plain: String = plain.skip_while(|c| *c == '.').take(100).collect();

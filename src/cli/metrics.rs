@@ -5,7 +5,7 @@ use super::{
     block_on, output, usage_error,
 };
 use futures_util::StreamExt;
-use lockstep_protocol::numbers;
+use lockstep_protocol::{numbers, spec::nearest};
 use serde_json::Value;
 use std::{collections::BTreeSet, io::Write};
 
@@ -47,9 +47,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 let all: Value = api.get(&format!("/jobs/{}/metrics?points=1", job.id)).await?;
                 let series = all["series"].as_array().into_iter().flatten();
                 let names: BTreeSet<_> = series.filter_map(|series| series["name"].as_str()).collect();
+                let near = nearest(name, names.iter().copied());
+                let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
                 let names = Vec::from_iter(names).join(", ");
                 let names = if names.is_empty() { "none yet" } else { &names };
-                return Err(usage_error(format!("{} has no metric {name:?}; its metrics: {names}", job.id)));
+                return Err(usage_error(format!(
+                    "{} has no metric {name:?}; {near}its metrics: {names}",
+                    job.id
+                )));
             }
         }
         if args.csv {
@@ -69,11 +74,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
+/// Formats a value with at least four significant digits, which small learning rates need.
+fn format_value(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        1e-3..1e-2 => format!("{value:.6}"),
+        1e-2..0.1 => format!("{value:.5}"),
+        _ => numbers::value(value),
+    }
+}
+
 fn row(series: &Value) -> [String; 7] {
     let values = |key: &str| -> Vec<f64> {
         series[key].as_array().map(|v| v.iter().filter_map(Value::as_f64).collect()).unwrap_or_default()
     };
-    let shown = |value: Option<f64>| value.map(numbers::value).unwrap_or_default();
+    let shown = |value: Option<f64>| value.map(format_value).unwrap_or_default();
     let steps = values("steps");
     let range = match (steps.first(), steps.last()) {
         (Some(first), Some(last)) => format!("{first} to {last}"),

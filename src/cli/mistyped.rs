@@ -1,11 +1,12 @@
-//! Suggests commands for names that other tools use, and adds the usage line to error messages.
+//! Suggests commands and options for names that other tools use, states invalid numbers in words, and adds the usage line to error
+//! messages.
 
 use clap::{
     Command, Error,
     builder::StyledStr,
     error::{ContextKind, ContextValue, ErrorKind},
 };
-use std::ffi::OsString;
+use std::{error::Error as _, ffi::OsString};
 
 /// Names of commands in other tools, each with the equivalent command of this program.
 const EQUIVALENTS: [(&str, &str); 10] = [
@@ -21,13 +22,58 @@ const EQUIVALENTS: [(&str, &str); 10] = [
     ("run", "submit"),
 ];
 
+/// Arguments that a command does not have, each with its right form: the command, the start of the argument, and the advice.
+const RIGHT_FORMS: [(&[&str], &str, &str); 4] = [
+    (&["token", "create"], "", "give the token's name with --name, as in `lockstep token create --name ci`"),
+    (&["fork"], "--name", "give the new job's name with --set, as in `lockstep fork JOB --set name=NAME`"),
+    (
+        &["evaluate"],
+        "--model",
+        "name a job, or a version of a model, without an option, as in `lockstep evaluate models:/shoes@champion`",
+    ),
+    (&["metrics"], "--metric", "name the metric after the job, as in `lockstep metrics JOB loss`"),
+];
+
+/// Returns the advice for an argument that a command does not have.
+fn right_form(argument: &str, arguments: &[OsString]) -> Option<&'static str> {
+    let is_command = |command: &[&str]| {
+        arguments.len() > command.len()
+            && arguments[1..].iter().zip(command).all(|(given, name)| given == name)
+    };
+    let found = RIGHT_FORMS.iter().find(|(command, start, _)| {
+        // An empty start stands for every argument that is not an option.
+        let fits = if start.is_empty() { !argument.starts_with('-') } else { argument.starts_with(start) };
+        fits && is_command(command)
+    });
+    found.map(|(_, _, advice)| *advice)
+}
+
+/// Returns a library's message about an invalid number in words; `None` for any other message.
+fn number_mistake(message: &str) -> Option<String> {
+    if let Some((min, max)) = message.split_once(" is not in ").and_then(|(_, range)| range.split_once("..="))
+    {
+        let has_limit = max.parse::<u64>().is_ok_and(|max| max < u32::MAX.into());
+        let limit = if has_limit { format!("from {min} to {max}") } else { format!("of at least {min}") };
+        return Some(format!("give a whole number {limit}"));
+    }
+    match message {
+        "invalid digit found in string" | "cannot parse integer from empty string" => {
+            Some("give a whole number".into())
+        }
+        "number too large to fit in target type" => Some("the number is too large".into()),
+        "number too small to fit in target type" => Some("the number is too small".into()),
+        "invalid float literal" | "cannot parse float from empty string" => Some("give a number".into()),
+        _ => None,
+    }
+}
+
 /// Returns the command of this program that does what `typed` does in other tools.
 pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
     EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
-/// Adds to clap's error a suggestion for an unknown command, and the usage line of the command's help; removes the suggestion for an
-/// unknown option. clap's own usage line would show options that environment variables set as required.
+/// Adds to clap's error a suggestion for an unknown command or argument, and the usage line of the command's help, and states invalid
+/// numbers in words. clap's own usage line would show options that environment variables set as required.
 pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsString]) -> Error {
     if error.kind() == ErrorKind::InvalidSubcommand
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
@@ -42,6 +88,33 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     if error.kind() == ErrorKind::UnknownArgument {
         // clap proposes `-- --option`, but no argument begins with a dash.
         error.remove(ContextKind::Suggested);
+        if let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+            && let Some(advice) = right_form(argument, arguments)
+        {
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![advice.into()]));
+        }
+    }
+    if let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg)
+        && error.kind() == ErrorKind::MissingRequiredArgument
+    {
+        // clap writes options of which one is required as `<--one <N>|--other <N>>`.
+        let in_words =
+            |argument: &String| match argument.strip_prefix('<').and_then(|rest| rest.strip_suffix('>')) {
+                Some(options) if options.starts_with("--") => options.replace('|', " or "),
+                _ => argument.clone(),
+            };
+        let missing = missing.iter().map(in_words).collect();
+        error.insert(ContextKind::InvalidArg, ContextValue::Strings(missing));
+    }
+    if error.kind() == ErrorKind::ValueValidation
+        && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+        && let Some(ContextValue::String(value)) = error.get(ContextKind::InvalidValue)
+        && let Some(mistake) = error.source().and_then(|source| number_mistake(&source.to_string()))
+    {
+        let message = format!(
+            "invalid value '{value}' for '{argument}': {mistake}\n\nFor more information, try '--help'.\n"
+        );
+        return Error::raw(ErrorKind::ValueValidation, message);
     }
     if error.get(ContextKind::Usage).is_some() {
         program.build();

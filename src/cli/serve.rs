@@ -356,7 +356,7 @@ impl Server {
     /// # Errors
     /// The server failed in the meantime.
     pub(crate) async fn stop(self) -> anyhow::Result<()> {
-        access::forget_address(&self.data_dir);
+        access::forget_address(&self.data_dir, self.running.address());
         if let Some(agent) = self.agent {
             agent.stop().await;
         }

@@ -311,7 +311,7 @@ fn newest_step(out: &Path) -> anyhow::Result<Option<u64>> {
 }
 
 /// Chooses the validation split of a job that does not name the split, by the same rules as a server.
-fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
+pub(super) fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(default) = &spec.data.validation else { return };
     // In these cases the default stays, and the dataset need not be read.
     if default == "none" || spec.data.folds.is_some() {

@@ -5,8 +5,9 @@ use super::{
     api::{Api, ServerArgs},
     block_on, dataset, file,
     job_file::{self, UnknownPath},
-    output, sweep,
+    output, sweep, train,
 };
+use lockstep_data::loader::DataSource;
 use lockstep_host::cache;
 use lockstep_protocol::{
     JobSpec,
@@ -17,14 +18,14 @@ use lockstep_protocol::{
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job; if the server does not have the
-/// dataset, its pictures are not checked. Without a server, checks only the file, and says so. The settings of every trial of a sweep are
-/// checked, and the first trial on the server. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does not
-/// respond.
+/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job. Without a server, or if the
+/// server does not have the dataset, checks the file and the pictures at the path of the dataset, and says what is not checked. The
+/// settings of every trial of a sweep are checked, and the first trial on the server. Exit status 0: no mistake; 2: mistakes, all listed;
+/// 1: the server given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -136,8 +137,17 @@ fn check_without_dataset(
     mut mistakes: Vec<SpecError>,
 ) -> anyhow::Result<()> {
     // For a sweep, the files of the first trial's job are checked.
-    let (spec, _) = spec::read(sweep::trial_documents(document).first().unwrap_or(document));
+    let trials = sweep::trial_documents(document);
+    let document_of_job = trials.first().unwrap_or(document);
+    let (spec, _) = spec::read(document_of_job);
     mistakes.extend(mistakes_in_files(document, spec.as_ref()));
+    let is_path = spec.as_ref().is_some_and(|spec| spec.data.dataset.contains(std::path::is_separator));
+    // Other mistakes could cause a mistake here.
+    if let Some(spec) = spec.as_ref().filter(|_| is_path && mistakes.is_empty()) {
+        let gives_validation =
+            document_of_job.pointer("/data/validation").is_some_and(|value| !value.is_null());
+        mistakes.extend(mistake_with_pictures(spec, gives_validation));
+    }
     if can_ask_server {
         mistakes = job_file::merge_mistakes(document, mistakes, block_on(api.find_mistakes(document))?);
         mistakes.extend(block_on(job_file::find_taken_names(api, document))?);
@@ -146,12 +156,13 @@ fn check_without_dataset(
         return Err(job_file::mistakes_error(&args.job, &mistakes));
     }
     let why = if can_ask_server {
-        "no dataset is registered at the path in data.dataset, so its classes and its pictures were not checked: `lockstep submit` \
-         registers the path, and `lockstep train` uses it"
+        "no dataset is registered at the path in data.dataset, so its classes were not checked: `lockstep submit` registers the path, \
+         and `lockstep train` uses it"
             .to_owned()
     } else {
+        let pictures = if is_path { "" } else { " its pictures," };
         format!(
-            "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",
+            "no server answers at {}, so the dataset's registration,{pictures} its classes and the number of slots were not checked",
             api.base
         )
     };
@@ -160,6 +171,29 @@ fn check_without_dataset(
     }
     output::warn(format_args!("warning: {why}"));
     output::line(format_args!("{} has no mistake", args.job.display()))
+}
+
+/// Checks that the pictures on this machine suffice for the job, as its ranks do when they start.
+fn mistake_with_pictures(spec: &JobSpec, gives_validation: bool) -> Option<SpecError> {
+    let path = Path::new(&spec.data.dataset);
+    let mut spec = spec.clone();
+    if !gives_validation {
+        train::choose_validation(&mut spec, path);
+    }
+    let samples = match DataSource::open(path, &spec.data, spec.train.seed) {
+        Ok(data) => data.shape.train_samples,
+        // The error names the key, or files.
+        Err(error) => return Some(SpecError { pointer: String::new(), detail: error.to_string() }),
+    };
+    let is_global = spec.train.global_batch_size.is_some();
+    (spec.steps_per_epoch(samples) == 0).then(|| SpecError {
+        pointer: if is_global { "/train/global_batch_size" } else { "/train/batch_size" }.into(),
+        detail: format!(
+            "{} are fewer than one step uses ({}): lower this, or set data.drop_remainder = false",
+            plural(samples, "training picture"),
+            spec.global_batch_size()
+        ),
+    })
 }
 
 /// Checks that the paths of datasets exist on this machine, and that weights on this machine can be read.

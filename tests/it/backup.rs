@@ -50,10 +50,13 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
     let restored = other.cli(&["restore", file, "--database", &url, "--json"]);
-    assert!(restored.stderr.contains("has a machine `local`, it stays offline"), "{}", restored.stderr);
+    for words in ["has a machine `local`, it stays offline", "jobs and datasets/uploads"] {
+        assert!(restored.stderr.contains(words), "{words} in {}", restored.stderr);
+    }
     let restored: Value = restored.json();
     assert!(restored["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{restored}");
     other.cli(&["restore", file, "--database", &url]).assert_usage_error(&["is not empty"]);
+    other.cli(&["restore", "nofile", "--database", &url]).assert_usage_error(&["nofile does not exist"]);
     other.cli(&["migrate", "--database", &url]).ok();
     other
         .cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"])

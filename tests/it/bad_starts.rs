@@ -132,9 +132,12 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     server
         .cli(&["validate", &path, "--server", &unused_url])
         .assert_fails(1, &["no server answers", "(--data-dir or LOCKSTEP_DATA_DIR)"]);
+    server
+        .cli(&["validate", &path, "--server", "htp://x:1"])
+        .assert_usage_error(&["write http://x:1 or https://x:1"]);
     let weights = server.folder().write("broken.safetensors", "not any");
     let pretrained = format!("model.pretrained={}", weights.display());
-    let dataset = server.folder().path().display().to_string();
+    let dataset = pictures.display().to_string();
     let validate_offline = |sets: &[&str]| {
         let mut command = lockstep();
         command.arg("validate").arg(&path).env_remove("LOCKSTEP_SERVER");
@@ -151,6 +154,9 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     ]);
     validate_offline(&[&pretrained])
         .assert_usage_error(&["model.pretrained", "broken.safetensors: not a whole safetensors file"]);
+    validate_offline(&["data.validation=tst"]).assert_usage_error(&["data.validation", "no split \"tst\""]);
+    validate_offline(&["train.batch_size=65"])
+        .assert_usage_error(&["train.batch_size", "64 training pictures are fewer than one step uses (65)"]);
     validate_offline(&["data.dataset=/no/where"]).assert_usage_error(&["data.dataset", "/no/where"]);
     server.stop().await;
 }

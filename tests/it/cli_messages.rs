@@ -67,6 +67,18 @@ async fn init_writes_a_file_for_train_and_submit() {
     let trained = server.cli(&[&["train", "few.toml", "--out", "few-run"][..], &QUICK].concat());
     assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
     assert!(!(trained.stdout + &trained.stderr).contains("no validation picture"));
+    // The smallest pictures, one of each class: the first steps succeed, and the classes without pictures are named.
+    let tiny = server.folder().path().join("tiny");
+    for (class, value) in [("dark", 50), ("light", 200)] {
+        fs::create_dir_all(tiny.join(class)).expect("a folder");
+        let picture = image::GrayImage::from_pixel(1, 1, image::Luma([value]));
+        picture.save(tiny.join(class).join("1.png")).expect("a picture");
+    }
+    let warned = server.cli(&["init", tiny.to_str().expect("UTF-8"), "-o", "tiny.toml"]);
+    assert!(warned.ok().contains("train with "), "{}", warned.stderr);
+    for warning in ["1 class has no validation picture", "1 class has no training picture"] {
+        assert!(warned.stderr.contains(warning), "{}", warned.stderr);
+    }
     server
         .cli(&["init", root, "-o", "none/x.toml"])
         .assert_usage_error(&["none/x.toml: the folder none does not exist"]);
@@ -142,7 +154,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
-        (&["predict", &id, picture, "--top", "0"], &["--top", "0 is not in 1.."]),
+        (&["predict", &id, picture, "--top", "0"], &["--top", "give a whole number of at least 1"]),
         (
             &["predict", "--model", "network.onnx", picture],
             &["does not read them", "onnxruntime", "model.safetensors", "models:/shoes@champion"],
@@ -274,7 +286,7 @@ async fn downloaded_weights_can_be_named_in_a_job() {
     let data = pictures::image_folder(folder.path(), 1);
     let job = format!(
         "[model]\narch = \"resnet18\"\npretrained = \"resnet18\"\n[data]\ndataset = {data:?}\nimage_size = 96\n\
-         validation = \"val\"\n[train]\nepochs = 1\n"
+         validation = \"val\"\n[train]\nepochs = 1\nbatch_size = 2\n"
     );
     folder.write("job.toml", &job);
     let run = |args: &[&str]| {
@@ -335,6 +347,16 @@ fn commands_of_other_tools_suggest_the_right_command() {
     {
         run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
         run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
+    }
+    for (args, words) in [
+        (&["token", "create", "ci"][..], "`lockstep token create --name ci`"),
+        (&["fork", "x", "--name", "y"], "--set name=NAME"),
+        (&["evaluate", "--model", "x"], "models:/shoes@champion"),
+        (&["metrics", "x", "--metric", "loss"], "`lockstep metrics JOB loss`"),
+        (&["edit", "x", "--priority", "high"], "give a whole number"),
+        (&["edit", "x"], "--priority <N> or --project <PROJECT>"),
+    ] {
+        run(args).assert_usage_error(&[words]);
     }
     run(&["lst"]).assert_usage_error(&["'list'"]);
     run(&["watch"]).assert_usage_error(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);

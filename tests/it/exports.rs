@@ -91,7 +91,8 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     server.cli(&["export", "onnx", &id]).assert_usage_error(&["--output"]);
     for (arguments, words) in [
         (&["export"][..], "FORMAT JOB -o FILE"),
-        (&["export", &id], "is neither a format nor a folder"),
+        (&["export", &id], "is neither a format nor a folder; -o FILE is missing"),
+        (&["export", "safetensors", &id, "-o", "x"], "write `lockstep download"),
         (&["export", "pytorch", &id, "-o", "x"], "pytorch is neither a format nor a folder"),
         (&["export", "exported"], "in the FOLDER of a checkpoint"),
     ] {

@@ -1,7 +1,10 @@
 //! A specification before it is checked: TOML as JSON, and single keys set from a command line or a fork. Nesting is
 //! limited before values are built, because nested values are also copied, compared and dropped by recursion.
 
-use super::mistake::{SpecError, shortened};
+use super::{
+    keys::Kind,
+    mistake::{SpecError, shortened},
+};
 use crate::limits::{KEY_BYTES, KEY_PARTS, TOML_NESTING};
 use serde_json::{Map, Value};
 use toml_parser::{Source, lexer::TokenKind};
@@ -65,8 +68,8 @@ fn json_of(value: toml::Value) -> Value {
     }
 }
 
-/// Applies `key.path=value` to a document. The value is TOML, or plain text if it is not valid TOML. `key.path=`
-/// removes the key, so the default applies.
+/// Applies `key.path=value` to a document. The value is TOML, or plain text if it is not valid TOML. The value of a key for text, such as
+/// `name=1e3`, is TOML only with quotation marks. `key.path=` removes the key, so the default applies.
 ///
 /// # Errors
 /// A sentence that says what is wrong with the argument.
@@ -74,16 +77,19 @@ pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
     let (path, text) = argument
         .split_once('=')
         .ok_or_else(|| format!("{:?} has no '='; write it as train.lr=0.1", shortened(argument)))?;
-    let text = text.trim();
+    let (path, text) = (path.trim(), text.trim());
+    let is_text_key = matches!(Kind::of_path(path), Some(Kind::Text { .. } | Kind::Project | Kind::Notes));
     let value = if text.is_empty() {
         Value::Null
+    } else if is_text_key && !text.starts_with(['"', '\'']) {
+        Value::String(text.to_owned())
     } else {
         toml_document(&format!("value = {text}"))
             .ok()
             .and_then(|mut document| document.as_object_mut()?.remove("value"))
             .unwrap_or_else(|| Value::String(text.to_owned()))
     };
-    set_key(document, path.trim(), value)
+    set_key(document, path, value)
 }
 
 /// The parts of a path such as `train.lr`, none of them empty.

@@ -290,6 +290,13 @@ fn foreign_word_hint(words: &[&str], word: &str) -> Option<&'static str> {
 }
 
 impl Kind {
+    /// The kind of the key at a path such as `train.lr`; `None` for an unknown key.
+    pub(super) fn of_path(path: &str) -> Option<Self> {
+        let (table, name) = path.rsplit_once('.').unwrap_or(("", path));
+        let section = KEYS.iter().find(|section| section.name == table)?;
+        section.keys.iter().find(|(key, _)| *key == name).map(|(_, kind)| *kind)
+    }
+
     /// Whether the value is one number.
     pub fn is_number(self) -> bool {
         matches!(self, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })
@@ -316,11 +323,17 @@ impl Kind {
                 None => must_be("text"),
             },
             Kind::Tags => {
-                match value.as_array().map(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>())
-                {
-                    Some(Some(tags)) => labels::tags_mistake(&tags).map_or(Ok(()), Err),
-                    _ => must_be("a list of texts, such as [\"baseline\", \"sweep\"]"),
+                const WHAT: &str = "a list of texts, such as [\"baseline\", \"sweep\"]";
+                let Some(list) = value.as_array() else { return must_be(WHAT) };
+                if let Some((index, other)) = list.iter().enumerate().find(|(_, tag)| !tag.is_string()) {
+                    return Err(format!(
+                        "must be {WHAT}, but element {} is {}, which is not text",
+                        index + 1,
+                        describe_value(other)
+                    ));
                 }
+                let tags: Vec<&str> = list.iter().filter_map(Value::as_str).collect();
+                labels::tags_mistake(&tags).map_or(Ok(()), Err)
             }
             Kind::Notes => match value.as_str() {
                 Some(notes) => labels::notes_mistake(notes).map_or(Ok(()), Err),

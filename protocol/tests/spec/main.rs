@@ -391,6 +391,14 @@ fn settings_from_the_command_line_override_the_file() {
     }
     let train = from_json(&document).expect("batch_size was removed").train;
     assert_eq!((train.batch_size, train.global_batch_size), (None, Some(64)));
+    // A key for text takes the value as it is, also if the value could be a number.
+    for (argument, name) in [("name=nan", "nan"), ("name=1e3", "1e3"), ("name='a b'", "a b")] {
+        apply_set(&mut document, argument).expect("applies");
+        assert_eq!(from_json(&document).expect("valid").name, name);
+    }
+    let mut tagged = document.clone();
+    apply_set(&mut tagged, "tags=[\"a\", 1]").expect("applies");
+    assert!(from_json(&tagged).is_err_and(|e| e[0].detail.contains("element 2 is 1, which is not text")));
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
     assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("not a table")));
 }

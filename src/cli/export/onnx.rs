@@ -3,7 +3,7 @@
 use crate::cli::{
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{Weights, find},
+    checkpoint_choice::{ListedCheckpoint, Weights, find},
     file, output, usage_error, weight_files,
 };
 use lockstep_host::write_atomically;
@@ -48,9 +48,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output, .. } = args;
     file::check_output(output)?;
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
-    let folder = match &downloaded {
-        Some(folder) => folder.path().to_owned(),
-        None => weight_files::resolve_run_folder(source)?,
+    let (folder, checkpoint) = match &downloaded {
+        Some((folder, checkpoint)) => {
+            (folder.path().to_owned(), format!("{}, ", checkpoint.describe(args.weights)))
+        }
+        None => (weight_files::resolve_run_folder(source)?, String::new()),
     };
     let path = weight_files::weights_path(&folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
@@ -58,7 +60,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
     let file = output.display().to_string();
     let value = json!({"file": file, "size_bytes": size_bytes, "sha256": sha256});
-    output::print(args.server.json, &value, format_args!("{file}: {size_bytes} bytes, sha256 {sha256}"))
+    let text = format!("{file}: {checkpoint}{size_bytes} bytes, sha256 {sha256}");
+    output::print(args.server.json, &value, text)
 }
 
 /// Whether the source is a path: a file, a folder that is written with a slash, or a folder that contains a checkpoint or a run. The name
@@ -69,8 +72,8 @@ fn is_path(source: &Path) -> bool {
     source.is_file() || (source.is_dir() && (has_slash || has_model()))
 }
 
-/// Downloads the weights of a job's checkpoint into a folder next to the output.
-fn fetch(args: &Args) -> anyhow::Result<TempDir> {
+/// Downloads the weights of a job's checkpoint into a folder next to the output. Also returns the checkpoint.
+fn fetch(args: &Args) -> anyhow::Result<(TempDir, ListedCheckpoint)> {
     let source = args.source.to_string_lossy();
     // A mistyped path is reported without a server.
     if source.contains('/') && !source.starts_with(SCHEME) {
@@ -81,6 +84,7 @@ fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     block_on(async {
         let (_, checkpoint) = find(&api, &source, &args.checkpoint).await?;
         let files = weight_files::list_files(&api, &checkpoint, args.weights).await?;
-        weight_files::fetch_beside(&args.output, &api, &checkpoint, &files).await
+        let folder = weight_files::fetch_beside(&args.output, &api, &checkpoint, &files).await?;
+        Ok((folder, checkpoint))
     })
 }

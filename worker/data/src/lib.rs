@@ -176,9 +176,9 @@ impl Catalog {
         let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
             with_pictures.partition(|path| image_folder::split_of(path).is_some());
-        let folders = entries.iter().filter(|path| path.is_dir()).count();
+        let folders: Vec<&PathBuf> = entries.iter().filter(|path| path.is_dir()).collect();
         if let [class] = &classes[..]
-            && folders == 1
+            && folders.len() == 1
             && !image_folder::is_named_like_split(class)
         {
             let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -216,8 +216,12 @@ impl Catalog {
                 "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/{}",
                 parent.unwrap_or_default()
             )
+        } else if let Some(advice) = image_folder::validation_only_advice(path) {
+            advice
+        } else if hint.is_empty() && !folders.is_empty() {
+            format!("; no picture lies directly in {}: add pictures to the class folders", list_names(&folders))
         } else {
-            image_folder::validation_only_advice(path).unwrap_or_else(|| hint.to_owned())
+            hint.to_owned()
         };
         let contents =
             if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };

@@ -340,7 +340,8 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
     let advice = match &names[..] {
         ["train"] if other.info.format == "image_folder" => {
-            "put the pictures for the evaluation into a folder of their own, as val/<class>/, and register that folder"
+            "put the pictures for the evaluation into a folder of their own, as val/<class>/, link train to val in it (`ln -s val \
+             train`), because a dataset needs training pictures, and register that folder"
         }
         _ => "give the split one of these names, and register the dataset again",
     };

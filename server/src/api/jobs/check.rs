@@ -379,10 +379,9 @@ fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String
     if !has_expected_samples(spec, dataset) {
         return None;
     }
-    // The number of held-out pictures has a binomial distribution. It is almost always within three standard deviations of its mean.
-    let spread = 3.0 * (train * fraction * (1.0 - fraction)).sqrt();
+    let [min_held_out, max_held_out] = dataset.info.held_out_bounds(fraction, spec.data.validation_seed);
     let batch = spec.global_batch_size();
-    let safe_batch = (train * (1.0 - fraction) - spread).max(1.0) as u64;
+    let safe_batch = (train - max_held_out).max(1.0) as u64;
     if spec.data.drop_remainder && batch > safe_batch {
         let pictures = plural(batch, "picture");
         return Some(format!(
@@ -390,7 +389,7 @@ fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String
              to train on: a step of at most {safe_batch} is safe"
         ));
     }
-    (train * fraction < spread).then(|| {
+    (min_held_out <= 0.0).then(|| {
         let info = &dataset.info;
         let seed = info.held_out.as_ref().map(|held_out| held_out.validation_seed);
         let seed = seed.filter(|seed| info.count_held_out(&spec.data.validation, *seed).is_some());

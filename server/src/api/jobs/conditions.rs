@@ -67,6 +67,11 @@ fn parse_condition(text: &str) -> Result<Condition> {
             (SortBy::Setting { table, key, is_number: kind.is_number() }, Some(kind))
         }
         (Err(_), Some(result)) => (result, None),
+        (Err(_), None) if path == "notes" => {
+            return Err(condition_error(
+                "names notes, which is not a setting; use the parameter q (in the shell --search)".into(),
+            ));
+        }
         (Err(_), None) if FILTERS.contains(&path) => {
             return Err(condition_error(format!(
                 "names {path}, which is not a setting; use the parameter {path} (in the shell --{path})"
@@ -83,6 +88,13 @@ fn parse_condition(text: &str) -> Result<Condition> {
             "has a value of {chars} characters for {path}; give at most {VALUE_CHARS}"
         )));
     }
+    // Text, such as a name, may contain " and ", but hardly with an operator after it.
+    let value_lowercase = value.to_lowercase();
+    if value_lowercase.split_once(" and ").is_some_and(|(_, rest)| rest.contains(['=', '<', '>'])) {
+        return Err(condition_error(
+            "joins conditions with \"and\"; separate them with commas (in the shell, give --where once for each condition)".into(),
+        ));
+    }
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
         _ if kind.is_none_or(Kind::is_number) => {
@@ -90,9 +102,6 @@ fn parse_condition(text: &str) -> Result<Condition> {
                 value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
             let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
             let hint = match value.get(..1) {
-                _ if value.to_lowercase().contains(" and ") => {
-                    "; separate conditions with commas (in the shell, repeat --where)"
-                }
                 Some(">") if comparison == Comparison::Equal => "; write >= instead of =>",
                 Some("<") if comparison == Comparison::Equal => "; write <= instead of =<",
                 _ => "",
@@ -272,7 +281,9 @@ mod tests {
             ("train.lr>big", "which is not a number"),
             ("best=high", "which is not a number"),
             ("best => 0.9", "write >= instead of =>"),
-            ("lr > 0.1 and best > 0.9", "repeat --where"),
+            ("lr > 0.1 and best > 0.9", "give --where once for each condition"),
+            ("name = photos and epochs > 2", "joins conditions with \"and\""),
+            ("notes = x", "in the shell --search"),
             ("best>%", "which is not a number"),
             ("state = failed", "use the parameter state (in the shell --state)"),
             ("train.lr>nan", "which is not a number"),

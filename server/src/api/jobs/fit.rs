@@ -58,7 +58,11 @@ impl Trained {
 pub(crate) fn why_not_evaluable(trained: &Trained, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
-        return Some(format!("the model was trained on other classes than {name} has: {difference}"));
+        return Some(format!(
+            "the model was trained on other classes than {name} has: {difference}. Give a dataset whose folder train/ has a folder for \
+             each class of the model (other splits may lack classes), or evaluate by nearest neighbours, for which classes may differ \
+             (`lockstep evaluate --knn 20`)"
+        ));
     }
     (trained.channels != info.channels).then(|| {
         format!(

@@ -17,6 +17,7 @@ use futures_util::{StreamExt, stream};
 use lockstep_protocol::{
     job::Job,
     metric::{self, MetricColumn},
+    spec::nearest,
 };
 use std::{
     borrow::Cow,
@@ -84,8 +85,10 @@ pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = 
     if jobs.into_iter().any(|job| job.external.is_some()) {
         return Ok(());
     }
+    let near = nearest(name, metric::NAMES.iter().copied());
+    let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     Err(Error::BadRequest(format!(
-        "no metric is called {name:?}; the metrics are {}",
+        "no metric is called {name:?}; {near}the metrics are {}",
         metric::NAMES.join(", ")
     )))
 }

@@ -250,6 +250,10 @@ fn errors_for_folders_without_a_dataset_give_advice() {
             &["pictures/cat/1.jpg", "validation/cat/1.jpg"],
             "; it has pictures/, validation/; it has validation/<class>/ and no train/<class>/: put training pictures there",
         ),
+        (
+            &["cat/notes", "dog/notes"],
+            "; no picture lies directly in cat/, dog/: add pictures to the class folders",
+        ),
         (&["a", "b", "c", "d", "e", "f", "g"], "; it has a, b, c, d, e and 2 more"),
     ] {
         let dir = TempDir::new().expect("a folder");

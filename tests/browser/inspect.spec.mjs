@@ -166,7 +166,7 @@ describe("a model", () => {
     page.on("download", (d) => files.push(d.suggestedFilename()));
     await row.getByRole("button", { name: /Everything/ }).click();
     await until("all four files are downloaded", async () => files.length === 4);
-    assert.ok(files.every((name) => /^looked at-\d+-\d+-(model|optimizer|state|MANIFEST)\.\w+$/.test(name)), files.join());
+    assert.ok(files.every((name) => /^looked-at-\d+-\d+-(model|optimizer|state|MANIFEST)\.\w+$/.test(name)), files.join());
     await row.getByRole("button", { name: /Evaluate/ }).click();
     await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
     assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");

@@ -69,6 +69,8 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+| \(at (least|most) [0-9.]+ %\))? of 187/);
     await page.locator("#fork").click();
+    assert.match(await page.locator("#fork-checkpoint option:checked").textContent(), /, best$/);
+    await page.locator("#fork-checkpoint").selectOption({ index: 0 });
     assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "without more steps, nothing is left to train");
     assert.match(await page.locator("#fork-weights").getAttribute("href"), new RegExp(`^/jobs/new\\?from=${job.id}&set=model.pretrained=${job.id}-[0-9]+-[0-9]+$`));
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");

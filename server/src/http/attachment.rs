@@ -9,5 +9,8 @@ const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'
 pub(crate) fn attachment(name: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || ['-', '.', '_'].contains(&c);
     let plain: String = name.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();
-    format!("attachment; filename=\"{plain}\"; filename*=UTF-8''{}", utf8_percent_encode(&name.replace(' ', "-"), ESCAPED))
+    format!(
+        "attachment; filename=\"{plain}\"; filename*=UTF-8''{}",
+        utf8_percent_encode(&name.replace(' ', "-"), ESCAPED)
+    )
 }

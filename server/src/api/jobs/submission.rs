@@ -114,6 +114,17 @@ pub(crate) async fn resolve_version(
     }
 }
 
+/// Returns the end of an error about weights that no file has: the newest version of the model with this name, or similar public weights.
+async fn did_you_mean(store: &dyn Store, caller: &Caller, given: &str) -> Result<String> {
+    let versions = store.model_versions(Some(given)).await?;
+    let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
+    let newest = visible.map(|row| row.version.version).max();
+    let meant = newest
+        .map(|version| format!("{SCHEME}{given}/{version}"))
+        .or_else(|| nearest(given, KNOWN_WEIGHTS.into_iter()).map(str::to_owned));
+    Ok(meant.map(|meant| format!("; did you mean {meant:?}?")).unwrap_or_default())
+}
+
 /// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header. Without a dataset,
 /// the classes are unknown, and only the path or the id is checked.
 ///
@@ -170,7 +181,7 @@ pub(crate) async fn check_pretrained(
         }
     } else {
         if !is_known_name && let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
-            return mistake(detail);
+            return mistake(detail + &did_you_mean(&*scheduler.store, caller, given).await?);
         }
         given.clone()
     };
@@ -195,9 +206,7 @@ pub(crate) async fn check_pretrained(
             return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
         }
         Err(error @ RequestError::NobodyHasFiles { .. }) => {
-            let near =
-                nearest(given, KNOWN_WEIGHTS.into_iter()).map(|near| format!("; did you mean {near:?}?"));
-            return mistake(error.in_words() + &near.unwrap_or_default());
+            return mistake(error.in_words() + &did_you_mean(&*scheduler.store, caller, given).await?);
         }
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent gave an unexpected reply".to_owned(),

@@ -147,6 +147,17 @@ describe("a model", () => {
     await page.getByLabel("Pretrained weights", { exact: true }).focus();
     const offered = () => page.locator("#weights option").evaluateAll((all) => all.map((option) => option.value).join());
     await until("the form suggests the model and the checkpoint", async () => (await offered()) === `models:/clothes@champion,${job.id}-1-40,resnet18,resnet34,resnet50,resnet101,resnet152`);
+    // Pictures are prepared as the job that trained the weights prepared them.
+    const recipe = page.getByLabel("Recipe", { exact: true }), isPrepared = async () => (await Promise.all(["image_size", "crop_padding"].map((key) => page.locator(`[name="data.${key}"]`).inputValue()))).join() === "8,3";
+    await recipe.selectOption("finetune");
+    assert.equal(await page.getByLabel("Image size", { exact: true }).inputValue(), "224");
+    await page.getByLabel("Pretrained weights", { exact: true }).fill("models:/clothes@champion");
+    await page.getByLabel("Pretrained weights", { exact: true }).press("Tab");
+    await until("the form has the job's sizes", isPrepared);
+    await page.goto(`${server.url}/models/clothes`);
+    await version(2).getByRole("link", { name: "Fine-tune version 2" }).click();
+    await page.waitForURL(/\/jobs\/new/);
+    assert.ok((await recipe.inputValue()) === "finetune" && await isPrepared());
     await page.goto(`${server.url}/models`);
     assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
     await page.getByRole("link", { name: "clothes", exact: true }).click();

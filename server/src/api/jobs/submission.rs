@@ -114,15 +114,12 @@ pub(crate) async fn resolve_version(
     }
 }
 
-/// Returns the end of an error about weights that no file has: the newest version of the model with this name, or similar public weights.
-async fn did_you_mean(store: &dyn Store, caller: &Caller, given: &str) -> Result<String> {
+/// Returns the end of an error about weights whose file was not found: the newest version of the model with this name, if there is one.
+async fn model_advice(store: &dyn Store, caller: &Caller, given: &str) -> Result<Option<String>> {
     let versions = store.model_versions(Some(given)).await?;
     let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
     let newest = visible.map(|row| row.version.version).max();
-    let meant = newest
-        .map(|version| format!("{SCHEME}{given}/{version}"))
-        .or_else(|| nearest(given, KNOWN_WEIGHTS.into_iter()).map(str::to_owned));
-    Ok(meant.map(|meant| format!("; did you mean {meant:?}?")).unwrap_or_default())
+    Ok(newest.map(|version| format!("; did you mean \"{SCHEME}{given}/{version}\"?")))
 }
 
 /// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header. Without a dataset,
@@ -181,7 +178,8 @@ pub(crate) async fn check_pretrained(
         }
     } else {
         if !is_known_name && let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
-            return mistake(detail + &did_you_mean(&*scheduler.store, caller, given).await?);
+            let advice = model_advice(&*scheduler.store, caller, given).await?;
+            return mistake(detail + &advice.unwrap_or_default());
         }
         given.clone()
     };
@@ -200,13 +198,19 @@ pub(crate) async fn check_pretrained(
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {
         Ok(AgentReply::Weights { mistake: None }) => return Ok(WeightsCheck::Fit),
-        Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Ok(AgentReply::Weights { mistake: Some(detail) }) => {
+            let advice = model_advice(&*scheduler.store, caller, given).await?;
+            return mistake(detail + &advice.unwrap_or_default());
+        }
         Err(error @ RequestError::NobodyHasFiles { .. }) if is_known_name => {
             let why = error.in_words();
             return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
         }
         Err(error @ RequestError::NobodyHasFiles { .. }) => {
-            return mistake(error.in_words() + &did_you_mean(&*scheduler.store, caller, given).await?);
+            let near =
+                nearest(given, KNOWN_WEIGHTS.into_iter()).map(|near| format!("; did you mean {near:?}?"));
+            let advice = model_advice(&*scheduler.store, caller, given).await?.or(near);
+            return mistake(error.in_words() + &advice.unwrap_or_default());
         }
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent gave an unexpected reply".to_owned(),

@@ -85,8 +85,6 @@ async function readForm(signal) {
 /** Whether the form does not have the text's values: the text is new or has mistakes. `reading` aborts the newest call of `readText`. */
 let isUnread = false, readTimer = 0, reading = null;
 
-const UNREAD = "The form keeps its values until the file has no mistake.";
-
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
@@ -103,7 +101,7 @@ async function readText() {
     if (signal.aborted || words !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
-    setText(byId("spec-error"), `${errorTexts(error)}\n${UNREAD}`);
+    setText(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
     return showPlan(null);
   }
   if (signal.aborted || words !== area.value) return;
@@ -185,8 +183,9 @@ async function prepareForWeights() {
   const page = job && await fetchPage(`/jobs/new?from=${job}&set=${encodeURIComponent(`model.pretrained=${given}`)}`).catch(() => null);
   if (!isFinetune() || (!page && !isPrepared)) return;
   isPrepared = Boolean(page);
-  for (const field of PREPARATION.map(fieldOf).filter((each) => !touched.has(each))) {
-    writeValue(field, page ? valueOf(page.getElementById(field.id)) : untouchedValue(field, "finetune"), "finetune");
+  for (const field of PREPARATION.map(fieldOf)) {
+    const value = untouchedValue(field, "finetune"), isEdited = touched.has(field) && effectiveValue(field, "finetune") !== value;
+    if (!isEdited) writeValue(field, page ? valueOf(page.getElementById(field.id)) : value, "finetune");
   }
   showReplaced();
   checkSoon();
@@ -331,7 +330,13 @@ async function check() {
 
 // --- actions of the reader --------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") chooseRecipe(event.target.value); else forgetReplaced(event.target); if (event.target.name === "data.dataset") suggest(); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", ({ target }) => {
+  touched.add(target);
+  if (target.name === "train.recipe") chooseRecipe(target.value); else forgetReplaced(target);
+  if (target.name === "data.dataset") suggest();
+  unmarkPresets();
+  checkSoon();
+});
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 const findInput = byId("find-setting");

@@ -51,6 +51,9 @@ const actions = new Actions({
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; drawFactsSoon(); });
 /** Whether the ranks choose the plan. If they do, the plan is part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
+const weightsFrom = byId("weights-from");
+// The link keeps its text if the job was deleted.
+if (weightsFrom) ask(`/api/v1${weightsFrom.pathname}`).then(({ name }) => setText(weightsFrom, name)).catch(() => {});
 const tabs = new Tabs({ evaluation: () => evaluation.update(), notes: () => actions.reloadAnnotations(), histograms: () => histograms.load(), network: () => network.load() });
 checkpoints.changeListeners.add(() => actions.show());
 byId("predict").addEventListener("click", () => {

@@ -5,19 +5,19 @@ import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 const name = byId("model").textContent, path = `/api/v1/models/${encodeURIComponent(name)}`;
 const aliasPath = (alias) => `${path}/aliases/${encodeURIComponent(alias)}`;
 
-/** Sends a change, and reloads the page or shows the error. */
-async function change(url, request) {
-  setText(byId("model-error"), "");
+/** Sends a change, and reloads the page or shows the error in the element with the id `errorId`. */
+async function change(url, request, errorId = "model-error") {
+  setText(byId(errorId), "");
   try {
     await ask(url, request);
     location.reload();
-  } catch (error) { setText(byId("model-error"), errorText(error)); }
+  } catch (error) { setText(byId(errorId), errorText(error)); }
 }
 
 byId("alias")?.addEventListener("submit", (event) => {
   event.preventDefault();
   const form = event.currentTarget;
-  change(aliasPath(form.alias.value.trim()), { method: "PUT", body: { version: Number(form.version.value) } });
+  change(aliasPath(form.alias.value.trim()), { method: "PUT", body: { version: Number(form.version.value) } }, "alias-error");
 });
 for (const button of document.querySelectorAll("[data-unset]")) button.addEventListener("click", () => change(aliasPath(button.dataset.unset), { method: "DELETE" }));
 for (const button of document.querySelectorAll("[data-remove]")) {

@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
+import { ask, byId, copy, fetchPage, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
 import { count, duration, plural } from "./numbers.js";
 import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
@@ -46,6 +46,26 @@ function writeValue(field, value, recipe, label = value) {
 /** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
 const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field.dataset.default;
 
+/** The suggested value of each field for the chosen dataset. Empty if the settings are those of a preset, of another job or of a pasted file. */
+let suggested = new Map(["from", "preset"].some((key) => new URLSearchParams(location.search).has(key)) ? [] : fields.map((field) => [field, effectiveValue(field, "")]));
+
+/** Replaces the suggestions for the previous dataset, if the reader has not edited them, with the suggestions for the chosen dataset. */
+async function suggest() {
+  const dataset = fieldOf("data.dataset").value, page = suggested.size && await fetchPage(`/jobs/new?dataset=${encodeURIComponent(dataset)}`).catch(() => null);
+  if (!page || !suggested.size || fieldOf("data.dataset").value !== dataset) return;
+  const recipe = filledRecipe.value;
+  for (const field of fields) {
+    const previous = suggested.get(field), value = effectiveValue(page.getElementById(field.id), "");
+    suggested.set(field, value);
+    // Weights belong to a network.
+    if (field.name === "model.arch" && valueOf(weights)) continue;
+    if (replaced.get(field) === previous) replaced.set(field, value);
+    else if (!replaced.has(field) && effectiveValue(field, recipe) === previous) writeValue(field, value, recipe);
+  }
+  showReplaced();
+  checkSoon();
+}
+
 /** Requests the job that the form describes, without settings at their defaults, shows it as a file, and returns it. */
 async function readForm(signal) {
   const texts = Object.fromEntries([filledRecipe, ...fields].map((field) => [field.name, valueOf(field)]));
@@ -81,7 +101,7 @@ async function readText() {
     if (signal.aborted || words !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
-    setText(byId("spec-error"), errorTexts(error));
+    setText(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
     return showPlan(null);
   }
   if (signal.aborted || words !== area.value) return;
@@ -108,6 +128,7 @@ function fillForm(spec) {
     if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
   }
   filledRecipe.value = spec.train.recipe ?? "";
+  suggested = new Map();
   forgetReplaced();
   unmarkPresets();
 }
@@ -138,7 +159,38 @@ const weights = fieldOf("model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
   touched.add(weights);
+  prepareForWeights();
 }
+
+/** Settings of the pictures that a network sees. */
+const PREPARATION = ["data.image_size", "data.validation_size", "data.resize_size", "data.random_resized_crop", "data.crop_padding", "data.mean", "data.std"];
+/** Whether the fields of `PREPARATION` have values of the job that trained the weights. */
+let isPrepared = false;
+
+/** Returns the id of the job that trained these weights, if they are a checkpoint or a model of this server. */
+async function trainingJob(given) {
+  const [, model, version, alias] = given.match(/^models:\/([^/@]+)(?:\/(\d+)|@(.+))$/) ?? [];
+  if (!model) return given.match(/^(j[0-9a-z]{26})-\d+-\d+$/)?.[1];
+  const { versions } = await ask(`/api/v1/models/${encodeURIComponent(model)}`);
+  return versions.find((v) => String(v.version) === version || v.aliases.includes(alias))?.job;
+}
+
+/** With the recipe finetune and weights of this server, pictures are prepared as for the job that trained the weights, not as for ImageNet. */
+async function prepareForWeights() {
+  const given = valueOf(weights), isFinetune = () => filledRecipe.value === "finetune" && valueOf(weights) === given;
+  if (!isFinetune()) return;
+  const job = await trainingJob(given).catch(() => null);
+  const page = job && await fetchPage(`/jobs/new?from=${job}&set=${encodeURIComponent(`model.pretrained=${given}`)}`).catch(() => null);
+  if (!isFinetune() || (!page && !isPrepared)) return;
+  isPrepared = Boolean(page);
+  for (const field of PREPARATION.map(fieldOf)) {
+    const value = untouchedValue(field, "finetune"), isEdited = touched.has(field) && effectiveValue(field, "finetune") !== value;
+    if (!isEdited) writeValue(field, page ? valueOf(page.getElementById(field.id)) : value, "finetune");
+  }
+  showReplaced();
+  checkSoon();
+}
+weights.addEventListener("change", prepareForWeights);
 
 // The list already has the names of weights that can be downloaded. Models, and the best checkpoints of the newest jobs, come first. Without
 // a response, the reader types the weights.
@@ -158,7 +210,7 @@ function showReplaced() {
   const isDefault = (field, value) => value === untouchedValue(field, "") && field.name !== DATASET_DEFAULT;
   const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
   const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
-  setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
+  setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose the recipe "none" to restore these values.` : "");
 }
 
 /** Forgets the earlier value of a field that has been edited, or of all fields. */
@@ -278,7 +330,13 @@ async function check() {
 
 // --- actions of the reader --------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") chooseRecipe(event.target.value); else forgetReplaced(event.target); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", ({ target }) => {
+  touched.add(target);
+  if (target.name === "train.recipe") chooseRecipe(target.value); else forgetReplaced(target);
+  if (target.name === "data.dataset") suggest();
+  unmarkPresets();
+  checkSoon();
+});
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 const findInput = byId("find-setting");
@@ -317,12 +375,13 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value, replacedBefore = [...replaced], touchedBefore = [...touched];
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value, replacedBefore = [...replaced], touchedBefore = [...touched], suggestedBefore = suggested;
     for (const field of fields) {
       const value = values[field.name] ?? "";
       writeValue(field, value, "", `${value}, not registered`);
     }
     filledRecipe.value = "";
+    suggested = new Map();
     forgetReplaced();
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
@@ -330,6 +389,7 @@ for (const preset of presets) {
     byId("preset-undo").onclick = () => {
       fields.forEach((field, i) => writeValue(field, before[i], recipe));
       filledRecipe.value = recipe;
+      suggested = suggestedBefore;
       for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
       showReplaced();
       for (const field of touchedBefore) touched.add(field);

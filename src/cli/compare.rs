@@ -143,7 +143,9 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     }
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
     let [first, second, ..] = measured.as_slice() else { return sentences };
-    if measured.iter().any(|other| other.pictures != first.pictures || other.division != first.division) {
+    if measured.iter().any(|other| other.pictures != first.pictures) {
+        sentences.push("These accuracies were not measured on the same validation pictures.".to_owned());
+    } else if measured.iter().any(|other| other.division != first.division) {
         sentences
             .push("These accuracies may not have been measured on the same validation pictures.".to_owned());
     }

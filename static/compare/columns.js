@@ -16,7 +16,7 @@ const trainingSecs = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (se
 const result = (key, name, get, format, about) => ({ key, name, get, format, about });
 /** Results of a job. */
 export const RESULTS = [
-  result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "accuracy of the last step", (j) => j.last.accuracy, percent, "Of the training pictures of this one step, while the network trained"),
+  result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "accuracy of the last batch", (j) => j.last.accuracy, percent, "Of the training pictures of the last step, while the network trained"),
   result("val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent), result("best", "best accuracy", (j) => j.best?.value, percent),
   result("images_per_second", "images/s", (j) => j.images_per_second, rate), result("step", "steps", (j) => j.step, count), result("time", "ran for", trainingSecs, clock),
 ];

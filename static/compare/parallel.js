@@ -104,7 +104,7 @@ export class Parallel {
     // On a phone, a scroll bar is visible only while it is used.
     const more = width > this.root.clientWidth + 1;
     this.root.parentElement.classList.toggle("more-beside", more);
-    setText(this.note, `one line per job; better results are higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
+    setText(this.note, `one line per job; on the axes of results, better is higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

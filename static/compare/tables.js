@@ -17,7 +17,7 @@ const COLUMNS = [
   ...RESULTS.map(({ name, get, format, about }) => ({ name, get: (j) => get(j) ?? NaN, format, about })),
 ];
 /** Columns with the newest values. While a job runs, these values are marked as not final. */
-const NEWEST = ["loss", "val. loss", "accuracy of the last step", "val. accuracy"];
+const NEWEST = ["loss", "val. loss", "accuracy of the last batch", "val. accuracy"];
 /** Columns whose values are measured on the validation pictures. */
 const VALIDATED = ["val. accuracy", "best accuracy"];
 

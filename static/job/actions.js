@@ -100,7 +100,7 @@ export class Actions {
   fork(checkpoint) {
     const choice = byId("fork-checkpoint");
     const { id, name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
-    this.page.checkpoints.offer(choice, checkpoint);
+    this.page.checkpoints.offer(choice, checkpoint ?? this.page.checkpoints.best?.id);
     setText(byId("fork-title"), `Fork ${name}`);
     // From the last checkpoint, no steps are left unless the fork trains longer.
     const suggest = () => {
@@ -140,12 +140,14 @@ export class Actions {
     const { id } = this.page.job(), status = byId("note-status");
     const fields = ["note", "tags", "project"].map(byId), [note, tags, project] = fields;
     const save = async (field, body) => {
+      const error = byId(`${field.id}-error`);
       try {
         await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
+        setText(error, "");
         setText(status, "Saved");
         // Text that was typed while the request was sent is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
-      } catch (error) { setText(status, errorTexts(error)); }
+      } catch (problem) { setText(status, ""); setText(error, errorText(problem)); }
     };
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));

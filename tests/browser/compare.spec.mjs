@@ -302,7 +302,7 @@ describe("results", () => {
   test("have a column for each axis, including validation loss, and are sorted by it", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
-    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy of the last step", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy of the last batch", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
     const cautions = await page.evaluate(async () => {
@@ -310,7 +310,7 @@ describe("results", () => {
       return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")], [job(0.6, 40, "pets", "test", "j0aaaaa"), job(0.6, 40, "pets", "test", "j0bbbbb")]].map(caution);
     });
     const pictures = "These accuracies may not have been measured on the same validation pictures.";
-    assert.deepEqual(cautions, [`${pictures} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points), so these results do not show which is better.`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own.", "The best accuracies of pets40 · aaaaa and pets40 · bbbbb are equal (60.0 %), so these results do not show which is better."]);
+    assert.deepEqual(cautions, [`${pictures.replace("may not have been", "were not")} pets78 (61.5 %) and pets40 (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (19.3 points), so these results do not show which is better.`, pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own.", "The best accuracies of pets40 · aaaaa and pets40 · bbbbb are equal (60.0 %), so these results do not show which is better."]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

@@ -11,7 +11,7 @@ use askama::Template;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     best::best_words,
-    job::{External, Job, JobState, RunFile},
+    job::{External, Job, JobId, JobState, RunFile},
     numbers::uncertainty,
     panels::JobPanels,
     queue::reason_for_waiting,
@@ -108,6 +108,12 @@ impl JobPage {
         });
         parts.push(format!("{} on {}", job.spec.model.arch.as_str(), job.spec.data.dataset));
         parts.join(" · ")
+    }
+
+    /// Returns the job and the name (`3-60`) of the checkpoint with whose weights the job began, if the weights are from this server.
+    fn weights(&self) -> Option<(&str, &str)> {
+        let (source, checkpoint) = self.job.spec.model.pretrained.as_deref()?.split_once('-')?;
+        source.parse::<JobId>().is_ok().then_some((source, checkpoint))
     }
 
     /// Returns the specification as TOML with its defaults, or the configuration of a run from elsewhere as JSON.

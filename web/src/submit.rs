@@ -348,6 +348,16 @@ mod tests {
         assert_eq!((other.train.epochs, other.train.schedule), (Some(10), ScheduleKind::Cosine));
         assert_eq!((other.train.gamma, other.train.lr), (0.2, 0.01 * 32.0 / 256.0));
 
+        // Weights of this server get pictures as their job prepared them, and the other settings of the recipe.
+        let mut trained = spec.clone();
+        (trained.data.image_size, trained.data.mean, trained.train.mixup) = (None, None, 0.2);
+        let info = DatasetInfo { height: 32, width: 32, mean: vec![0.5; 3], ..DatasetInfo::default() };
+        let mut form = Form::finetuning(trained, "models:/shoes/1", Some(&info));
+        form.set("data.dataset", "boots");
+        let own = from_json(&form.document()).expect("a specification");
+        assert_eq!((own.data.image_size, own.data.mean), (Some(ImageSize::Fixed(32)), Some(vec![0.5; 3])));
+        assert_eq!((own.train.epochs, own.train.lr, own.train.mixup), (Some(10), 0.01 * 32.0 / 256.0, 0.0));
+
         // Values of the recipe are left out, and other values are sent.
         let mut form = Form::from_spec(&spec);
         form.set("train.weight_decay", "0");

@@ -130,6 +130,11 @@ async fn test_models(server: TestServer) {
         assert!(errors[0]["detail"].as_str().unwrap().contains(message), "{problem}");
     }
     let mut document = spec();
+    document["model"]["pretrained"] = json!("shoes");
+    let no_file = AgentReply::Weights { mistake: Some("shoes: no such file".into()) };
+    let ((_, problem), _) = tokio::join!(server.post("/jobs", &document), agent.answer_fit_weights(no_file));
+    let detail = "shoes: no such file; did you mean \"models:/shoes/3\"?";
+    assert_eq!(problem["errors"][0]["detail"], detail, "{problem}");
     document["model"]["pretrained"] = json!("models:/shoes@champion");
     let fit = AgentReply::Weights { mistake: None };
     let ((status, submitted), _) =

@@ -406,7 +406,7 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(response.headers()["content-type"], "application/octet-stream");
     assert_eq!(
         response.headers()["content-disposition"],
-        "attachment; filename=\"a-picture.png\"; filename*=UTF-8''a%20picture.png"
+        "attachment; filename=\"a-picture.png\"; filename*=UTF-8''a-picture.png"
     );
     assert_eq!(response.text().await.unwrap(), "newer");
     for (query, expected) in [

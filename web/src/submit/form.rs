@@ -4,7 +4,8 @@ use super::fields::FIELDS;
 use crate::numbers::setting;
 use lockstep_protocol::{
     JobSpec,
-    spec::{Kind, Recipe, set_key},
+    dataset::DatasetInfo,
+    spec::{ImageSize, Kind, Recipe, TrainSpec, set_key},
 };
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::LazyLock};
@@ -52,6 +53,31 @@ impl Form {
         let mut form = Self::from_pairs([]);
         form.flatten("", &document.unwrap_or(Value::Null));
         form.filled_recipe = form.text("train.recipe").to_owned();
+        form
+    }
+
+    /// Creates the form of a job with the recipe finetune that begins with `weights` of the job `spec`. Pictures are prepared as for that job,
+    /// because its network expects them; `info` describes its dataset, if it is still registered.
+    pub fn finetuning(mut spec: JobSpec, weights: &str, info: Option<&DatasetInfo>) -> Self {
+        // An empty field would mean the recipe's value.
+        if let Some(info) = info {
+            spec.data.mean.get_or_insert_with(|| info.mean.clone());
+            spec.data.std.get_or_insert_with(|| info.std.clone());
+            spec.data.image_size = spec.data.image_size.or(Some(ImageSize::Fixed(info.height)));
+        }
+        let TrainSpec { batch_size, global_batch_size, accumulate, precision, .. } = spec.train;
+        spec.train =
+            TrainSpec { batch_size, global_batch_size, accumulate, precision, ..TrainSpec::default() };
+        let mut form = Self::from_spec(&spec);
+        let recipe = Recipe::Finetune.as_str();
+        for (key, value) in recipe_values(recipe) {
+            if key.starts_with("train.") || key == "data.broken_files" {
+                form.set(&key, value);
+            }
+        }
+        form.set("train.recipe", recipe);
+        form.set("model.pretrained", weights);
+        form.filled_recipe = recipe.into();
         form
     }
 

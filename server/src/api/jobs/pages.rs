@@ -81,7 +81,7 @@ pub(crate) struct NewJobQuery {
     dataset: Option<String>,
     /// A job to submit again.
     from: Option<String>,
-    /// A setting of the job to change, such as `train.epochs=20`.
+    /// A setting of the job to change, such as `train.epochs=20`. With `model.pretrained`, the form is for fine-tuning these weights.
     set: Option<String>,
 }
 
@@ -105,11 +105,18 @@ pub(crate) async fn new_job(
         let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
         let name = free_name(&scheduler, &caller, &job.name).await?;
-        // A sweep's jobs have its id as a tag; a clone is not a job of the sweep.
-        let is_sweep = |tag: &String| job.trial.as_ref().is_some_and(|trial| trial.sweep == *tag);
-        let tags = job.tags.iter().filter(|tag| !is_sweep(tag)).cloned().collect();
-        page.form = submit_views::Form::from_spec(&JobSpec { name, tags, ..job.spec });
-        if let Some((key, value)) = query.set.as_deref().and_then(|set| set.split_once('=')) {
+        let setting = query.set.as_deref().and_then(|set| set.split_once('='));
+        page.form = if let Some(("model.pretrained", weights)) = setting {
+            let dataset = page.datasets.iter().find(|dataset| dataset.name == job.spec.data.dataset);
+            let spec = JobSpec { name, tags: Vec::new(), ..job.spec };
+            submit_views::Form::finetuning(spec, weights, dataset.map(|dataset| &dataset.info))
+        } else {
+            // A sweep's jobs have its id as a tag; a clone is not a job of the sweep.
+            let is_sweep = |tag: &String| job.trial.as_ref().is_some_and(|trial| trial.sweep == *tag);
+            let tags = job.tags.iter().filter(|tag| !is_sweep(tag)).cloned().collect();
+            submit_views::Form::from_spec(&JobSpec { name, tags, ..job.spec })
+        };
+        if let Some((key, value)) = setting {
             page.form.set(key, value);
         }
     } else if query.dataset.is_some() {

@@ -114,6 +114,14 @@ pub(crate) async fn resolve_version(
     }
 }
 
+/// Returns the end of an error about weights whose file was not found: the newest version of the model with this name, if there is one.
+async fn model_advice(store: &dyn Store, caller: &Caller, given: &str) -> Result<Option<String>> {
+    let versions = store.model_versions(Some(given)).await?;
+    let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
+    let newest = visible.map(|row| row.version.version).max();
+    Ok(newest.map(|version| format!("; did you mean \"{SCHEME}{given}/{version}\"?")))
+}
+
 /// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header. Without a dataset,
 /// the classes are unknown, and only the path or the id is checked.
 ///
@@ -170,7 +178,8 @@ pub(crate) async fn check_pretrained(
         }
     } else {
         if !is_known_name && let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
-            return mistake(detail);
+            let advice = model_advice(&*scheduler.store, caller, given).await?;
+            return mistake(detail + &advice.unwrap_or_default());
         }
         given.clone()
     };
@@ -189,7 +198,10 @@ pub(crate) async fn check_pretrained(
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {
         Ok(AgentReply::Weights { mistake: None }) => return Ok(WeightsCheck::Fit),
-        Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Ok(AgentReply::Weights { mistake: Some(detail) }) => {
+            let advice = model_advice(&*scheduler.store, caller, given).await?;
+            return mistake(detail + &advice.unwrap_or_default());
+        }
         Err(error @ RequestError::NobodyHasFiles { .. }) if is_known_name => {
             let why = error.in_words();
             return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
@@ -197,7 +209,8 @@ pub(crate) async fn check_pretrained(
         Err(error @ RequestError::NobodyHasFiles { .. }) => {
             let near =
                 nearest(given, KNOWN_WEIGHTS.into_iter()).map(|near| format!("; did you mean {near:?}?"));
-            return mistake(error.in_words() + &near.unwrap_or_default());
+            let advice = model_advice(&*scheduler.store, caller, given).await?.or(near);
+            return mistake(error.in_words() + &advice.unwrap_or_default());
         }
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
         Ok(_) => "an agent gave an unexpected reply".to_owned(),

@@ -95,6 +95,9 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     assert!(eight.ok().contains(assumption), "{}", eight.stdout);
     let two = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"]);
     assert!(two.ok().contains("measured with 4 ranks on one machine. With fewer ranks,"), "{}", two.stdout);
+    let height = "--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.height=2";
+    let rows = plan(folder, &height.split(' ').collect::<Vec<_>>());
+    assert!(rows.ok().contains("same pictures, up to 1/2 of the rows"), "{}", rows.stdout);
     let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = one.ok();
     for words in [

@@ -142,6 +142,14 @@ impl NetworkDescription {
 }
 
 impl PlanDescription {
+    /// What to do if the measured time of a step differs from the prediction by more than half of the prediction.
+    pub fn advice(&self) -> Option<&'static str> {
+        let predicted = self.predicted.as_ref()?.step_ms;
+        ((self.measured_step_ms? - predicted).abs() > predicted / 2.0).then_some(
+            "the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again",
+        )
+    }
+
     fn check(&self) -> Result<(), String> {
         let predicted = self.predicted.as_ref();
         let texts = predicted.into_iter().flat_map(|plan| [&plan.limited_by, &plan.why]).chain([&self.words]);

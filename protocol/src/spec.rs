@@ -8,6 +8,7 @@ mod data;
 mod device;
 mod document;
 mod fewer_ranks;
+mod foreign;
 mod image_size;
 mod keys;
 mod loss;
@@ -22,7 +23,7 @@ mod stop;
 mod sweep;
 mod train;
 
-pub use check::{from_json, from_toml, key_mistakes, read, read_leniently};
+pub use check::{from_json, from_toml, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
 pub use device::{DEVICE_KINDS, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
@@ -37,7 +38,8 @@ pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, re
 pub use shard::{MAX_SHARDS, ShardSpec, Split};
 pub use stop::StopSpec;
 pub use sweep::{
-    MAX_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
+    MAX_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, key_mistakes, read_sweep, split_sweep,
+    trial_document,
 };
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 

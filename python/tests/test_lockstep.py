@@ -139,6 +139,12 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Job.files", lambda w: w.job.files(), lambda w, e: e.code == "wrong_state"),
     ("Job.download_file", lambda w: w.job.download_file("x"), lambda w, e: e.code == "wrong_state"),
     ("Job.predict", lambda w: w.job.predict("shoe.png"), lambda w, a: len(a) == 10 and 0.99 < sum(a.values()) < 1.01),
+    ("Job.predict", lambda w: w.job.predict(["shoe.png"]), lambda w, e: "classifies one picture" in str(e)),
+    (
+        "Client.request",
+        lambda w: w.client.request("GET", f"/jobs/{w.job.id}/metrics.csv"),
+        lambda w, a: isinstance(a, bytes) and b"loss" in a,
+    ),
     ("Job.predict", lambda w: w.job.predict(b"no"), lambda w, e: str(e).startswith("the picture ")),
     ("Job.evaluation", lambda w: w.job.evaluation(), lambda w, a: 0 < a["samples"] < 200),
     (

@@ -70,6 +70,8 @@ def test_an_offline_run_that_is_sent_twice_has_each_of_100000_points_once() -> N
         assert saved["weights.safetensors"][1] == Path("weights.safetensors").stat().st_mtime_ns // 1_000_000
         assert job.download_file("weights.safetensors", "copy").read_bytes() == b"second"
         assert job.download_file("more/empty").read_bytes() == b""
+        with pytest.raises(lockstep.LockstepError, match="is a run from elsewhere and has no checkpoints"):
+            job.checkpoint()
         assert job.data["external"]["config"] == {"lr": 0.1} and job.data["external"]["summary"] == {"best": 0.5}
         assert points(job, "train/loss") == [(step, to_single(1 / (step + 1))) for step in range(50_000)]
         assert points(job, "step_ms") == [(step, to_single(step * 0.37)) for step in range(50_000)]

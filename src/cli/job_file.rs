@@ -8,7 +8,7 @@ use super::{
 use lockstep_engine::plan;
 use lockstep_protocol::{
     JobSpec,
-    spec::{KNOWN_WEIGHTS, SpecError, apply_set, from_json, shortened, toml_document},
+    spec::{self, KNOWN_WEIGHTS, SpecError, apply_set, shortened, toml_document},
 };
 use serde_json::Value;
 use std::{
@@ -207,10 +207,18 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 /// # Errors
 /// Returns every mistake in the document.
 pub(super) fn parse(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
-    let spec = from_json(document)?;
-    let mistakes = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
-    plan::check(&spec).map_err(mistakes)?;
-    Ok(spec)
+    let (spec, mut mistakes) = spec::read(document);
+    // The strategies are checked beside other mistakes, unless the network is not known because of a mistake in its keys.
+    if let Some(spec) = &spec
+        && !mistakes.iter().any(|mistake| mistake.pointer.starts_with("/model"))
+        && let Err(detail) = plan::check(spec)
+    {
+        mistakes.push(SpecError { pointer: "/parallel".into(), detail });
+    }
+    match spec.filter(|_| mistakes.is_empty()) {
+        Some(spec) => Ok(spec),
+        None => Err(mistakes),
+    }
 }
 
 /// Returns the path of a job's dataset on this machine, if it exists. A relative path refers to the working directory or to the job file's

@@ -5,7 +5,7 @@ use lockstep_data::loader::DataSource;
 use lockstep_engine::{
     Sample,
     net::Network,
-    plan::{Candidate, Cost, Machine},
+    plan::{Candidate, Cost, Machine, Plan, lower},
     registry,
 };
 use lockstep_host::{cores, gpu::RankGpu};
@@ -104,15 +104,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let spec = job_file::check(&args.job, &document)?;
     let network = build_network(&args, &spec)?;
     let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
-    let machine = match &args.machine {
-        Some(path) => read_machine(path)?,
-        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
-    };
-    let mut plans = Vec::new();
-    for ranks in counts {
+    // Each plan is checked before the machine is measured.
+    let mut specs = Vec::new();
+    for ranks in &counts {
         let mut document = document.clone();
         apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
         let spec = job_file::check(&args.job, &document)?;
+        lower(&network, &Plan::of(&spec.parallel), 0).map_err(usage_error)?;
+        specs.push(spec);
+    }
+    let (machine, shared) = match &args.machine {
+        Some(path) => (read_machine(path)?, None),
+        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+    };
+    let mut plans = Vec::new();
+    for spec in specs {
         let planned = Planned::of(&spec, &network, &machine).map_err(usage_error)?;
         plans.push((spec, planned));
     }
@@ -144,7 +150,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         )?;
     }
     match &plans[..] {
-        [(spec, planned)] => print_plan(spec, planned, &network, &machine),
+        [(spec, planned)] => {
+            let shared = shared.and_then(|machine| Planned::of(spec, &network, &machine).ok());
+            print_plan(spec, planned, &network, &machine, shared.as_ref())
+        }
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
                 let [step, images, memory] = format_figures(&planned.chosen, &machine);
@@ -166,8 +175,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Prints a plan: its operators, its totals, and alternatives.
-fn print_plan(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
+/// Prints a plan: its operators, its totals, and alternatives. `shared` is the plan if all ranks share this machine.
+fn print_plan(
+    spec: &JobSpec,
+    planned: &Planned,
+    network: &Network,
+    machine: &Machine,
+    shared: Option<&Planned>,
+) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
     // Operators that strategies may name have rows of their own. All other operators share one row.
     let (named, rest): (Vec<_>, Vec<_>) =
@@ -209,7 +224,19 @@ fn print_plan(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Ma
     let ranks = spec.parallel.ranks;
     let machines = (ranks as usize).div_ceil(machine.ranks);
     if machines > 1 {
-        output::line(format_args!("{ranks} ranks need {machines} machines like the measured one."))?;
+        let sharing = match shared {
+            Some(shared) => format!(
+                " If all ranks share this machine, a step takes {:.2} ms.",
+                shared.chosen.cost.step_ms
+            ),
+            None if machine.backend == "cpu" => {
+                " If all ranks share one machine, a step takes longer.".into()
+            }
+            None => String::new(),
+        };
+        output::line(format_args!(
+            "{ranks} ranks need {machines} machines like the measured one. The times are those of {machines} machines.{sharing}"
+        ))?;
     }
     for (key, value) in [
         ("plan", plan.to_string()),
@@ -318,20 +345,33 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     let failed = |detail: String| usage_error(format!("--machine {}: {detail}", path.display()));
     let bytes = fs::read(path).map_err(|e| failed(e.to_string()))?;
-    let mut document: Value = serde_json::from_slice(&bytes).map_err(|e| failed(e.to_string()))?;
+    let mut document: Value = serde_json::from_slice(&bytes).map_err(|e| {
+        failed(format!("is not JSON ({e}): give the output of `lockstep plan --json` on the machine"))
+    })?;
     let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
     let machine: Machine = serde_json::from_value(machine).map_err(|e| {
-        failed(format!("{e}; measure that machine again with `lockstep plan --measure --json`"))
+        failed(format!(
+            "has no figures of a machine ({e}): give the output of `lockstep plan --measure --json` on the machine"
+        ))
     })?;
     machine.check().map_err(failed)?;
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks.
-fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) -> anyhow::Result<Machine> {
+/// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks; and, if this machine has fewer CPU
+/// cores than `max_ranks`, the cached measurements with `max_ranks` ranks, if a job has measured them.
+fn measure_here(
+    args: &Args,
+    spec: &JobSpec,
+    network: &Network,
+    max_ranks: u32,
+) -> anyhow::Result<(Machine, Option<Machine>)> {
     let requested = spec.parallel.device;
     let (devices, _) = registry::gpus(requested).map_err(|why| {
-        usage_error(format!("parallel.device = {:?}: {why}; give --machine FILE", requested.as_str()))
+        usage_error(format!(
+            "parallel.device = {:?}: {why}. To plan for another machine, give its figures with --machine FILE",
+            requested.as_str()
+        ))
     })?;
     let ranks = match devices.len() as u32 {
         0 => max_ranks.min(cores().max(2)),
@@ -340,8 +380,9 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
+    let shared = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok(stored);
+        return Ok((stored, shared));
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -352,7 +393,7 @@ fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) 
     let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&printed)?;
     planning::store_figures(&machine, &sample, device, ranks);
-    Ok(machine)
+    Ok((machine, shared))
 }
 
 /// Measures this machine as one of the ranks.

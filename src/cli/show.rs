@@ -107,7 +107,8 @@ fn describe_plan(plan: &PlanDescription) -> String {
     let predicted = prediction.map(|prediction| format!("; predicted {:.1} ms a step", prediction.step_ms));
     let measured = plan.measured_step_ms.map(|ms| format!("; measured {ms:.1} ms a step"));
     let why = prediction.map(|prediction| format!("; {}", prediction.why));
-    [Some(plan.words.clone()), predicted, measured, why].into_iter().flatten().collect()
+    let advice = plan.advice().map(|advice| format!("; {advice}"));
+    [Some(plan.words.clone()), predicted, measured, why, advice].into_iter().flatten().collect()
 }
 
 fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {

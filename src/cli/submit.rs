@@ -6,7 +6,7 @@ use super::{
     job_file::{self, UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document},
     output, sweep, sweeps, watch,
 };
-use lockstep_protocol::{Job, spec::from_json, sweep::Sweep};
+use lockstep_protocol::{Job, sweep::Sweep};
 use serde_json::Value;
 use std::{
     io::{self, IsTerminal as _},
@@ -60,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }
-    let local_mistakes = from_json(&document).err().unwrap_or_default();
+    let local_mistakes = job_file::parse(&document).err().unwrap_or_default();
     let api = match args.server.api() {
         Ok(api) => api,
         Err(error) if local_mistakes.is_empty() => return Err(error),

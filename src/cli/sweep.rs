@@ -41,7 +41,7 @@ pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)>
     let sweep = match read_sweep(&section) {
         Ok(sweep) => sweep,
         Err(mut mistakes) => {
-            mistakes.extend(key_mistakes(&job));
+            mistakes.extend(key_mistakes(&section, &job));
             return Some((0, mistakes));
         }
     };
@@ -232,9 +232,10 @@ mod tests {
             let message = found.expect_err("it is refused").to_string();
             assert!(message.contains(words), "{arguments:?}: {message}");
         }
-        let both = json!({"train": {"lrr": 1}, "sweep": {"method": "grid", "metric": {"name": "acc"}, "parameters": {}}});
+        let both = json!({"train": {"lrr": 1}, "sweep": {"method": "grid", "metric": {"name": "acc"},
+            "parameters": {"train.momentumm": {"values": [0.9]}}}});
         let (_, mistakes) = find_mistakes(&both).expect("a sweep");
-        for pointer in ["/sweep/metric/name", "/train/lrr"] {
+        for pointer in ["/sweep/metric/name", "/train/lrr", "/train/momentumm"] {
             assert!(mistakes.iter().any(|mistake| mistake.pointer == pointer), "{pointer}: {mistakes:?}");
         }
     }

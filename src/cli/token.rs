@@ -74,8 +74,12 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     return output::json(&created);
                 }
                 // Standard output contains only the token, so that it can be redirected to a file.
+                let of_people = match scope {
+                    Scope::Agent => "",
+                    _ => ". People make tokens of their own on the page Account (/account)",
+                };
                 output::warn(format_args!(
-                    "this token is shown once; store it where only its user can read it"
+                    "this token is shown once; store it where only its user can read it{of_people}"
                 ));
                 output::line(text(&created, "secret"))
             }

@@ -91,9 +91,13 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
         assert!(table.contains(words), "{words}: {table}");
     }
     let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
-    assert!(eight.ok().contains("8 ranks need 2 machines like the measured one."), "{}", eight.stdout);
+    let assumption = "8 ranks need 2 machines like the measured one. The times are those of 2 machines. If all ranks share one";
+    assert!(eight.ok().contains(assumption), "{}", eight.stdout);
     let two = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"]);
     assert!(two.ok().contains("measured with 4 ranks on one machine. With fewer ranks,"), "{}", two.stdout);
+    let height = "--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.height=2";
+    let rows = plan(folder, &height.split(' ').collect::<Vec<_>>());
+    assert!(rows.ok().contains("same pictures, up to 1/2 of the rows"), "{}", rows.stdout);
     let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = one.ok();
     for words in [
@@ -155,6 +159,20 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     assert!(
         message.contains("pictures of 4096 x 4096 pixels take at least ")
             && message.contains("lower data.image_size"),
+        "{message}"
+    );
+    // The rows of the dataset's pictures are checked before the measurement, too.
+    let dataset = format!("data.dataset={}", pictures::idx_dataset(folder, 64, 16).display());
+    let sets = [
+        dataset.as_str(),
+        "data.image_size=",
+        "parallel.ranks=32",
+        "parallel.mode=hybrid",
+        "parallel.height=32",
+    ];
+    let message = refusal(&sets.iter().flat_map(|set| ["--set", *set]).collect::<Vec<_>>());
+    assert!(
+        message.contains("32 ranks cannot share the 28 rows") && !message.contains("measuring"),
         "{message}"
     );
     let mut incomplete = machine();

@@ -231,12 +231,12 @@ impl Planned {
         description
     }
 
-    /// A summary for the log, such as `plan: 2 (data) x 1 (height) x 2 (model) ranks, fc split by out; predicted are
+    /// A summary for the log, such as `plan: 2 (data) x 1 (height) x 2 (model) ranks, fc split by out; the prediction is
     /// 12.3 ms per step, ...`.
     pub fn in_words(&self) -> String {
         let Candidate { plan, cost } = &self.chosen;
         format!(
-            "plan: {plan}; predicted are {:.1} ms per step, {:.0} images/s and {} per rank, limited by {}; {}",
+            "plan: {plan}; the prediction is {:.1} ms per step, {:.0} images/s and {} per rank, limited by {}; {}",
             cost.step_ms,
             cost.images_per_second,
             gigabytes(cost.memory_bytes),
@@ -350,13 +350,16 @@ fn name_limit(
 
 fn placement(operator: &OperatorCost, mesh: Mesh) -> String {
     let mut words = match &operator.placement {
-        Placement::Batch => "own pictures".to_owned(),
+        // The ranks that share rows, and the stages, have the same pictures.
+        Placement::Batch if mesh.height > 1 => "same pictures".to_owned(),
+        Placement::Batch if mesh.stage > 1 => "same pictures in every stage".into(),
+        Placement::Batch => "own pictures".into(),
         Placement::Whole => "all pictures of the group".into(),
         Placement::Channels(_) => format!("1/{} of the channels", mesh.model),
         Placement::Partial => "a part of the sum".into(),
     };
     if operator.shares_rows {
-        words += &format!(", 1/{} of the rows", mesh.height);
+        words += &format!(", up to 1/{} of the rows", mesh.height);
     }
     words
 }

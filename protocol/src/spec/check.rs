@@ -5,6 +5,7 @@ use super::{
     Arch, DataSpec, ImageSize, JobSpec, KNOWN_WEIGHTS, OptimizerKind, Recipe,
     document::toml_document,
     fewer_ranks,
+    foreign::equivalent,
     keys::{KEYS, MAX_LR, Section},
     loss,
     mistake::{SpecError, escaped, shortened, type_of},
@@ -88,8 +89,8 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     }
 }
 
-/// Mistakes in the keys and values of a document. Combinations are not checked, because a sweep may still set other values.
-pub fn key_mistakes(document: &Value) -> Vec<SpecError> {
+/// Mistakes in the keys and values of a document. Combinations are not checked.
+pub(super) fn check_keys(document: &Value) -> Vec<SpecError> {
     let mut errors = Vec::new();
     check_shape(&mut document.clone(), &mut errors);
     errors
@@ -194,21 +195,21 @@ pub(super) fn check_section(
     }
 }
 
-/// Names of keys in other programs, each with the equivalent key.
-const SYNONYMS: [(&str, &str); 3] =
-    [("learning_rate", "lr"), ("num_epochs", "epochs"), ("max_epochs", "epochs")];
-
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
-    let meant = SYNONYMS.iter().find(|(synonym, _)| *synonym == key).map_or(key, |(_, meant)| *meant);
     let others = || KEYS.iter().filter(move |s| s.name != section);
+    let foreign = equivalent(&[], key).and_then(|path| path.split_once('.'));
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
         detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` \
                   or POST /api/v1/sweeps"
             .into();
-    } else if let Some(near) = nearest(meant, names.iter().copied()) {
+    } else if let Some((owner, meant)) = foreign.filter(|(owner, _)| *owner != section) {
+        let _ =
+            write!(detail, "; did you mean {meant:?}? It belongs to [{owner}]: write it as {owner}.{meant}");
+    } else if let Some(near) = foreign.map(|(_, meant)| meant).or_else(|| nearest(key, names.iter().copied()))
+    {
         let _ = write!(detail, "; did you mean {near:?}?");
-    } else if let Some(near) = nearest(meant, others().flat_map(|s| s.keys.iter().map(|(k, _)| *k)))
+    } else if let Some(near) = nearest(key, others().flat_map(|s| s.keys.iter().map(|(k, _)| *k)))
         && let Some(owner) = others().find(|s| s.keys.iter().any(|(k, _)| *k == near))
     {
         let owner = if owner.name.is_empty() {
@@ -216,7 +217,7 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
         } else {
             format!("[{0}]: write it as {0}.{near}", owner.name)
         };
-        let it = if near == meant { "it".into() } else { format!("did you mean {near:?}? It") };
+        let it = if near == key { "it".into() } else { format!("did you mean {near:?}? It") };
         let _ = write!(detail, "; {it} belongs to {owner}");
     } else {
         let _ = write!(detail, "; the keys are {}", names.join(", "));

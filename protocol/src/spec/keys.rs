@@ -2,7 +2,9 @@
 
 use super::{
     Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe, ScheduleKind, Stem,
-    SweepMethod, image_size, loss,
+    SweepMethod,
+    foreign::equivalent,
+    image_size, loss,
     mistake::{describe_value, shortened},
     nearest::nearest,
     shard, stop,
@@ -275,20 +277,6 @@ pub(super) const SWEEP: Section = Section {
     ],
 };
 
-/// Hint for a word of another program, for which [`nearest`] does not find the name here.
-fn foreign_word_hint(words: &[&str], word: &str) -> Option<&'static str> {
-    match word.to_ascii_lowercase().as_str() {
-        "sgd" if words == OptimizerKind::NAMES => {
-            Some("; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0")
-        }
-        "semi_auto" | "semi_auto_parallel" if words == shard::MODES => {
-            Some("; MindSpore's SEMI_AUTO_PARALLEL is \"hybrid\" here")
-        }
-        "gpu" if words == Device::NAMES => Some("; did you mean \"cuda\"?"),
-        _ => None,
-    }
-}
-
 impl Kind {
     /// The kind of the key at a path such as `train.lr`; `None` for an unknown key.
     pub(super) fn of_path(path: &str) -> Option<Self> {
@@ -342,12 +330,8 @@ impl Kind {
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),
                 Some(word) => {
-                    let near = match (foreign_word_hint(words, word), nearest(word, words.iter().copied())) {
-                        (Some(hint), _) => hint.into(),
-                        (None, Some(near)) => format!("; did you mean {near:?}?"),
-                        (None, None) => String::new(),
-                    };
-                    Err(format!("must be {}, is {}{near}", one_of(words), describe_value(value)))
+                    let (meant, given) = (suggest_word(words, word), describe_value(value));
+                    Err(format!("must be {}, is {given}{meant}", one_of(words)))
                 }
                 None => must_be(&one_of(words)),
             },
@@ -446,6 +430,15 @@ impl Kind {
             Kind::Shards => shard::check(value),
             Kind::ClassWeights => loss::check_weights(value),
         }
+    }
+}
+
+/// The end of the error for an unknown word: the name here that its writer most likely meant. Empty if no name is similar.
+pub(super) fn suggest_word(words: &[&str], word: &str) -> String {
+    match (equivalent(words, word), nearest(word, words.iter().copied())) {
+        (Some(suggestion), _) => format!("; {suggestion}"),
+        (None, Some(near)) => format!("; did you mean {near:?}?"),
+        (None, None) => String::new(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Hybrid parallelism: which ranks share one copy of the network, and which operators are split over these ranks.
 
 use super::{
-    BrokenFiles, JobSpec, LossKind, ParallelSpec, mistake::describe_value, named::words, nearest::nearest,
+    BrokenFiles, JobSpec, LossKind, ParallelSpec, keys::suggest_word, mistake::describe_value, named::words,
 };
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
@@ -182,10 +182,9 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
         let split = table.get("split").and_then(Value::as_str);
         if !split.is_some_and(|split| Split::NAMES.contains(&split)) {
             let given = table.get("split").map_or_else(|| "missing".into(), describe_value);
-            let near = split.and_then(|split| nearest(split, Split::NAMES.into_iter()));
-            let near = near.map(|near| format!("; did you mean {near:?}?")).unwrap_or_default();
+            let meant = split.map(|split| suggest_word(&Split::NAMES, split)).unwrap_or_default();
             mistakes.push(format!(
-                "entry {number}: split must be one of {}, is {given}{near}",
+                "entry {number}: split must be one of {}, is {given}{meant}",
                 Split::NAMES.join(", ")
             ));
         }

@@ -2,7 +2,7 @@
 
 use super::{
     JobSpec,
-    check::check_section,
+    check::{check_keys, check_section},
     document::{key_parts, set_key},
     keys::{self, KEYS, SWEEP, Section},
     mistake::{SpecError, describe_value, escaped, shortened, type_of},
@@ -179,7 +179,22 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
 fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
     let mut parameters = BTreeMap::new();
     match given {
-        Some(Value::Object(table)) => flatten(table, "", &mut parameters, errors),
+        Some(Value::Object(table)) => {
+            for (path, value) in flatten(table, "") {
+                let outcome = match value {
+                    Value::Object(inner) => {
+                        key_parts(&path).and_then(|_| check_path(&path)).and_then(|()| read_parameter(inner))
+                    }
+                    _ => Err("must be a table with values, or with min and max".into()),
+                };
+                match outcome {
+                    Ok(parameter) => drop(parameters.insert(path, parameter)),
+                    Err(detail) => {
+                        errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail));
+                    }
+                }
+            }
+        }
         Some(other) => errors.push(mistake("/parameters", format!("must be a table, is {}", type_of(other)))),
         None => {}
     }
@@ -193,37 +208,37 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
     parameters
 }
 
-/// Collects the parameters of the table at the path `prefix`. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr`
+/// The parameters of the table at the path `prefix`, by path. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr`
 /// as a table in a table. Both name the parameter `train.lr`.
-fn flatten(
-    table: &Map<String, Value>,
-    prefix: &str,
-    parameters: &mut BTreeMap<String, Parameter>,
-    errors: &mut Vec<SpecError>,
-) {
+fn flatten<'a>(table: &'a Map<String, Value>, prefix: &str) -> Vec<(String, &'a Value)> {
+    let mut parameters = Vec::new();
     for (key, value) in table {
         let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
-        let outcome = match value {
+        match value {
             Value::Object(inner)
                 if !inner.is_empty() && !inner.keys().any(|key| PARAMETER_KEYS.contains(&&**key)) =>
             {
-                flatten(inner, &path, parameters, errors);
-                continue;
+                parameters.extend(flatten(inner, &path));
             }
-            Value::Object(inner) => {
-                key_parts(&path).and_then(|_| check_path(&path)).and_then(|()| read_parameter(inner))
-            }
-            _ => Err("must be a table with values, or with min and max".into()),
-        };
-        match outcome {
-            Ok(parameter) => {
-                parameters.insert(path, parameter);
-            }
-            Err(detail) => {
-                errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail))
-            }
+            _ => parameters.push((path, value)),
         }
     }
+    parameters
+}
+
+/// Mistakes in the keys and values of a document without its section `sweep`, and in the names of the section's parameters. Combinations
+/// are not checked, because trials have other values.
+pub fn key_mistakes(section: &Value, job: &Value) -> Vec<SpecError> {
+    let mut job = job.clone();
+    let parameters = section.get("parameters").and_then(Value::as_object);
+    for (path, _) in parameters.into_iter().flat_map(|table| flatten(table, "")) {
+        // JSON's null is an absent key, unless the key is unknown. What follows a section and a key is a part of the key's value.
+        if let Some((owner, rest)) = path.split_once('.') {
+            let key = rest.split('.').next().unwrap_or_default();
+            let _ = set_key(&mut job, &format!("{owner}.{key}"), Value::Null);
+        }
+    }
+    check_keys(&job)
 }
 
 /// Refuses a key without the name of its section, such as `lr` in place of `train.lr`.

@@ -319,6 +319,21 @@ fn errors_say_what_is_allowed() {
         // Unknown keys.
         ("train", "batchsize = 8", "batchsize", &["did you mean \"batch_size\""]),
         ("train", "learning_rate = 0.1", "learning_rate", &["did you mean \"lr\""]),
+        (
+            "parallel",
+            "gradient_accumulation_steps = 4",
+            "gradient_accumulation_steps",
+            &["did you mean \"accumulate\"? It belongs to [train]: write it as train.accumulate"],
+        ),
+        ("parallel", "zero_stage = 1", "zero_stage", &["did you mean \"optimizer_sharding\"?"]),
+        ("parallel", "device = \"Ascend\"", "device", &["is \"Ascend\"; Ascend devices are not supported"]),
+        ("parallel", "mode = \"ddp\"", "mode", &["did you mean \"data\"?"]),
+        (
+            "parallel",
+            "shard = [{match = \"fc\", split = \"RowwiseParallel\"}]",
+            "shard",
+            &["did you mean \"in\"?"],
+        ),
         ("train", "xyzzy = 1", "xyzzy", &["the keys are recipe, epochs, steps"]),
         ("data", "lr = 0.1", "lr", &["belongs to [train]: write it as train.lr"]),
         (

@@ -254,6 +254,11 @@ class JobCalls(_Resource, Generic[J, C]):
         best = [data for data in listed if data["best"]] or listed
         matching = [data for data in listed if str(which) in (data["id"], str(data["step"]))]
         found = {"best": best, "latest": listed}.get(str(which), matching)
+        if not found and self.data.get("external"):
+            jobs = await self._all("/jobs", "jobs", name=self.name)
+            trained = [job["id"] for job in jobs if job["name"] == self.name and not job.get("external")]
+            newest = f"; the newest job of this name that Lockstep trains is {trained[0]}" if trained else ""
+            raise LockstepError(f"job {self.id} is a run from elsewhere and has no checkpoints{newest}")
         if not found:
             steps = ", ".join(str(data["step"]) for data in listed) or "none"
             raise LockstepError(f"job {self.id} has no checkpoint {which}; steps with a checkpoint: {steps}")
@@ -268,12 +273,14 @@ class JobCalls(_Resource, Generic[J, C]):
     async def predict(
         self, picture: PathLike | bytes, *, checkpoint: str | int = "best", weights: Weights = "model"
     ) -> dict[str, float]:
-        """Classifies a picture. Returns the probability (0 to 1) of every class, the most probable class first.
+        """Classifies one picture. Returns the probability (0 to 1) of every class, the most probable class first.
 
         `picture`: the path or the bytes of a JPEG, PNG, WebP, GIF, BMP or TIFF file. `checkpoint`: see `checkpoint`.
         `weights`: see `Checkpoint.download`. Raises `OSError` if the file cannot be read, and `LockstepError` if the
         file is not a picture or the checkpoint does not exist.
         """
+        if isinstance(picture, list | tuple):
+            raise LockstepError("predict classifies one picture: call it for each picture")
         content = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
         path = f"/checkpoints/{(await self._choose(checkpoint))['id']}/predict"
         headers = {"Content-Type": "application/octet-stream"}
@@ -491,10 +498,13 @@ class ClientCalls(Calls, Generic[J]):
         """Sends any other request of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
 
         `query`: parameters of the URL, in addition to those in `path`; lists become text with commas. Returns the
-        response's JSON, or None without a body. Raises `Problem`.
+        response's JSON, the bytes of any other content, or None without a body. Raises `Problem`.
         """
         response = await self._send(method, path, query, may_repeat=method == "GET", json=json)
-        return response.json() if response.content else None
+        if not response.content:
+            return None
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json else response.content
 
 
 class Checkpoint(CheckpointCalls, SyncCalls):

@@ -36,7 +36,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         ("rows", 4, &[auto, "parallel.ranks=4", "parallel.height=2"], [Some(2), None]),
     ] {
         let text = run(out, sets);
-        for words in ["plan: ", "predicted are ", "a step takes ", "= 32 pictures per step"] {
+        for words in ["plan: ", "the prediction is ", "a step takes ", "= 32 pictures per step"] {
             assert!(text.contains(words), "{out}: {words} in {text}");
         }
         // Measurements are cached for each number of ranks.

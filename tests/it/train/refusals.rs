@@ -88,7 +88,11 @@ async fn impossible_stages_are_refused() {
             2,
             &["resnet20 can be cut into at most 11 stages", "parallel.pipeline = 12"][..],
         ),
-        (&["parallel.device=cpu", "train.accumulate=0"], 2, &["train.accumulate", "from 1 to 4,096"]),
+        (
+            &["parallel.device=cpu", "train.accumulate=0"],
+            2,
+            &["train.accumulate", "from 1 to 4,096", "at most 11 stages"],
+        ),
         (
             &["parallel.device=cpu", "parallel.ranks=16"],
             2,

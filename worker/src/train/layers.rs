@@ -22,8 +22,6 @@ const TIMED_STEPS: u64 = 5;
 const COMPARED_STEPS: usize = 10;
 /// Distance of two timed steps. The compared steps are between the first two.
 const TIMING_INTERVAL: u64 = COMPARED_STEPS as u64 + 1;
-/// Added to the log if the measured time differs from the prediction by more than half.
-const OUTDATED_FIGURES: &str = "; the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again";
 
 /// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]
@@ -164,9 +162,8 @@ impl Run<'_> {
         if let Some(plan) = &mut self.layers.description.plan {
             plan.measured_memory_bytes = on_device.or_else(peak_memory_bytes);
             let predicted = plan.predicted.as_ref().map(|predicted| {
-                let step_ms = predicted.step_ms;
-                let advice = if (measured - step_ms).abs() > step_ms / 2.0 { OUTDATED_FIGURES } else { "" };
-                format!("; {step_ms:.1} ms were predicted{advice}")
+                let advice = plan.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
+                format!("; {:.1} ms were predicted{advice}", predicted.step_ms)
             });
             self.training.log([format!("a step takes {measured:.1} ms{}", predicted.unwrap_or_default())]);
         }

@@ -318,7 +318,7 @@ pub(in crate::api) async fn check_sweep(
     launched: bool,
 ) -> Result<CheckedSweep> {
     let sweep = read_sweep(section).map_err(|mut mistakes| {
-        mistakes.extend(spec::key_mistakes(job));
+        mistakes.extend(spec::key_mistakes(section, job));
         Error::Invalid(mistakes)
     })?;
     let settings = sweep.settings();

@@ -60,7 +60,7 @@ impl Backend for Cuda {
         let no_gpu = match (selection.list, selection.device) {
             (Some(_), _) => Some("there is no GPU that a rank can use".into()),
             (None, Device::Cuda) => Some(
-                "there is no GPU on this machine; lockstep doctor says more, and \"auto\" or \"cpu\" trains on the CPU"
+                "there is no GPU on this machine. `lockstep doctor` says why; with \"auto\" or \"cpu\" ranks compute on CPU cores"
                     .into(),
             ),
             (None, _) => None,

@@ -37,7 +37,7 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
     ends.push(network.ops.len());
     if stages > ends.len() {
         return Err(format!(
-            "{} can be cut into at most {} stages, at the borders of its blocks (parallel.pipeline = {stages})",
+            "parallel.pipeline = {stages} is too high: {} can be cut into at most {} stages, at the borders of its blocks",
             network.arch,
             ends.len()
         ));
@@ -222,7 +222,7 @@ mod tests {
         let error = cuts(&network(Arch::ResNet20), 12).unwrap_err();
         assert_eq!(
             error,
-            "resnet20 can be cut into at most 11 stages, at the borders of its blocks (parallel.pipeline = 12)"
+            "parallel.pipeline = 12 is too high: resnet20 can be cut into at most 11 stages, at the borders of its blocks"
         );
         for (arch, max_stages) in [(Arch::ResNet50, 18), (Arch::ResNeXt50_32x4d, 18), (Arch::ResNet152, 52)] {
             let network = network(arch);

@@ -1,0 +1,83 @@
+//! The names of other programs (MindSpore, PyTorch, DeepSpeed, Megatron-LM, Determined) for keys and values. An error for an unknown name
+//! suggests the equivalent name here, rather than a name with a similar spelling.
+
+use super::{Device, OptimizerKind, Split, shard::MODES};
+
+/// The words of the key whose values are named, the names of other programs in lower case, and the suggestion. For keys there are no
+/// words, and the suggestion is `section.key`.
+const NAMES: &[(&[&str], &[&str], &str)] = &[
+    (&[], &["learning_rate"], "train.lr"),
+    (&[], &["num_epochs", "max_epochs"], "train.epochs"),
+    (&[], &["micro_batch_size", "per_device_train_batch_size"], "train.batch_size"),
+    (
+        &[],
+        &["gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accum_steps"],
+        "train.accumulate",
+    ),
+    (&[], &["amp_level"], "train.precision"),
+    (&[], &["parallel_mode"], "parallel.mode"),
+    (
+        &[],
+        &["device_num", "world_size", "nproc_per_node", "slots_per_trial", "dp", "data_parallel_size"],
+        "parallel.ranks",
+    ),
+    (&[], &["tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size"], "parallel.model"),
+    (
+        &[],
+        &["pp", "pp_size", "num_stages", "pipeline_stages", "pipeline_model_parallel_size"],
+        "parallel.pipeline",
+    ),
+    (&[], &["dataset_strategy", "full_batch"], "parallel.height"),
+    (
+        &[],
+        &["zero", "zero_stage", "enable_parallel_optimizer", "use_distributed_optimizer"],
+        "parallel.optimizer_sharding",
+    ),
+    (&[], &["save_checkpoint_steps"], "checkpoint.every_steps"),
+    (&[], &["keep_checkpoint_max"], "checkpoint.keep"),
+    (&[], &["min_checkpoint_period"], "checkpoint.every_epochs"),
+    (&[], &["min_validation_period"], "evaluate.every_epochs"),
+    (&[], &["run_cap"], "sweep.max_trials"),
+    (&[], &["max_concurrent_trials"], "sweep.max_concurrent"),
+    (&[], &["divisor"], "sweep.reduction"),
+    (&[], &["max_rungs"], "sweep.rungs"),
+    (
+        &OptimizerKind::NAMES,
+        &["sgd"],
+        "\"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0",
+    ),
+    (&MODES, &["semi_auto", "semi_auto_parallel"], "MindSpore's SEMI_AUTO_PARALLEL is \"hybrid\" here"),
+    (&MODES, &["ddp"], "did you mean \"data\"?"),
+    (
+        &MODES,
+        &["fsdp", "zero"],
+        "weights are not divided over ranks as in FSDP: mode \"data\" with parallel.optimizer_sharding = true divides the optimizer's \
+         state",
+    ),
+    (
+        &MODES,
+        &["pipeline", "pipeline_parallel", "pp"],
+        "pipeline parallelism is \"hybrid\" here, with parallel.pipeline = the number of stages",
+    ),
+    (
+        &MODES,
+        &["tensor", "tensor_parallel", "model_parallel", "tp"],
+        "tensor parallelism is \"hybrid\" here, with parallel.model = the number of ranks that share a copy of the network",
+    ),
+    (&Split::NAMES, &["colwiseparallel", "colwise", "column"], "did you mean \"out\"?"),
+    (&Split::NAMES, &["rowwiseparallel", "rowwise", "row"], "did you mean \"in\"?"),
+    (
+        &Split::NAMES,
+        &["shard(0)", "shard(1)"],
+        "Shard(0) of a layer's weights is \"out\" here, and Shard(1) is \"in\"",
+    ),
+    (&Device::NAMES, &["gpu"], "did you mean \"cuda\"?"),
+    (&Device::NAMES, &["ascend", "npu"], "Ascend devices are not supported"),
+];
+
+/// The suggestion for another program's name of a key (without `words`), or of a value of the key with these `words`.
+pub(super) fn equivalent(words: &[&str], name: &str) -> Option<&'static str> {
+    let name = name.to_ascii_lowercase();
+    let found = NAMES.iter().find(|(of, names, _)| *of == words && names.contains(&name.as_str()));
+    found.map(|(_, _, suggestion)| *suggestion)
+}

@@ -7,10 +7,9 @@ use crate::{
 use lockstep_protocol::agent::{Ending, Source};
 use std::fs;
 
-/// Ranks never remove the best checkpoint, which may be old. So if the newest reported checkpoint is deleted, a newer unreported checkpoint is
-/// used although the best checkpoint is left.
+/// Ranks keep several checkpoints, and never remove the best. So reported checkpoints may be left.
 #[tokio::test]
-async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
+async fn an_unreported_checkpoint_is_used_if_it_is_newer_than_the_reported_ones_that_are_left() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
     let known = [checkpoint(20), checkpoint(30)];
     agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
@@ -29,8 +28,18 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
     write_checkpoint(server.job_dir(&id), 60);
     agent.end(&second.attempt, failed()).await;
-    assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-60"));
+    let third = agent.expect_start().await;
+    assert_eq!(third.resume.as_deref(), Some("1-60"));
     assert_eq!(server.checkpoint_steps(&id).await, [60, 20]);
+    agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 60)]).await;
+    write_checkpoint(server.job_dir(&id), 80);
+    agent.end(&third.attempt, failed()).await;
+    assert_eq!(
+        agent.expect_start().await.resume.as_deref(),
+        Some("1-80"),
+        "no reported checkpoint is missing"
+    );
+    assert_eq!(server.checkpoint_steps(&id).await, [80, 60, 20]);
     server.stop().await;
 }
 

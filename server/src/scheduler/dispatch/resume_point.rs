@@ -23,8 +23,7 @@ pub(super) enum ResumePoint {
 
 /// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen. Either their
 /// folder is missing (a user removed it, or a rank died before it reported the removal), or only another machine has them and never
-/// uploaded them. If the newest checkpoint is among them, unreported checkpoints on the server's disk that are newer than the remaining
-/// checkpoints get rows.
+/// uploaded them. Unreported checkpoints on the server's disk that are newer than the remaining checkpoints get rows.
 pub(super) async fn remove_missing_checkpoints(
     scheduler: &Scheduler,
     job: &Job,
@@ -38,7 +37,6 @@ pub(super) async fn remove_missing_checkpoints(
     let rows = scheduler.store.checkpoints(&job.id).await?;
     // How many checkpoints there are, how many of them no machine has any more, and the agents that have the other missing checkpoints.
     let (count, mut lost_count, mut holder_names) = (rows.len(), 0, BTreeSet::new());
-    let newest = rows.iter().map(|row| row.info.step).max();
     let mut remaining = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
@@ -60,13 +58,10 @@ pub(super) async fn remove_missing_checkpoints(
         }
     }
     let newest_remaining = remaining.last().map(|(step, _)| *step);
-    let mut found = Vec::new();
-    if newest_remaining.is_none() || newest_remaining != newest {
-        found = unreported::find_unreported(checkpoints).await;
-        found.retain(|checkpoint| !remaining.contains(&(checkpoint.step, checkpoint.epoch)));
-        if found.last().is_none_or(|newest| Some(newest.step) <= newest_remaining) {
-            found.clear();
-        }
+    let mut found = unreported::find_unreported(checkpoints).await;
+    found.retain(|checkpoint| !remaining.contains(&(checkpoint.step, checkpoint.epoch)));
+    if found.last().is_none_or(|newest| Some(newest.step) <= newest_remaining) {
+        found.clear();
     }
     let text = if let Some(newest) = found.last() {
         let mut text = format!(

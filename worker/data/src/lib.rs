@@ -219,7 +219,10 @@ impl Catalog {
         } else if let Some(advice) = image_folder::validation_only_advice(path) {
             advice
         } else if hint.is_empty() && !folders.is_empty() {
-            format!("; no picture lies directly in {}: add pictures to the class folders", list_names(&folders))
+            format!(
+                "; no picture lies directly in {}: add pictures to the class folders",
+                list_names(&folders)
+            )
         } else {
             hint.to_owned()
         };

@@ -157,7 +157,10 @@ fn records_are_limited_to_64_mib() {
     };
     assert_eq!(poll_beginning(64 << 20).unwrap(), []);
     let error = poll_beginning((64 << 20) + 1).unwrap_err().to_string();
-    assert!(error.contains("record 0 at byte 0 is damaged: its length is 67108865 bytes, more than 67108864"), "{error}");
+    assert!(
+        error.contains("record 0 at byte 0 is damaged: its length is 67108865 bytes, more than 67108864"),
+        "{error}"
+    );
     // Such a record cannot be written either.
     let path = dir.path().join("rank.1.events");
     let mut records = Records::append_to(&path).unwrap();

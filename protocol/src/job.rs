@@ -237,6 +237,9 @@ pub struct External {
     /// Tags with values, as clients of MLflow set them.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub values: BTreeMap<String, String>,
+    /// Whether `lockstep import` has created the run. Webhooks get no messages about it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub imported: bool,
 }
 
 /// A message of a program about its run, for people.

@@ -152,29 +152,24 @@ function apply(event) {
   drawFactsSoon();
 }
 
-/** Maximum learning rate to try after one that was too high. A tenth of that learning rate may still be too high. */
-const MAX_LOWER_LR = 0.1;
-
-/** For each setting that advice may name, a function that returns the value to try next, or a falsy value if there is none. */
+/** For each setting that advice may name without a value, a function that returns the value to try next, or a falsy value if there is none. */
 const NEXT_VALUE = {
   // Twice a few epochs would still be too few.
   "train.epochs": ({ train }) => train.epochs && Math.max(20, 2 * train.epochs),
-  "train.lr": ({ train }, isTooHigh) => (isTooHigh ? Math.min(Number((train.lr / 10).toPrecision(3)), MAX_LOWER_LR) : 2 * train.lr),
   "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
-  "data.augment": ({ data: { augment } }) => augment !== "trivial" && "trivial",
-  "data.validation": ({ data: { validation, folds } }) => !folds && validation < 0.5 && Math.min(0.5, 2 * validation),
 };
 
 /**
  * Shows whether the accuracy of a running job improves, or why the accuracy of an ended job is low, then links to clones of the job, each
- * with the next value of a setting in the text. Only `GET /jobs/{id}` and the rendered page have this text, not the stream. The reason of
- * a job that has diverged, which the banner shows, also names settings.
+ * with a setting that the text names: with the text's value (`train.lr = 0.01`), or with the next value. Only `GET /jobs/{id}` and the
+ * rendered page have this text, not the stream. The reason of a failed job, which the banner shows, may also name a setting and its value.
  */
-function showDiagnosis({ id, spec, state, cause, reason, diagnosis = "" }) {
-  const hasDiverged = state === "failed" && cause?.code === "diverged", advice = hasDiverged ? reason : diagnosis;
-  const keys = document.body.dataset.readsOnly === undefined ? new Set(advice.match(/(?:train|data)\.[a-z_]+/g)) : [];
-  const links = [...keys].flatMap((key) => {
-    const value = NEXT_VALUE[key]?.(spec, hasDiverged || advice.includes("learning rate is too high"));
+function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
+  const failure = state === "failed" && reason?.match(/\bSet (?:train|data)\.[a-z_]+ = "[a-z_]+"/)?.[0];
+  const advice = `${diagnosis} ${failure || ""}`, named = new Map();
+  for (const [, key, value] of advice.matchAll(/((?:train|data)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+))?/g)) named.set(key, named.get(key) ?? value);
+  const links = (document.body.dataset.readsOnly === undefined ? [...named] : []).flatMap(([key, given]) => {
+    const value = given ?? NEXT_VALUE[key]?.(spec);
     return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));

@@ -88,6 +88,10 @@ pub struct ClassScore {
     pub f1: f64,
 }
 
+/// Words of the log line about validation pictures on which the initial weights were trained, after their number. The diagnosis of a job
+/// repeats the line.
+pub const TRAINED_VALIDATION: &str = "were training pictures of the run that the weights are from";
+
 /// Evaluation of a model on a job's validation pictures, each counted once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelEvaluation {

@@ -209,8 +209,8 @@ pub struct Job {
     pub best: Option<Measured>,
     /// Of a job that succeeded: why the validation accuracy is low or uncertain, and what to change, or that training and validation
     /// accuracy agree, in a few sentences; absent if the job was not validated or nothing can be said. Of a running job: from the first
-    /// validation on, that the training loss has exploded; from the second on, whether the validation accuracy improves. Only in
-    /// `GET /jobs/{id}`.
+    /// validation on, that the training loss has exploded; from the second on, whether the validation accuracy improves. Of a job whose
+    /// training diverged: the learning rate to try. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
     /// The newest value of every metric.
@@ -237,6 +237,9 @@ pub struct External {
     /// Tags with values, as clients of MLflow set them.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub values: BTreeMap<String, String>,
+    /// Whether `lockstep import` has created the run. Webhooks get no messages about it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub imported: bool,
 }
 
 /// A message of a program about its run, for people.

@@ -33,14 +33,28 @@ pub fn project_mistake(name: &str) -> Option<String> {
 
 /// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. `None` if the text is
 /// a plain name.
-pub(crate) fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
-    let fits = (1..=max).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
-    (!fits).then(|| {
-        format!(
-            "must have 1 to {max} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
-        )
-    })
+pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
+    let problem = match name.chars().find(|c| !is_plain(*c)) {
+        _ if name.is_empty() => "is empty".to_owned(),
+        Some(' ') => "has a space".into(),
+        Some(special) => format!("has {special:?}"),
+        None if name.len() > max => format!("has {} characters", name.len()),
+        None if name.starts_with('.') => "begins with a dot".into(),
+        None => return None,
+    };
+    // The name with its special characters replaced, if the name would then be valid.
+    let parts: Vec<_> = name.split(|c: char| !is_plain(c)).filter(|part| !part.is_empty()).collect();
+    let similar = parts.join("-");
+    let similar = similar.trim_start_matches('.').trim_end_matches('-');
+    let similar =
+        if (1..=max).contains(&similar.len()) { format!("; for example `{similar}`") } else { String::new() };
+    Some(format!(
+        "the name {problem}: use 1 to {max} letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot{similar}"
+    ))
 }
+
+/// Added to the error about a name that is taken by a name in other capitals.
+pub const TWIN_NAMES: &str = " (names that differ only in upper and lower case count as the same)";
 
 /// Why these cannot be a job's tags; `None` if they can.
 pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {

@@ -509,8 +509,14 @@ impl SlotWait {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "does", rename_all = "snake_case")]
 pub enum Next {
-    /// Another attempt starts; without `from_step`, from the start.
-    Restart { attempt: u32, from_step: Option<u64> },
+    /// Another attempt starts; without `from_step`, from the start. With `or_newer`, the attempt starts from a newer checkpoint if the last
+    /// attempt has written one that was not reported.
+    Restart {
+        attempt: u32,
+        from_step: Option<u64>,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        or_newer: bool,
+    },
     /// The job waits for slots, and then continues.
     Continue { from_step: Option<u64> },
     /// The job continues when somebody resumes it.
@@ -523,8 +529,9 @@ impl fmt::Display for Next {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let from = |step: &Option<u64>| step.map_or("the start".to_owned(), |step| format!("step {step}"));
         match self {
-            Next::Restart { attempt, from_step } => {
-                write!(f, "attempt {attempt} starts from {}", from(from_step))
+            Next::Restart { attempt, from_step, or_newer } => {
+                let newer = if *or_newer { " or a newer checkpoint" } else { "" };
+                write!(f, "attempt {attempt} starts from {}{newer}", from(from_step))
             }
             Next::Continue { from_step } => write!(f, "continues from {}", from(from_step)),
             Next::ContinueWhenResumed { from_step } => {
@@ -663,7 +670,7 @@ mod tests {
 
     #[test]
     fn json_is_one_flat_object_with_the_facts_of_its_code() {
-        let next = Next::Restart { attempt: 2, from_step: Some(1000) };
+        let next = Next::Restart { attempt: 2, from_step: Some(1000), or_newer: false };
         let killed = Reason::from(ReasonKind::RankKilled { rank: 3, step: 1041, signal: 9 }).then(next);
         let words = "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000";
         let json = json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": words,

@@ -4,7 +4,7 @@
 use crate::{
     dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
-    spec::{JobSpec, SIDES, Validation, from_toml},
+    spec::{JobSpec, OptimizerKind, SIDES, Validation, from_toml},
 };
 
 /// Keys of a job file, with a comment that explains them.
@@ -276,12 +276,33 @@ fn batch_size(samples: u64, is_small: bool) -> u64 {
     1 << upper_bound.ilog2()
 }
 
+/// 0.2 for 256 pictures is usual for ResNets on CIFAR with one cycle; photographs need half of it.
+fn momentum_lr(batch: u64, is_small: bool) -> f64 {
+    let for_256_pictures = if is_small { 0.2 } else { 0.1 };
+    for_256_pictures * batch as f64 / 256.0
+}
+
+/// The usual learning rate of a job: its recipe's, or the rate for its optimizer and batch. `None` for an optimizer without a usual rate.
+pub fn usual_lr(spec: &JobSpec) -> Option<f64> {
+    if let Some(recipe) = spec.train.recipe {
+        return Some(recipe.lr_for(spec));
+    }
+    match spec.train.optimizer {
+        OptimizerKind::Momentum | OptimizerKind::Nesterov => {
+            let is_small = spec.data.image_size.as_ref().is_none_or(|size| size.last() < SMALL_SIDE);
+            Some(momentum_lr(spec.global_batch_size(), is_small))
+        }
+        // PyTorch's default.
+        OptimizerKind::AdamW => Some(0.001),
+        OptimizerKind::Lars | OptimizerKind::Lamb | OptimizerKind::Muon => None,
+    }
+}
+
 /// `is_expected`: whether `samples` is an expected number, because the job holds out each training picture independently.
 fn train(samples: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
     let about = if is_expected { "about " } else { "" };
     let steps = (samples / batch).max(1);
-    // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
-    let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
+    let lr = momentum_lr(batch, is_small);
     vec![
         CommentedKeys {
             comment: format!(

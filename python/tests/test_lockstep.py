@@ -109,7 +109,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
         lambda w: w.client.upload(f"zip-{w.kind}", write_zip()),
         lambda w, a: a["info"]["classes"] == ["left", "right"] and a["info"]["splits"][0]["samples"] == 2,
     ),
-    ("Client.upload", lambda w: w.client.upload("no-zip", "shoe.png"), lambda w, e: "not a complete zip" in str(e)),
+    ("Client.upload", lambda w: w.client.upload("no-zip", "shoe.png"), lambda w, e: "is not a zip file" in str(e)),
     ("Client.agents", lambda w: w.client.agents(), lambda w, a: a[0]["online"] and len(a[0]["slots"]) == 2),
     ("Client.queue", lambda w: w.client.queue(), lambda w, a: a == []),
     ("Client.request", lambda w: w.client.request("DELETE", f"/datasets/{w.kind}"), lambda w, a: a is None),

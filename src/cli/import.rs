@@ -286,7 +286,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         let new = json!({
             "id": run.id, "name": name.chars().take(NAME_CHARS).collect::<String>(), "config": run.config, "notes": notes,
             "project": project.map(str::to_owned).or(run.project.as_deref().map(to_project_name)),
-            "tags": tags.take(MAX_TAGS).collect::<Vec<_>>(), "started_at": run.started_at,
+            "tags": tags.take(MAX_TAGS).collect::<Vec<_>>(), "started_at": run.started_at, "imported": true,
         });
         api.post::<Value>("/runs", &new).await?;
     }

@@ -35,6 +35,8 @@ export function offerUpload(form) {
     const [file] = byId("u-file").files, name = byId("u-name").value.trim();
     showErrors([...(name ? [] : [{ pointer: "/name", detail: "Give the dataset a name." }]), ...(file ? [] : [{ pointer: "/file", detail: "Choose a zip file first." }])]);
     if (!file || !name) return;
+    // Every zip file begins with these letters.
+    if ((await file.slice(0, 2).text()) !== "PK") return showErrors([{ pointer: "/file", detail: `${file.name} is not a zip file.` }]);
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
     bar.hidden = false;

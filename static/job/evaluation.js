@@ -91,9 +91,10 @@ export class Evaluation {
     showActivity("");
     setText(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · 95 % interval ${found.interval.map((end) => percent(end)).join(" to ")} · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
     setText(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
-    // A class without pictures has no scores.
-    const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
-    byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
+    // A class without pictures has no scores, and a class that is never predicted has no precision.
+    const isPredicted = (i) => found.confusion.some((row) => row[i] > 0);
+    const scores = ({ samples, precision, recall, f1 }, i) => [count(samples), ...[isPredicted(i) ? precision : null, recall, f1].map((share) => (samples && share !== null ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
+    byId("class-rows").replaceChildren(...found.classes.map((c, i) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c, i))));
     this.#drawMatrix(found, names);
     out.hidden = false;
     this.#showMistakes();

@@ -124,7 +124,7 @@ describe("a model", () => {
     assert.equal(await dialog.getByRole("heading").textContent(), "Register checkpoint 1-40");
     await dialog.getByLabel("Model", { exact: true }).fill("two words");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
-    await until("the mistake in the name is shown", async () => /^must have 1 to 100 characters/.test(await dialog.locator(".field", { hasText: "Model" }).locator(".error").textContent()));
+    await until("the mistake in the name is shown", async () => /^the name has a space: .*`two-words`$/.test(await dialog.locator(".field", { hasText: "Model" }).locator(".error").textContent()));
     await dialog.getByLabel("Model", { exact: true }).fill("clothes");
     await dialog.getByLabel("Description", { exact: true }).fill("the first try");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();

@@ -88,5 +88,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let words =
         format!("{trained_on} of the {} validation pictures were training pictures", foreign["samples"]);
     assert!(log.ok().contains(&words), "{}", log.stdout);
+    let job = server.get(&format!("/jobs/{fork}")).await;
+    assert!(job["diagnosis"].as_str().is_some_and(|diagnosis| diagnosis.contains(&words)), "{job:#}");
     server.stop().await;
 }

@@ -14,6 +14,8 @@ pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 pub const MAX_SHARDS: usize = 64;
 /// torchvision's name of the last layer of every network that can be split.
 const LAST_LAYER: &str = "fc";
+/// torchvision's name of the convolution that reads the pictures.
+const FIRST_LAYER: &str = "conv1";
 /// Maximum number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -133,7 +135,26 @@ impl ParallelSpec {
         if self.shard.is_empty() {
             return Some(Split::Out);
         }
-        self.shard.iter().rev().find(|shard| shard.matches(LAST_LAYER)).map(|shard| shard.split)
+        self.split_of(LAST_LAYER)
+    }
+
+    /// The split that the strategies give a layer.
+    fn split_of(&self, layer: &str) -> Option<Split> {
+        self.shard.iter().rev().find(|shard| shard.matches(layer)).map(|shard| shard.split)
+    }
+
+    /// The error for a first convolution that is split over its inputs among more ranks than pictures have `channels`; `None` if it can be
+    /// split.
+    pub fn too_few_channels(&self, channels: u32) -> Option<String> {
+        let is_split = self.is_hybrid() && self.split_of(FIRST_LAYER) == Some(Split::In);
+        (is_split && channels < self.model).then(|| {
+            format!(
+                "{FIRST_LAYER} cannot be split by \"in\" over {} ranks, because the pictures have {}: give it split = \"out\", or no \
+                 strategy",
+                self.model,
+                plural(channels.into(), "channel")
+            )
+        })
     }
 
     /// The error for a last layer that is split over its classes among more ranks than there are `classes`; `None` if it can be split.

@@ -107,7 +107,9 @@ fn search(query: &str) -> Vec<DocsResult> {
         passage.text = excerpt(&passage.text, &words);
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
         let uses_per_megabyte = uses * 1_000_000 / lower.len();
-        let is_in_title = count_words(&page.title.to_lowercase()) > 0;
+        // The titles of the reference have common words, such as "job".
+        let min_words_in_title = if is_guide { 1 } else { words.len() };
+        let is_in_title = count_words(&page.title.to_lowercase()) >= min_words_in_title;
         let rank = (
             is_in_title,
             score.is_definition && is_guide,

@@ -16,6 +16,9 @@ use oidc::Oidc;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
+/// Name of the token in the data directory. Jobs that its holders submit have this owner.
+pub(crate) const SERVER_TOKEN_NAME: &str = "this machine";
+
 /// The state of authentication and access control.
 pub(crate) struct Auth {
     pub(crate) store: Arc<dyn Store>,

@@ -1,7 +1,7 @@
 //! The interface of a running server for the process in which it runs. The process owns the data directory, so it needs no token.
 
 use crate::{
-    auth::{Auth, access::Secret, token_file},
+    auth::{Auth, SERVER_TOKEN_NAME, access::Secret, token_file},
     config::ServeConfig,
     http::tls::addresses,
     store::{StoreError, TokenRow},
@@ -15,7 +15,7 @@ use std::{
 };
 
 /// Id and name of the token in the data directory.
-const ADMIN_TOKEN: (&str, &str) = ("local", "this machine");
+const ADMIN_TOKEN: (&str, &str) = ("local", SERVER_TOKEN_NAME);
 /// Id and name of the token of this machine's agent.
 const AGENT_TOKEN: (&str, &str) = ("local-agent", "this machine's agent");
 

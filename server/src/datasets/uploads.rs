@@ -34,6 +34,8 @@ const MAX_NAMES_BYTES: usize = 64 << 20;
 /// Maximum number of names in one path, and maximum length of a name in bytes.
 const MAX_DEPTH: usize = 8;
 const MAX_NAME_BYTES: usize = 255;
+const ARCHIVE_ADVICE: &str =
+    "upload a zip file with a folder of pictures for each class, such as cat/1.jpg and dog/1.jpg";
 /// Extensions of picture files.
 const PICTURE_EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
 /// Maximum number of bytes that are read at the end of an archive to find its directory.
@@ -135,9 +137,14 @@ impl Upload {
     /// The archive is not a zip file or has entries that are not allowed, or a disk error.
     pub(crate) fn unpack(&self, deadline: Instant) -> Result<UnpackProgress> {
         let path = self.0.join(ARCHIVE);
-        let Ok(archive) = File::open(&path) else {
+        let Ok(mut archive) = File::open(&path) else {
             return refuse("no zip file was uploaded under this name; send it first");
         };
+        let mut signature = [0; 2];
+        if archive.read_exact(&mut signature).is_err() || signature != *b"PK" {
+            return refuse(format!("the uploaded file is not a zip file; {ARCHIVE_ADVICE}"));
+        }
+        archive.rewind()?;
         let reader =
             BoundedReader { file: BufReader::new(archive), budget: Rc::new(Cell::new(MAX_END_BYTES)) };
         let budget = reader.budget.clone();
@@ -370,17 +377,15 @@ fn write_file(mut entry: impl Read, file: &ArchiveFile, root: &Path) -> Result<(
 
 /// Converts an error of the zip reader, whose details are only logged.
 fn zip_error(error: ZipError) -> UploadError {
-    let why = match error {
+    let why: String = match error {
         ZipError::Io(error) if error.raw_os_error().is_some() => return UploadError::Io(error),
         ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
-            "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again"
+            "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again".into()
         }
-        _ => {
-            "this is not a complete zip file; upload a zip file with a folder of pictures for each class, such as cat/1.jpg and dog/1.jpg"
-        }
+        _ => format!("the zip file is not complete; {ARCHIVE_ADVICE}"),
     };
     tracing::info!(%error, "an uploaded zip file cannot be read");
-    UploadError::Wrong(why.into())
+    UploadError::Wrong(why)
 }
 
 fn shorten(name: &str) -> String {

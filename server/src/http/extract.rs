@@ -100,7 +100,10 @@ async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes
 }
 
 fn parse_json<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
-    let refuse = |e: &dyn StdError| Error::BadRequest(format!("the body is not the expected JSON: {e}"));
+    let refuse = |e: &dyn StdError| {
+        let problem = e.to_string().replace("unknown variant", "unknown value");
+        Error::BadRequest(format!("the body is not the expected JSON: {problem}"))
+    };
     json::check(bytes).map_err(|e| refuse(&e))?;
     // The source of the rejection begins with the path of the wrong field.
     axum::Json::from_bytes(bytes).map(|axum::Json(value)| value).map_err(|e| refuse(e.source().unwrap_or(&e)))

@@ -300,7 +300,11 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     let is_restart = !start_was_lost && !is_forgiven;
     if !is_restart || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(is_restart);
-        let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
+        // These ranks may have written checkpoints that their agent has not reported.
+        let or_newer =
+            matches!(why.kind(), ReasonKind::AgentLost { .. } | ReasonKind::AgentWithoutRanks { .. });
+        let (attempt, from_step) = (row.job.attempt + 1, row.progress.checkpoint);
+        let next = Next::Restart { attempt, from_step, or_newer };
         return change_state(row, JobState::Restarting, Some(why), Some(next), at);
     }
     let next = Next::GiveUp { restarts: row.restarts };

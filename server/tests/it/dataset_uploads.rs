@@ -78,7 +78,12 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
 
     for (name, bytes, message) in [
         ("out", zip_file(&["../cat/1.png", "dog/2.png"]), "empty name or .."),
-        ("text", b"no zip file".to_vec(), "this is not a complete zip file; upload a zip file with a folder"),
+        (
+            "text",
+            b"no zip file".to_vec(),
+            "the uploaded file is not a zip file; upload a zip file with a folder",
+        ),
+        ("cut", b"PK no end".to_vec(), "the zip file is not complete; upload a zip file with a folder"),
     ] {
         assert_eq!(piece(name, 0, &bytes).await.0, 204);
         assert_refused(register(name).await, 422, message);

@@ -28,6 +28,13 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
             json!({"ranks": 4, "mode": "hybrid", "model": 4}),
             "2 classes cannot be divided over 4 ranks: set parallel.model to 2",
         ),
+        (
+            "/parallel",
+            json!({
+                "ranks": 2, "mode": "hybrid", "model": 2, "sync_batch_norm": true, "shard": [{"match": "conv1", "split": "in"}],
+            }),
+            "conv1 cannot be split by \"in\" over 2 ranks",
+        ),
     ];
     for (pointer, value, hint) in cases {
         let mut document = spec();

@@ -554,12 +554,15 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     let recent = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
     let server = TestServer::open(server.stop().await, allow_private).await;
     server.deliveries(&id, |list| list.len() as i64 == recent).await;
-    // No message is sent about a run that began and ended long ago, but about a run that has just begun.
+    // No message is sent about a run that began and ended long ago or is imported, but about a run that has just begun.
     let change = json!({"events": ["job.started", "job.succeeded", "run.alert"]});
     assert_eq!(server.change_webhook(&id, &change).await.0, 200);
     assert_eq!(server.post("/runs", &json!({"id": "old", "name": "old", "started_at": 0})).await.0, 201);
     let end = json!({"state": "succeeded", "ended_at": 1000, "summary": {"alerts": [{"title": "slow"}]}});
     assert_eq!(server.patch("/runs/old", &end).await.0, 200);
+    let imported = json!({"id": "imported", "name": "imported", "imported": true});
+    assert_eq!(server.post("/runs", &imported).await.0, 201);
+    assert_eq!(server.patch("/runs/imported", &json!({"state": "succeeded"})).await.0, 200);
     let (_, new) = server.post("/runs", &json!({"name": "new"})).await;
     let of_runs = |list: &[Value]| -> Vec<Value> {
         list.iter().map(|delivery| delivery["job"].clone()).filter(Value::is_string).collect()

@@ -25,6 +25,7 @@ use lockstep_host::tensors::{
 use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::classes_differ,
+    inspect::TRAINED_VALIDATION,
     numbers::plural,
     schedule::{self, Schedule},
     spec::{BrokenFiles, Precision, ValidationDivision, read_leniently},
@@ -359,7 +360,7 @@ fn describe_trained_validation(
     let count = data.count_trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
-            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well \
+            "{count} of the {} {TRAINED_VALIDATION}: their accuracy does not show how well \
              the model handles new pictures",
             plural(data.shape.validation_samples, "validation picture")
         )

@@ -23,6 +23,7 @@ use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, NotInspecte
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
+    labels::{TWIN_NAMES, plain_name_mistake},
     numbers::plural,
     spec::SpecError,
 };
@@ -139,8 +140,9 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     let Some(same) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
     };
+    let twins = if same.name == name { "" } else { TWIN_NAMES };
     let detail = format!(
-        "a dataset is already called {:?}; choose another name, or remove that dataset first",
+        "a dataset is already called {:?}{twins}; choose another name, or remove that dataset first",
         same.name
     );
     Err(Error::WithCode(Code::NameTaken, detail))
@@ -312,34 +314,7 @@ fn name_mistake(name: &str) -> Option<SpecError> {
     if ["inspect", "bundled", "uploads"].contains(&name) {
         return mistake(format!("is reserved for the call /api/v1/datasets/{name}; choose another name"));
     }
-    let is_plain_name = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
-    if is_plain_name && !name.starts_with('.') {
-        return None;
-    }
-    let problem = match name.chars().find(|c| !is_plain(*c)) {
-        _ if name.is_empty() => "is empty".to_owned(),
-        Some(' ') => "has a space".into(),
-        Some(special) => format!("has {special:?}"),
-        None if name.len() > MAX_NAME_BYTES => format!("has {} characters", name.len()),
-        None => "begins with a dot".into(),
-    };
-    // The name with its special characters replaced, if the name would then be valid.
-    let parts: Vec<_> = name.split(|c: char| !is_plain(c)).filter(|part| !part.is_empty()).collect();
-    let similar = parts.join("-");
-    let similar = similar.trim_start_matches('.').trim_end_matches('-');
-    let similar = if (1..=MAX_NAME_BYTES).contains(&similar.len()) {
-        format!("; for example `{similar}`")
-    } else {
-        String::new()
-    };
-    mistake(format!(
-        "the name {problem}: use 1 to {MAX_NAME_BYTES} letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot{similar}"
-    ))
-}
-
-/// Whether a character has no special meaning in URLs and paths.
-fn is_plain(c: char) -> bool {
-    c.is_ascii_alphanumeric() || "-_.".contains(c)
+    plain_name_mistake(name, MAX_NAME_BYTES).and_then(mistake)
 }
 
 /// Returns the mistake in the path of a request, if any.

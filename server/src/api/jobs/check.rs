@@ -18,8 +18,8 @@ use lockstep_protocol::{
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
-        trial_document,
+        self, Arch, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened,
+        split_sweep, trial_document,
     },
     throughput::Throughput,
 };
@@ -567,6 +567,11 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     }
     if let Some(detail) = spec.parallel.too_many_ranks(info.classes.len()) {
         mistake("/parallel/model", detail);
+    }
+    if spec.model.arch != Arch::CifarNet
+        && let Some(detail) = spec.parallel.too_few_channels(info.channels)
+    {
+        mistake("/parallel/shard", detail);
     }
     if let (Some(folds), Some(train)) = (spec.data.folds, train)
         && train.samples < u64::from(folds)

@@ -1,14 +1,18 @@
 //! The course of a job's accuracy: whether it improves while the job runs; after the end, whether it is low, why, and what to change.
 
+use super::logs;
 use crate::{
     http::error::Result,
     metrics::{Metrics, chunk::Bucket, query},
-    store::MetricFilter,
+    store::{MetricFilter, Store},
 };
 use lockstep_protocol::{
-    Job, JobState,
-    numbers::{accuracy_of, confidence_interval, percent, plural, value},
-    spec::{Augment, LossSpec},
+    Job, JobSpec, JobState,
+    inspect::TRAINED_VALIDATION,
+    numbers::{accuracy_of, confidence_interval, exact, percent, plural, value},
+    reason::ReasonKind,
+    spec::{Augment, LossSpec, Validation},
+    suggestion::usual_lr,
 };
 use std::collections::BTreeMap;
 
@@ -30,11 +34,20 @@ const MIN_RISE: f64 = 0.01;
 const EXPLODED: f64 = 3.0;
 /// Minimum loss at the start that counts: the loss of a guess among 10 classes. Trained weights may start near 0.
 const MIN_START_LOSS: f64 = 2.3;
+/// Maximum share of the training pictures that advice holds out.
+const MAX_HELD_OUT: f64 = 0.2;
+/// With fewer training pictures than this, trained weights are worthwhile.
+const FEW_TRAINING_PICTURES: u64 = 5000;
 
-/// Returns the diagnosis of a job. `None` if the job neither runs nor succeeded, or has too few validations; after the end, also if the job
-/// needs no advice and has no training accuracy that can be compared. The page's links to clones recognise a learning rate that is too high
-/// by these words.
-pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
+/// Returns the diagnosis of a job. `None` if the job neither runs, succeeded, nor diverged, or has too few validations; after the end, also
+/// if the job needs no advice and has no training accuracy that can be compared. The page links to clones with the values that the text
+/// names, such as `train.lr = 0.01`.
+pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Result<Option<String>> {
+    let has_diverged =
+        job.cause.as_ref().is_some_and(|cause| matches!(cause.kind(), ReasonKind::Diverged { .. }));
+    if job.state == JobState::Failed && has_diverged {
+        return Ok(Some(format!("Clone the job with train.lr = {}.", lowered_lr(&job.spec))));
+    }
     let is_running = job.state == JobState::Running;
     let has_course = is_running || job.state == JobState::Succeeded;
     if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
@@ -45,9 +58,11 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.max(MIN_START_LOSS);
     if is_running && let Some(loss) = job.last.loss.filter(has_exploded) {
         return Ok(Some(format!(
-            "The training loss has exploded ({} at the start, {} now): the learning rate is too high. Cancel the job and lower train.lr.",
+            "The training loss has exploded ({} at the start, {} now): the learning rate is too high. Cancel the job and clone it with \
+             train.lr = {}.",
             value(start_loss),
-            value(loss)
+            value(loss),
+            lowered_lr(&job.spec)
         )));
     }
     let series = read_series(metrics, job, "val_accuracy", 0).await?;
@@ -77,7 +92,35 @@ pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>>
     let highest_loss = job.sparkline.iter().copied().reduce(f32::max).map(f64::from);
     let exploded_loss = highest_loss.filter(has_exploded);
     let pictures = job.last.val_pictures;
-    Ok(Course { training, is_augmented, validations, pictures, exploded_loss }.diagnosis())
+    let training_pictures = job.steps_per_epoch * job.spec.global_batch_size();
+    let lacks_weights = job.spec.model.pretrained.is_none() && job.parent.is_none();
+    let suits_weights = lacks_weights && training_pictures < FEW_TRAINING_PICTURES;
+    let spec = &job.spec;
+    let course = Course { spec, training, is_augmented, suits_weights, validations, pictures, exploded_loss };
+    let trained_validation = if lacks_weights {
+        None
+    } else {
+        logs::find_line(store, job, TRAINED_VALIDATION).await?.map(|line| format!("{line}."))
+    };
+    let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
+    Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
+}
+
+/// A tenth of a learning rate that was too high, or the usual rate if that is lower.
+fn lowered_lr(spec: &JobSpec) -> f64 {
+    let tenth = exact(spec.train.lr) / 10.0;
+    round_lr(usual_lr(spec).map_or(tenth, |usual| usual.min(tenth)))
+}
+
+/// Twice a learning rate that may be too low; `None` if that exceeds twice the usual rate.
+fn raised_lr(spec: &JobSpec) -> Option<f64> {
+    let lr = exact(spec.train.lr);
+    usual_lr(spec).filter(|usual| spec.train.lr <= *usual as f32).map(|_| round_lr(2.0 * lr))
+}
+
+/// Rounds to three significant digits.
+fn round_lr(lr: f64) -> f64 {
+    format!("{lr:.2e}").parse().unwrap_or(lr)
 }
 
 /// Reads the series of a metric from a step, in the order of attempts and ranks.
@@ -125,11 +168,14 @@ fn standard_error(accuracy: f64, pictures: u64) -> f64 {
 }
 
 /// A job's accuracies over time.
-struct Course {
+struct Course<'a> {
+    spec: &'a JobSpec,
     /// Mean training accuracy of the last epoch; `None` if it cannot be compared with validation accuracy.
     training: Option<f64>,
     /// Whether the training pictures are strongly augmented, which lowers the training accuracy.
     is_augmented: bool,
+    /// Whether the job has few pictures and began with random weights.
+    suits_weights: bool,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
@@ -138,7 +184,7 @@ struct Course {
     exploded_loss: Option<f64>,
 }
 
-impl Course {
+impl Course<'_> {
     fn diagnosis(&self) -> Option<String> {
         let last = *self.validations.last()?;
         let margin = self.pictures.map_or(0.0, |pictures| {
@@ -165,8 +211,9 @@ impl Course {
         }
         if let Some(loss) = exploded_loss {
             findings.push(format!(
-                "The training loss rose far above its start, to {}: the learning rate is too high. Lower train.lr.",
-                value(loss)
+                "The training loss rose far above its start, to {}: the learning rate is too high. Clone the job with train.lr = {}.",
+                value(loss),
+                lowered_lr(self.spec)
             ));
         } else if let Some(training) = self.training
             && rise.is_none()
@@ -186,9 +233,12 @@ impl Course {
             && training < LOW_ACCURACY
             && last < LOW_ACCURACY
         {
+            let raise = raised_lr(self.spec)
+                .map(|lr| format!("raise the learning rate (train.lr = {lr}) or "))
+                .unwrap_or_default();
             findings.push(format!(
-                "Training accuracy is low ({}), and so is validation accuracy ({}): raise train.lr or train more epochs (train.epochs); a \
-                 larger network may help.",
+                "Training accuracy is low ({}), and so is validation accuracy ({}): {raise}train more epochs (train.epochs); a larger \
+                 network may help.",
                 percent(training),
                 percent(last)
             ));
@@ -196,16 +246,31 @@ impl Course {
         let measured = accuracy_of(last, self.pictures);
         if let Some(training) = overfitted {
             let augment = if self.is_augmented { "Raise" } else { "Set data.augment = \"trivial\", raise" };
+            let weights = if self.suits_weights {
+                ", or start from trained weights (model.pretrained with the recipe finetune)"
+            } else {
+                ""
+            };
             findings.push(format!(
                 "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. {augment} \
-                 train.weight_decay, or add pictures.",
+                 train.weight_decay, or add pictures{weights}.",
                 percent(training)
             ));
         } else if margin > MAX_MARGIN {
-            findings.push(format!(
-                "The validation accuracy, {measured}, is uncertain: add pictures, or hold out more of them (data.validation), which \
-                 leaves fewer to train on."
-            ));
+            let data = &self.spec.data;
+            let advice = match &data.validation {
+                _ if data.folds.is_some() => String::new(),
+                Validation::Fraction(share) if *share < MAX_HELD_OUT => format!(
+                    ", or hold out more of them (data.validation = {}), which leaves fewer to train on",
+                    MAX_HELD_OUT.min(2.0 * share)
+                ),
+                Validation::Fraction(_) => {
+                    ", or repeat the job with other seeds (data.validation_seed)".into()
+                }
+                Validation::Split(_) => " to the validation split".into(),
+            };
+            findings
+                .push(format!("The validation accuracy, {measured}, is uncertain: add pictures{advice}."));
         }
         if findings.is_empty() {
             let training = percent(self.training?);
@@ -230,13 +295,22 @@ fn rise(values: &[f64]) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn course(
+    fn course<'a>(
+        spec: &'a JobSpec,
         training: Option<f64>,
         is_augmented: bool,
         validations: &[f64],
         pictures: Option<u64>,
-    ) -> Course {
-        Course { training, is_augmented, validations: validations.to_vec(), pictures, exploded_loss: None }
+    ) -> Course<'a> {
+        Course {
+            spec,
+            training,
+            is_augmented,
+            suits_weights: false,
+            validations: validations.to_vec(),
+            pictures,
+            exploded_loss: None,
+        }
     }
 
     /// Checks that the diagnosis contains `expected`.
@@ -247,7 +321,8 @@ mod tests {
         pictures: Option<u64>,
         expected: Option<&str>,
     ) {
-        let found = course(training, is_augmented, validations, pictures).diagnosis();
+        let spec = JobSpec::default();
+        let found = course(&spec, training, is_augmented, validations, pictures).diagnosis();
         let fits = match (&found, expected) {
             (Some(found), Some(expected)) => found.contains(expected),
             (found, expected) => found.is_none() && expected.is_none(),
@@ -289,8 +364,9 @@ mod tests {
                 RISING,
                 Some(20),
                 Some(
-                    "Training accuracy is low (50.0 %), and so is validation accuracy (65.0 %): raise train.lr or train more epochs \
-                     (train.epochs); a larger network may help. The validation accuracy, 65.0 % ± 10.7 of 20 pictures, is uncertain",
+                    "Training accuracy is low (50.0 %), and so is validation accuracy (65.0 %): raise the learning rate (train.lr = \
+                     0.02) or train more epochs (train.epochs); a larger network may help. The validation accuracy, 65.0 % ± 10.7 of 20 \
+                     pictures, is uncertain",
                 ),
             ),
             (
@@ -336,7 +412,12 @@ mod tests {
             // The training accuracy cannot rise any more.
             (Some(0.999), RISING, Some(5000), Some("overfits")),
             (Some(0.99), FLAT, Some(5000), Some("Training accuracy is 99.0 %, validation accuracy 70.0 %")),
-            (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train more epochs")),
+            (
+                Some(0.72),
+                FLAT,
+                Some(5000),
+                Some("raise the learning rate (train.lr = 0.02) or train more epochs"),
+            ),
             // With mixed pictures there is no training accuracy.
             (None, FLAT, Some(5000), None),
             // A difference within the margin of the validation is no gap.
@@ -366,13 +447,32 @@ mod tests {
         for (training, expected) in [
             (
                 0.4,
-                "The training loss rose far above its start, to 350.0: the learning rate is too high. Lower train.lr.",
+                "The training loss rose far above its start, to 350.0: the learning rate is too high. Clone the job with train.lr = 0.001.",
             ),
             (0.99, "no sign of overfitting"),
         ] {
-            let course = course(Some(training), false, &[0.3, 0.6, 0.98 * training], Some(5000));
+            let spec = JobSpec::default();
+            let course = course(&spec, Some(training), false, &[0.3, 0.6, 0.98 * training], Some(5000));
             let found = Course { exploded_loss: Some(350.0), ..course }.diagnosis();
             assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{training}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn advice_stays_within_usual_values() {
+        // The usual rate for 32 pictures is 0.025.
+        for (lr, lowered, raised) in [(0.01, 0.001, Some(0.02)), (0.05, 0.005, None), (1.0, 0.025, None)] {
+            let mut spec = JobSpec::default();
+            spec.train.lr = lr;
+            assert_eq!((lowered_lr(&spec), raised_lr(&spec)), (lowered, raised), "{lr}");
+        }
+        for (share, advice) in
+            [(0.1, "(data.validation = 0.2)"), (0.15, "(data.validation = 0.2)"), (0.3, "with other seeds")]
+        {
+            let mut spec = JobSpec::default();
+            spec.data.validation = Validation::Fraction(share);
+            let found = course(&spec, Some(0.8), false, &[0.75], Some(4)).diagnosis();
+            assert!(found.as_ref().is_some_and(|found| found.contains(advice)), "{share}: {found:?}");
         }
     }
 

@@ -91,7 +91,7 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
 /// Same as [`job_for`], with the diagnosis.
 async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = job_for(scheduler, caller, row).await?;
-    job.diagnosis = diagnosis::find(metrics, &job).await?;
+    job.diagnosis = diagnosis::find(metrics, &*scheduler.store, &job).await?;
     Ok(job)
 }
 

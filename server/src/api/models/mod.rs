@@ -22,7 +22,7 @@ use crate::{
 use lockstep_protocol::{
     checkpoint_files::STATE,
     dataset::DatasetNote,
-    labels,
+    labels::{self, TWIN_NAMES},
     models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
 };
 use serde_json::json;
@@ -172,7 +172,8 @@ pub(crate) async fn create(
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
         if *known != model {
-            let detail = format!("a model is already called {known:?}; use this name, or choose another");
+            let detail =
+                format!("a model is already called {known:?}{TWIN_NAMES}; use this name, or choose another");
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
     }

@@ -53,6 +53,9 @@ pub(crate) struct NewRun {
     private: Option<bool>,
     /// Time of the run's start, in milliseconds since 1970 (default: now).
     started_at: Option<i64>,
+    /// Whether the run is copied from elsewhere after its end, so that webhooks get no messages about it.
+    #[serde(default)]
+    imported: bool,
     /// Tags, which only MLflow's clients can set.
     #[serde(skip)]
     values: BTreeMap<String, String>,
@@ -148,7 +151,13 @@ async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Re
     let tags = labels::normalise_tags(&new.tags.unwrap_or_default());
     let now = crate::now();
     let started_at = new.started_at.and_then(|ms| Timestamp::from_millisecond(ms).ok());
-    let external = External { id: new.id, config: config.clone(), summary: Map::new(), values: new.values };
+    let external = External {
+        id: new.id,
+        config: config.clone(),
+        summary: Map::new(),
+        values: new.values,
+        imported: new.imported,
+    };
     let at = started_at.map_or(now, |at| at.min(now));
     let job = NewJob {
         annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },

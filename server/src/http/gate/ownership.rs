@@ -3,7 +3,7 @@
 //! people, only owners and admins may change an object.
 
 use crate::{
-    auth::{Auth, access::Caller},
+    auth::{Auth, SERVER_TOKEN_NAME, access::Caller},
     http::error::{Error, Result},
     store::Ownership,
 };
@@ -132,6 +132,9 @@ async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<
 fn not_yours(kind: Kind, ownership: &Ownership) -> String {
     let word = kind.word();
     match &ownership.owner {
+        Some(owner) if owner == SERVER_TOKEN_NAME => {
+            format!("this {word} belongs to the server's own token: only admins may change it")
+        }
         Some(owner) => format!("this {word} belongs to {owner}: only the owner and admins may change it"),
         None => format!("this {word} has no owner: only admins may change it"),
     }

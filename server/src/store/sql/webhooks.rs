@@ -26,8 +26,8 @@ pub(super) struct Notice {
 }
 
 /// Creates the notice for an event, and updates the announced state. `row` is the job after the event. `None` if the event neither changes
-/// the job's state nor is an alert, or if a run from elsewhere reports what happened long ago. Private jobs have no notices, because other
-/// people can read the receiver's messages.
+/// the job's state nor is an alert, or if a run from elsewhere is imported or reports what happened long ago. Private jobs have no notices,
+/// because other people can read the receiver's messages.
 pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
@@ -42,7 +42,10 @@ pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -
     };
     let job = &row.job;
     let happened_at = job.finished_at.map_or(at, |ended| ended.min(at));
-    let is_old = job.external.is_some() && crate::now().duration_since(happened_at) > MAX_RUN_AGE;
+    let is_old = job
+        .external
+        .as_ref()
+        .is_some_and(|run| run.imported || crate::now().duration_since(happened_at) > MAX_RUN_AGE);
     if is_old || job.spec.private {
         return None;
     }

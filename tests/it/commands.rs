@@ -241,7 +241,7 @@ async fn commands_that_need_a_gpu_say_so_without_one() {
     for command in ["agent", "serve"] {
         for count in ["0", "1025"] {
             run_without_gpu(&[command, "--cpu-slots", count])
-                .assert_usage_error(&["--cpu-slots", "1..=1024"]);
+                .assert_usage_error(&["--cpu-slots", "from 1 to 1024"]);
         }
     }
     run_without_gpu(&["agent", "--gpus", "0", "--cpu-slots", "1"])

@@ -46,7 +46,7 @@ async fn a_dataset_is_prepared_and_registered_by_one_command() {
     server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).assert_usage_error(&[
         "--prepare",
         "15",
-        "16..=4096",
+        "from 16 to 4096",
     ]);
     server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).assert_usage_error(&["--prepare"]);
     let pattern = format!("{}/train-{{000000..000000}}.tar", here("hub-16").display());

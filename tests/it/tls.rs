@@ -185,7 +185,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
 
     let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
     run(&server, &without, &["list"])
-        .assert_fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
+        .assert_fails(1, &["the name of the host was not found", "HTTPS_PROXY is set", "NO_PROXY"]);
     // A server on this machine is reached without the proxy.
     let plain = Serve::start(&["--no-local-agent"], listens).await;
     let mut local = lockstep();

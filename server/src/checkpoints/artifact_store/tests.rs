@@ -99,5 +99,5 @@ fn a_failing_store_is_reported_once_until_it_works_again() {
 fn messages_say_why_a_checkpoint_is_not_fetched() {
     let how = "the bytes of its state.json are not those that were written";
     let damaged = NotFetched::Damaged(how.into()).to_string();
-    assert_eq!(damaged, format!("it is damaged there: {how}"));
+    assert_eq!(damaged, format!("the checkpoint in the store is damaged: {how}"));
 }

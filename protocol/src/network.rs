@@ -146,7 +146,7 @@ impl PlanDescription {
     pub fn advice(&self) -> Option<&'static str> {
         let predicted = self.predicted.as_ref()?.step_ms;
         ((self.measured_step_ms? - predicted).abs() > predicted / 2.0).then_some(
-            "the figures of this machine may be out of date: `lockstep plan --measure JOB.toml` measures them again",
+            "the figures of the machine that trains may be out of date: `lockstep plan --measure JOB.toml` measures them again there",
         )
     }
 

@@ -132,7 +132,8 @@ impl AccessArgs {
         let last_listen = read_token_file(&dir.join(LAST_LISTEN)).ok();
         let listen = last_listen
             .and_then(|text| text.parse::<SocketAddr>().ok())
-            .filter(|address| format!("http://{address}") != DEFAULT_SERVER)
+            // Other addresses need further options.
+            .filter(|address| address.ip().is_loopback() && format!("http://{address}") != DEFAULT_SERVER)
             .map(|address| format!(" --listen {address}"));
         let folder = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
         is_stopped

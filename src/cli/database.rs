@@ -106,7 +106,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     let data_dir = args.which.data_dir.display();
     output::warn(format_args!(
         "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads, which must be in \
-         place before `lockstep serve` starts with the restored database"
+         place before `lockstep serve` starts with the restored database (the pictures at the same path as now)"
     ));
     Ok(())
 }
@@ -132,8 +132,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     let summary = restored?;
     report("restored", &location, &args.file, &summary, args.which.json)?;
     output::warn(format_args!(
-        "a backup has no weights and no uploaded pictures: copy the earlier server's folders jobs and datasets/uploads to {0}/jobs and \
-         {0}/datasets/uploads before `lockstep serve` starts",
+        "a backup has no weights and no uploaded pictures: before `lockstep serve` starts, copy the earlier server's folder jobs to \
+         {}/jobs, and its folder datasets/uploads to the path that it had on the earlier server",
         data_dir.display()
     ));
     // The server's own agent has its identity in the data directory.

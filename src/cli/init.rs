@@ -97,7 +97,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             output::line(format_estimate(secs_per_picture, &choice, quick.as_ref()))?;
         }
         Err(NoEstimate::TrainingFailed(why)) => {
-            anyhow::bail!("{shown} is written, but its first steps fail on this machine: {why}")
+            anyhow::bail!(
+                "{shown} is written, but its first steps fail on this machine: {why}. If the cause is this machine, submit the file to a \
+                 server: `lockstep submit {shown}`"
+            )
         }
         Err(NoEstimate::NotMeasured(why)) => output::warn(format_args!("no estimate of the time: {why}")),
     }

@@ -208,9 +208,11 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 /// Returns every mistake in the document.
 pub(super) fn parse(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let (spec, mut mistakes) = spec::read(document);
-    // The strategies are checked beside other mistakes, unless the network is not known because of a mistake in its keys.
+    // The strategies are checked beside other mistakes, unless a mistake may conceal the network.
+    let names_network = document.pointer("/model/arch").is_some();
+    let is_network_wrong = mistakes.iter().any(|mistake| mistake.pointer.starts_with("/model"));
     if let Some(spec) = &spec
-        && !mistakes.iter().any(|mistake| mistake.pointer.starts_with("/model"))
+        && (mistakes.is_empty() || (names_network && !is_network_wrong))
         && let Err(detail) = plan::check(spec)
     {
         mistakes.push(SpecError { pointer: "/parallel".into(), detail });

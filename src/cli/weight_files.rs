@@ -125,8 +125,9 @@ fn has_trained_weights(folder: &Path) -> bool {
 /// # Errors
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
-    // The folder `checkpoints` itself means its run.
-    let is_directory = path.ends_with("checkpoints");
+    // A run's folder `checkpoints` itself means the run.
+    let is_directory =
+        path.ends_with("checkpoints") && checkpoint::list(path).is_ok_and(|found| !found.is_empty());
     let directory = if is_directory { path.to_owned() } else { path.join("checkpoints") };
     // A sharded checkpoint has an index and parts in place of `model.safetensors` and `ema.safetensors`.
     let is_in_checkpoint = path.parent().is_some_and(has_weights);

@@ -16,18 +16,14 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
     ),
     (&[], &["amp_level"], "train.precision"),
     (&[], &["parallel_mode"], "parallel.mode"),
-    (
-        &[],
-        &["device_num", "world_size", "nproc_per_node", "slots_per_trial", "dp", "data_parallel_size"],
-        "parallel.ranks",
-    ),
+    (&[], &["device_num", "world_size", "nproc_per_node", "slots_per_trial"], "parallel.ranks"),
     (&[], &["tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size"], "parallel.model"),
     (
         &[],
         &["pp", "pp_size", "num_stages", "pipeline_stages", "pipeline_model_parallel_size"],
         "parallel.pipeline",
     ),
-    (&[], &["dataset_strategy", "full_batch"], "parallel.height"),
+    (&[], &["dataset_strategy"], "parallel.height"),
     (
         &[],
         &["zero", "zero_stage", "enable_parallel_optimizer", "use_distributed_optimizer"],

@@ -220,7 +220,7 @@ impl Catalog {
             advice
         } else if hint.is_empty() && !folders.is_empty() {
             format!(
-                "; no picture lies directly in {}: add pictures to the class folders",
+                "; no picture lies directly in {}: add pictures to the class folders, or give the folder that contains them",
                 list_names(&folders)
             )
         } else {

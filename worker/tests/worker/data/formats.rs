@@ -252,7 +252,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         ),
         (
             &["cat/notes", "dog/notes"],
-            "; no picture lies directly in cat/, dog/: add pictures to the class folders",
+            "; no picture lies directly in cat/, dog/: add pictures to the class folders, or give the folder that contains them",
         ),
         (&["a", "b", "c", "d", "e", "f", "g"], "; it has a, b, c, d, e and 2 more"),
     ] {

@@ -159,38 +159,7 @@ const weights = fieldOf("model.pretrained");
 function chooseRecipe(name) {
   fillRecipe(name);
   touched.add(weights);
-  prepareForWeights();
 }
-
-/** Settings of the pictures that a network sees. */
-const PREPARATION = ["data.image_size", "data.validation_size", "data.resize_size", "data.random_resized_crop", "data.crop_padding", "data.mean", "data.std"];
-/** Whether the fields of `PREPARATION` have values of the job that trained the weights. */
-let isPrepared = false;
-
-/** Returns the id of the job that trained these weights, if they are a checkpoint or a model of this server. */
-async function trainingJob(given) {
-  const [, model, version, alias] = given.match(/^models:\/([^/@]+)(?:\/(\d+)|@(.+))$/) ?? [];
-  if (!model) return given.match(/^(j[0-9a-z]{26})-\d+-\d+$/)?.[1];
-  const { versions } = await ask(`/api/v1/models/${encodeURIComponent(model)}`);
-  return versions.find((v) => String(v.version) === version || v.aliases.includes(alias))?.job;
-}
-
-/** With the recipe finetune and weights of this server, pictures are prepared as for the job that trained the weights, not as for ImageNet. */
-async function prepareForWeights() {
-  const given = valueOf(weights), isFinetune = () => filledRecipe.value === "finetune" && valueOf(weights) === given;
-  if (!isFinetune()) return;
-  const job = await trainingJob(given).catch(() => null);
-  const page = job && await fetchPage(`/jobs/new?from=${job}&set=${encodeURIComponent(`model.pretrained=${given}`)}`).catch(() => null);
-  if (!isFinetune() || (!page && !isPrepared)) return;
-  isPrepared = Boolean(page);
-  for (const field of PREPARATION.map(fieldOf)) {
-    const value = untouchedValue(field, "finetune"), isEdited = touched.has(field) && effectiveValue(field, "finetune") !== value;
-    if (!isEdited) writeValue(field, page ? valueOf(page.getElementById(field.id)) : value, "finetune");
-  }
-  showReplaced();
-  checkSoon();
-}
-weights.addEventListener("change", prepareForWeights);
 
 // The list already has the names of weights that can be downloaded. Models, and the best checkpoints of the newest jobs, come first. Without
 // a response, the reader types the weights.

@@ -31,8 +31,8 @@ pub fn project_mistake(name: &str) -> Option<String> {
     plain_name_mistake(name, PROJECT_CHARS)
 }
 
-/// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. `None` if the text is
-/// a plain name.
+/// Why a text is not a plain name: at most `max` characters, none of which has a special meaning in URLs and paths. The text begins with
+/// a verb (`has a space: ...`). `None` if the text is a plain name.
 pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     let problem = match name.chars().find(|c| !is_plain(*c)) {
         _ if name.is_empty() => "is empty".to_owned(),
@@ -49,7 +49,7 @@ pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     let similar =
         if (1..=max).contains(&similar.len()) { format!("; for example `{similar}`") } else { String::new() };
     Some(format!(
-        "the name {problem}: use 1 to {max} letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot{similar}"
+        "{problem}: use 1 to {max} letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot{similar}"
     ))
 }
 

@@ -530,7 +530,7 @@ impl fmt::Display for Next {
         let from = |step: &Option<u64>| step.map_or("the start".to_owned(), |step| format!("step {step}"));
         match self {
             Next::Restart { attempt, from_step, or_newer } => {
-                let newer = if *or_newer { " or a newer checkpoint" } else { "" };
+                let newer = if *or_newer { ", or from a newer checkpoint if one was written" } else { "" };
                 write!(f, "attempt {attempt} starts from {}{newer}", from(from_step))
             }
             Next::Continue { from_step } => write!(f, "continues from {}", from(from_step)),

@@ -100,7 +100,7 @@ export class Actions {
   fork(checkpoint) {
     const choice = byId("fork-checkpoint");
     const { id, name, spec: { train }, total_steps } = this.page.job(), key = train.steps ? "steps" : "epochs";
-    this.page.checkpoints.offer(choice, checkpoint ?? this.page.checkpoints.best?.id);
+    this.page.checkpoints.offer(choice, checkpoint);
     setText(byId("fork-title"), `Fork ${name}`);
     // From the last checkpoint, no steps are left unless the fork trains longer.
     const suggest = () => {

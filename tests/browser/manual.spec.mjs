@@ -131,7 +131,7 @@ describe("many jobs", () => {
     assert.equal(await page.locator("#tags").inputValue(), "baseline, slow");
     await page.locator("#project").fill("no spaces");
     await notes.focus();
-    await until("the error is shown", async () => /1 to 100 characters/.test(await page.locator("#project-error").textContent()));
+    await until("the error is shown", async () => /1 to 100 letters/.test(await page.locator("#project-error").textContent()));
     await page.locator("#project-name").click();
     await until("the project's jobs are listed", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
     await page.getByRole("button", { name: "Remove the filter project vision" }).click();

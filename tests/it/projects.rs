@@ -31,7 +31,7 @@ async fn jobs_have_projects_and_are_listed_by_project() {
     server.cli(&["submit", file, "--set", "name=a", "--set", "project=vision", "--set", "train.lr=0.5"]).ok();
     server
         .cli(&["submit", file, "--project", "no spaces"])
-        .assert_usage_error(&["project", "1 to 100 characters"]);
+        .assert_usage_error(&["project", "1 to 100 letters"]);
     server.cli(&["submit", file, "--tag", "a,b"]).assert_usage_error(&["tags", "without commas"]);
 
     let listed = |arguments: &[&str]| server.cli(&[&["list", "--json"][..], arguments].concat()).json();

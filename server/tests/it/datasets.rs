@@ -130,11 +130,11 @@ async fn an_invalid_name_is_refused_with_the_rules() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 1).await;
     for (name, problem, similar) in [
-        (String::new(), "the name is empty: ", ""),
-        ("my pictures".into(), "the name has a space: ", "; for example `my-pictures`"),
-        ("blumen-\u{e4}".into(), "the name has '\u{e4}': ", "; for example `blumen`"),
-        (".hidden".into(), "the name begins with a dot: ", "; for example `hidden`"),
-        ("a".repeat(101), "the name has 101 characters: ", ""),
+        (String::new(), "is empty: ", ""),
+        ("my pictures".into(), "has a space: ", "; for example `my-pictures`"),
+        ("blumen-\u{e4}".into(), "has '\u{e4}': ", "; for example `blumen`"),
+        (".hidden".into(), "begins with a dot: ", "; for example `hidden`"),
+        ("a".repeat(101), "has 101 characters: ", ""),
     ] {
         let (status, response) =
             server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;

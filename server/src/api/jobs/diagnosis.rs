@@ -96,11 +96,20 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let lacks_weights = job.spec.model.pretrained.is_none() && job.parent.is_none();
     let suits_weights = lacks_weights && training_pictures < FEW_TRAINING_PICTURES;
     let spec = &job.spec;
-    let course = Course { spec, training, is_augmented, suits_weights, validations, pictures, exploded_loss };
     let trained_validation = if lacks_weights {
         None
     } else {
         logs::find_line(store, job, TRAINED_VALIDATION).await?.map(|line| format!("{line}."))
+    };
+    let course = Course {
+        spec,
+        training,
+        is_augmented,
+        suits_weights,
+        validations,
+        pictures,
+        has_trained_validation: trained_validation.is_some(),
+        exploded_loss,
     };
     let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
@@ -182,6 +191,8 @@ struct Course<'a> {
     pictures: Option<u64>,
     /// The highest training loss, if it was far above the loss at the start.
     exploded_loss: Option<f64>,
+    /// Whether validation pictures were training pictures of the run that the weights are from.
+    has_trained_validation: bool,
 }
 
 impl Course<'_> {
@@ -272,13 +283,13 @@ impl Course<'_> {
             findings
                 .push(format!("The validation accuracy, {measured}, is uncertain: add pictures{advice}."));
         }
-        if findings.is_empty() {
+        if findings.is_empty() && !self.has_trained_validation {
             let training = percent(self.training?);
             findings.push(format!(
                 "Training accuracy is {training}, validation accuracy {measured}: no sign of overfitting."
             ));
         }
-        Some(findings.join(" "))
+        Some(findings.join(" ")).filter(|text| !text.is_empty())
     }
 }
 
@@ -310,6 +321,7 @@ mod tests {
             validations: validations.to_vec(),
             pictures,
             exploded_loss: None,
+            has_trained_validation: false,
         }
     }
 

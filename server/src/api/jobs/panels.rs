@@ -88,7 +88,7 @@ pub(crate) async fn delete(
 /// Checks that the caller sees a job of a project, and returns the project's name. Other callers do not learn whether the project exists.
 async fn check_visible_project(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
-        return Err(Error::NotFound(format!("no project has this name: a project {mistake}")));
+        return Err(Error::NotFound(format!("no project has this name, which {mistake}")));
     }
     let projects = store.projects(caller.viewer_name().as_deref()).await?;
     if projects.iter().any(|project| project.name == name) {

@@ -36,7 +36,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
     assert_eq!(status, 422, "{body}");
     let details = body["errors"].as_array().unwrap().iter().map(|error| error["detail"].as_str().unwrap());
     let details: Vec<_> = details.collect();
-    assert!(details[0].starts_with("the name has 101 characters: use 1 to 100 "), "{body}");
+    assert!(details[0].starts_with("has 101 characters: use 1 to 100 "), "{body}");
     assert_eq!(details[1..], ["has 4097 bytes, but must have at most 4096"]);
     let (status, body) = server.post("/datasets/inspect", &json!({"path": "/a\0b"})).await;
     assert!(status == 422 && body.to_string().contains("a zero byte"), "{body}");

@@ -70,6 +70,8 @@ document.addEventListener("keydown", (event) => {
 setUpNotifications();
 // Lets paths and long names wrap between two words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) writeWrapped(node, node.textContent);
+// On a phone, the links to pages are one row that scrolls.
+document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 
 const button = byId("keys");
 if (button) { button.hidden = false; button.addEventListener("click", openHelp); }

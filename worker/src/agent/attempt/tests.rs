@@ -103,7 +103,7 @@ impl Fixture {
 }
 
 fn step(step: u64) -> AttemptEvent {
-    let column = MetricColumn { name: "loss".into(), steps: vec![step], values: vec![1.0] };
+    let column = MetricColumn { name: "step_ms".into(), steps: vec![step], values: vec![1.0] };
     AttemptEvent::Metrics { rank: 0, columns: vec![column] }
 }
 

@@ -52,7 +52,8 @@ pub(super) struct RecordSummary {
 impl RecordSink for RecordSummary {
     fn record(&mut self, event: AttemptEvent) {
         self.reported.record(&event);
-        self.is_training |= matches!(event, AttemptEvent::Metrics { .. });
+        // Every rank reports this metric for each step. Metrics of the machine are reported before the first step, too.
+        self.is_training |= matches!(&event, AttemptEvent::Metrics { columns, .. } if columns.iter().any(|c| c.name == "step_ms"));
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }

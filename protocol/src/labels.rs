@@ -45,7 +45,7 @@ pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     // The name with its special characters replaced, if the name would then be valid.
     let parts: Vec<_> = name.split(|c: char| !is_plain(c)).filter(|part| !part.is_empty()).collect();
     let similar = parts.join("-");
-    let similar = similar.trim_start_matches('.').trim_end_matches('-');
+    let similar = similar.trim_start_matches(['.', '-']).trim_end_matches('-');
     let similar =
         if (1..=max).contains(&similar.len()) { format!("; for example `{similar}`") } else { String::new() };
     Some(format!(

@@ -127,7 +127,7 @@ async fn exported_jobs_are_imported_with_every_value() {
     server.cli(&["import", "mlflow", "elsewhere"]).assert_usage_error(&["no runs of MLflow"]);
     server
         .cli(&["import", "csv", "metrics.csv", "--project", "a/b"])
-        .assert_usage_error(&["--project must have"]);
+        .assert_usage_error(&["--project has '/': use 1 to 100"]);
     server.stop().await;
 }
 

@@ -84,7 +84,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     server
         .cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"])
         .assert_usage_error(&["leave --checkpoint out"]);
-    server.cli(&["model", "show", "../jobs"]).assert_usage_error(&["the model's name must have"]);
+    server.cli(&["model", "show", "../jobs"]).assert_usage_error(&["the model's name has '/': use 1 to 100"]);
     for command in [&["model", "show", "shoos"][..], &["model", "alias", "shoos", "champion", "1"]] {
         server.cli(command).assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);
     }

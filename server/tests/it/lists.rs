@@ -164,7 +164,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
         (format!("/jobs?where={}", ["train.lr%3E0"; 11].join(",")), "at most 10"),
         ("/jobs?fields=id,nane".into(), "did you mean \"name\"?"),
         ("/jobs?state=running,done".into(), "the states are"),
-        ("/jobs?project=a%20b".into(), "project must have"),
+        ("/jobs?project=a%20b".into(), "project has a space"),
         ("/jobs?created_after=yesterday".into(), "RFC 3339"),
         ("/jobs?limit=1001".into(), "1 to 1000"),
         ("/datasets?limit=0".into(), "1 to 1000"),

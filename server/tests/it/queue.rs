@@ -151,7 +151,7 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
         ("limit=1001", "1 to 1000"),
         ("fields=place,nam", "did you mean \\\"name\\\""),
         ("projekt=x", "did you mean \\\"project\\\""),
-        ("project=a%20b", "project must have"),
+        ("project=a%20b", "project has a space"),
         ("cursor=x", "the cursor is not valid for this list"),
         (of_jobs.as_str(), "another list"),
     ] {

@@ -68,7 +68,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
     }
-    assert_refused(server.send_as(&ci, "PATCH", &old, note()).await, 403, "this machine");
+    assert_refused(server.send_as(&ci, "PATCH", &old, note()).await, 403, "the server's own token");
     let (mona, _) = server.client_of("mona", "submit").await;
     let (otto, _) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;

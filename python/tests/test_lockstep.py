@@ -235,7 +235,7 @@ def test_a_submission_with_a_lost_response_creates_one_job() -> None:
     with lockstep.Client() as client:
         client.agents()
         client._io.http._transport = LosesResponses()
-        job = client.submit(SPEC, name="once")
+        job = client.submit(SPEC, name="once", set={"train.steps": 100_000})
         assert [other.id for other in client.jobs(name="once")] == [job.id]
         assert len(LosesResponses.seen) == 3
         job.cancel()
@@ -248,7 +248,7 @@ def test_warnings_and_notes_about_jobs_are_printed(capsys: pytest.CaptureFixture
                 archive.write("shoe.png", f"{folder}/{number}.png")
     with lockstep.Client() as client:
         client.upload("sides", "sides.zip")
-        changes = {"data.dataset": "sides", "data.validation": "val"}
+        changes = {"data.dataset": "sides", "data.validation": "val", "train.steps": 100_000}
         jobs = [client.submit(SPEC, name="sides", set=changes) for _ in "12"]
         assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
         assert client.job("sides").id == jobs[1].id

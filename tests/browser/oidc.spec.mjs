@@ -150,7 +150,7 @@ describe("an OpenID provider", () => {
 
     const user = (...args) => execFileSync(BINARY, ["user", ...args, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8", stdio: ["ignore", "pipe", "pipe"] });
     assert.match(user("list"), /ada +member .*OpenID ada/);
-    user("remove", "ada");
+    user("remove", "ada", "--yes");
     const third = await openStranger();
     await third.goto(`${server.url}/login`);
     await third.click("#provider");

@@ -52,7 +52,7 @@ function evaluation() {
   const confusion = CLASSES.map((name, i) => CLASSES.map((_, j) => (name === "goldfinch" ? 0 : i === j ? 400 + 7 * i : (i * j) % 13)));
   const classes = CLASSES.map((name, i) => ({ name, samples: confusion[i].reduce((a, b) => a + b), precision: 0.9 - i / 40, recall: 0.95 - i / 50, f1: 0.92 - i / 45 }));
   const mistakes = Array.from({ length: 12 }, (_, i) => ({ index: i, label: i, predicted: (i + 3) % 12, confidence: 0.99 - i / 100 }));
-  return { accuracy: 0.8765, loss: 0.4321, samples: 5823, secs: 12.3, confusion, classes, mistakes, right: [] };
+  return { accuracy: 0.8765, interval: [0.868, 0.885], loss: 0.4321, samples: 5823, secs: 12.3, confusion, classes, mistakes, right: [] };
 }
 const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==";
 

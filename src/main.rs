@@ -3,7 +3,7 @@
 mod cli;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
-use std::process::ExitCode;
+use lockstep_host::exit_without_handlers;
 
 /// Self-hosted training: submit a job, watch its ranks train in lockstep, never lose a run.
 #[derive(Parser)]
@@ -106,7 +106,7 @@ enum Command {
     Help(cli::help::Args),
 }
 
-fn main() -> ExitCode {
+fn main() {
     let command = match Program::try_parse() {
         Ok(program) => program.command,
         Err(error) => {
@@ -114,7 +114,7 @@ fn main() -> ExitCode {
             cli::mistyped::explain(error, Program::command(), &arguments).exit()
         }
     };
-    cli::exit_code(match command {
+    let result = match command {
         Command::Serve(args) => cli::serve::run(*args),
         Command::Ca(action) => cli::ca::run(action),
         Command::Demo(args) => cli::demo::run(args),
@@ -167,5 +167,7 @@ fn main() -> ExitCode {
         Command::Reference(args) => cli::reference::run(&args, Program::command()),
         Command::Kernels(args) => cli::kernels::run(&args),
         Command::Help(args) => cli::help::run(&args, Program::command()),
-    })
+    };
+    // CUDA's exit handlers would wait for the GPU, which may wait for ranks that have exited.
+    exit_without_handlers(cli::exit_status(result))
 }

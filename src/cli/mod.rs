@@ -67,7 +67,7 @@ mod weight_files;
 pub(crate) mod weights;
 
 use lockstep_protocol::spec::nearest;
-use std::{io::IsTerminal, process::ExitCode};
+use std::io::IsTerminal;
 
 /// Text at the end of `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
@@ -124,14 +124,14 @@ pub(crate) fn unknown_name_message<'a>(
 pub(crate) struct Stopped(pub(crate) String);
 
 /// Prints an error to standard error, and returns the exit status of a command.
-pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
-    let Err(error) = result else { return ExitCode::SUCCESS };
+pub(crate) fn exit_status(result: anyhow::Result<()>) -> i32 {
+    let Err(error) = result else { return 0 };
     if output::is_closed_pipe(&error) {
-        return ExitCode::SUCCESS;
+        return 0;
     }
     let label = if error.is::<Stopped>() { "" } else { "error: " };
     output::warn(format_args!("{label}{}", describe_error(&error)));
-    ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
+    if error.is::<WrongRequest>() { 2 } else { 1 }
 }
 
 /// Formats an error and its causes, as in [`with_causes`].

@@ -329,6 +329,8 @@ def starts(stage):
             spec, _, every = stage.long_job(f"kill {number}", train={"steps": 100000})
             job = server.submit(spec)
             job.until_checkpoint(every)
+            # The next spare process starts after 5 s, and opens its GPU.
+            time.sleep(9)
             [file] = server.data.rglob(f"{job.id}/attempts/*/rank.0.pid")
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
             killed = time.monotonic()

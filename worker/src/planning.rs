@@ -211,7 +211,7 @@ impl Planned {
     /// Describes how the plan distributes each layer of `network`, which may be for another size of pictures.
     pub fn describe(&self, network: &Network) -> NetworkDescription {
         let Candidate { plan, cost } = &self.chosen;
-        let (mut description, _) = network.describe();
+        let mut description = network.describe();
         for (layer, operator) in description.layers.iter_mut().zip(&cost.operators) {
             layer.plan = Some(LayerPlan {
                 placement: placement(operator, plan.mesh),

@@ -19,15 +19,14 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, SingleRank, first_differing_rank,
+    ProcessGroup, SingleRank, any_rank, first_differing_rank,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
     watchdog::Watchdog,
 };
 use lockstep_data::ChangeDetection;
-use lockstep_engine::registry;
-use lockstep_host::lock;
+use lockstep_host::{exit_without_handlers, lock};
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
@@ -57,11 +56,6 @@ const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
 const COMM_TIMEOUT_MARGIN: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
-/// Time limit for exit handlers and the system in an orderly exit, such as freeing a GPU's memory.
-const EXIT_WITHIN: Duration = Duration::from_secs(20);
-/// The same limit for a rank that has reported its failure. CUDA's exit handler would wait for a GPU that waits for
-/// lost ranks. So the process is killed, and the driver frees the GPU's memory.
-const FAIL_WITHIN: Duration = Duration::from_millis(200);
 /// The time by which the watchdog reports a stall earlier than the agent (or a tenth of the limit, if that is less), because the
 /// watchdog knows which ranks are behind.
 const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
@@ -69,7 +63,7 @@ const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
     let status = run_file(config_path);
-    leave(status, if status == EXIT_FAILED { FAIL_WITHIN } else { EXIT_WITHIN })
+    exit_without_handlers(status)
 }
 
 fn run_file(config_path: &Path) -> i32 {
@@ -189,8 +183,7 @@ fn run_attempt(
         check_backends(&joined, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
-            if needs.shared_memory { ShmProcessGroup::meet(&joined, ring)? } else { ring };
-        all_reduce_once(comm.as_ref())?;
+            if needs.shared_memory { ShmProcessGroup::meet(ring).map_err(TrainError::from)? } else { ring };
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let joined = Arc::new(joined);
         // The store stays open until the process of rank 0 ends, because other ranks may still send requests.
@@ -220,7 +213,6 @@ fn run_attempt(
         device,
         local_ranks: config.local_ranks,
         threads: config.threads as usize,
-        rank: config.rank,
         group: comm,
         store,
         watchdog: watchdog.clone(),
@@ -258,19 +250,6 @@ fn check_backends(store: &Store, own_backend: &str) -> Result<(), RankError> {
     })
 }
 
-/// Runs an all-reduce with a known sum, before training depends on the connections.
-fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
-    let mut sum = [f64::from(comm.rank())];
-    comm.all_reduce((&mut sum).into()).map_err(TrainError::from)?;
-    let ranks = f64::from(comm.size());
-    let expected = ranks * (ranks - 1.0) / 2.0;
-    if sum[0] == expected {
-        return Ok(());
-    }
-    let error = format!("the ranks' first all-reduce returned {} instead of {expected}", sum[0]);
-    Err(RankError::System(std::io::Error::other(error)))
-}
-
 /// The first rank of each machine logs the address at which its ranks listen for ranks of other machines.
 fn log_listen_address(config: &RankConfig, reporter: &Reporter) {
     let ranks: Vec<_> = config.start.ranks.iter().map(|(rank, _)| rank.to_string()).collect();
@@ -288,23 +267,19 @@ fn warn_if_unencrypted(
     on_cores: bool,
     reporter: &Reporter,
 ) -> Result<(), RankError> {
-    let mut any = [f64::from(u8::from(next_is_elsewhere))];
-    comm.all_reduce((&mut any).into()).map_err(TrainError::from)?;
-    if any[0] > 0.0 && comm.rank() == 0 {
-        reporter.log(unencrypted_warning(on_cores));
+    if any_rank(comm, next_is_elsewhere).map_err(TrainError::from)? && comm.rank() == 0 {
+        reporter.log(&unencrypted_warning(on_cores));
     }
     Ok(())
 }
 
 /// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
-fn unencrypted_warning(on_cores: bool) -> &'static str {
-    if on_cores {
-        "ranks are on several machines, and their connections are not encrypted: keep these machines in a private network or \
+fn unencrypted_warning(on_cores: bool) -> String {
+    let nccl = if on_cores { "" } else { ", nor does NCCL authenticate them" };
+    format!(
+        "ranks are on several machines, and their connections are not encrypted{nccl}: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
-    } else {
-        "ranks are on several machines, and their connections are not encrypted, nor does NCCL authenticate them: keep these \
-         machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
-    }
+    )
 }
 
 /// Starts the watchdog, which ends this rank when steps no longer complete, even while a thread waits for the GPU.
@@ -325,23 +300,8 @@ fn start_watchdog(
         // The process is still running, because a thread waits for the GPU and cannot be interrupted.
         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
-        leave(EXIT_FAILED, LEAVE_WITHIN);
+        exit_without_handlers(EXIT_FAILED);
     })
-}
-
-/// Exits, even if an exit handler of a device blocks.
-fn leave(status: i32, within: Duration) -> ! {
-    end_by_force_within(within);
-    registry::exit(status, within / 2)
-}
-
-/// Ensures that this process ends within the time limit, even if its exit blocks.
-pub fn end_by_force_within(within: Duration) {
-    let kill = move || {
-        std::thread::sleep(within);
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-    };
-    let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
 /// State that the training thread and the threads for signals and the watchdog share.
@@ -362,9 +322,8 @@ struct RankState {
 }
 
 impl RankState {
-    /// Notifies the backends that this process is about to exit, and aborts the calls of the rank's process group.
+    /// Aborts the calls of the rank's process group.
     fn abort(&self, reason: &str) {
-        registry::about_to_exit(reason);
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);
         }

@@ -82,8 +82,4 @@ impl Backend for Toy {
         note(format!("engine on device {}", args.device.ordinal));
         build_cpu(args.network, args.initial, args.config, args.comm)
     }
-
-    fn about_to_exit(&self, reason: &str) {
-        note(format!("abort: {reason}"));
-    }
 }

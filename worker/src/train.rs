@@ -77,8 +77,6 @@ pub struct Training<'a> {
     /// Number of ranks that share this machine's memory.
     pub local_ranks: u32,
     pub threads: usize,
-    /// This rank's number in the job, as used in reports.
-    pub rank: u32,
     /// The ranks of the job. They see different pictures of a step and keep the same weights, or each copy of the
     /// network is split among several of them. Rank 0 reports what concerns all ranks, and writes checkpoints.
     pub group: Arc<dyn ProcessGroup>,
@@ -139,7 +137,7 @@ fn train_with<'a>(
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
     let Training { spec, observer, .. } = training;
-    let mut throughput = ThroughputMeter::new(*observer, training.rank, training.device.to_string());
+    let mut throughput = ThroughputMeter::new(*observer, training.group.rank(), training.device.to_string());
     throughput.report("starting");
     let mut data = dataset::open(training)?;
     let network = plan::build_network(spec, &data.shape)?;
@@ -210,18 +208,16 @@ fn train_with<'a>(
     if outcome.is_ok() {
         run.data.close_decoder();
     }
-    if let Err(error) = &outcome {
-        if error.has_lost_ranks() {
-            run.keep_last_step();
-        }
-        // The process is about to end. Work on the device may wait for ranks that have exited, so the engine is
-        // leaked. Dropping the writer waits for a checkpoint that is being written.
-        let Run { engine: CurrentEngine(engine), writer, .. } = run;
-        if let Some(engine) = engine {
-            engine.abandon();
-        }
-        drop(writer);
+    if outcome.as_ref().is_err_and(TrainError::has_lost_ranks) {
+        run.keep_last_step();
     }
+    // The process is about to end. Freeing the device's memory takes long, and work on the device may wait for ranks that have
+    // exited, so the engine is leaked. Dropping the writer waits for a checkpoint that is being written.
+    let Run { engine: CurrentEngine(engine), writer, .. } = run;
+    if let Some(engine) = engine {
+        engine.abandon();
+    }
+    drop(writer);
     outcome
 }
 

@@ -4,12 +4,11 @@ use super::{
     super::{block_on, output, serve::StopSignals},
     show::TrainingDisplay,
 };
-use lockstep_engine::registry;
 use lockstep_host::own_program;
 use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::{
     checkpoint,
-    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
+    rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, run_config},
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
@@ -28,8 +27,6 @@ const KILL_DELAY: Duration = Duration::from_secs(6);
 /// Time from SIGTERM to SIGKILL for ranks that write a checkpoint. Longer than the time that ranks allow themselves. A second Ctrl-C ends
 /// the ranks at once.
 const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
-/// Time limit for this process to exit after its rank has failed.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
 pub(super) enum Outcome {
@@ -219,10 +216,6 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     }
     display.finish();
     let status = training.join().unwrap_or(-1);
-    if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
-        // The last step of the rank is saved, but its GPU still waits for ranks that have exited.
-        end_by_force_within(EXIT_TIMEOUT);
-    }
     Ok(match status {
         EXIT_FINISHED => success(&display),
         // Only rank 0 writes checkpoints.
@@ -231,16 +224,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         }
         EXIT_STOPPED => Outcome::Stopped { step: display.bar.step },
         _ => {
-            // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
-            end_by_force_within(EXIT_TIMEOUT);
-            // Exit handlers free resources that aborts still use.
-            let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let reason = format!("rank {} failed at step {}: {reason}", config.rank, display.bar.step);
-            if !may_run_exit_handlers {
-                output::warn(&reason);
-                registry::exit(1, Duration::ZERO);
-            }
             Outcome::Failed { reason, is_retriable }
         }
     })

@@ -39,6 +39,16 @@ pub fn first_differing_rank(values: &[Vec<u8>]) -> Option<usize> {
     values.iter().position(|value| *value != values[0])
 }
 
+/// Collective: whether `own` is true on any rank. The result is the same on every rank.
+///
+/// # Errors
+/// The errors of [every call](ProcessGroup).
+pub fn any_rank(group: &dyn ProcessGroup, own: bool) -> Result<bool, CommError> {
+    let mut count = [f64::from(u8::from(own))];
+    group.all_reduce((&mut count).into())?;
+    Ok(count != [0.0])
+}
+
 /// Memory that all ranks share, or the reason why they cannot share memory.
 pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 

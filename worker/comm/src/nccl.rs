@@ -13,8 +13,6 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-pub use abort::wait_for_aborts;
-
 use super::{CommError, Exchange};
 use abort::Comm;
 use cudarc::{

@@ -4,10 +4,7 @@ mod errors;
 mod split;
 
 use super::*;
-use rendezvous::{
-    Store,
-    loopback::{rendezvous_config, unused_port},
-};
+pub(super) use rendezvous::loopback::on_connected_ranks;
 use ring::Ring;
 use shm::ShmProcessGroup;
 
@@ -32,32 +29,10 @@ fn on_ranks<T: Send>(
     on_connected_ranks(size, timeout, |store, ring| {
         let group: Arc<dyn ProcessGroup> = match kind {
             Kind::Ring => ring,
-            Kind::Shm => ShmProcessGroup::meet(store, ring).unwrap(),
+            Kind::Shm => ShmProcessGroup::meet(ring).unwrap(),
         };
         store.barrier("met").unwrap();
         body(group)
-    })
-}
-
-/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank.
-pub(super) fn on_connected_ranks<T: Send>(
-    size: u32,
-    timeout: Duration,
-    body: impl Fn(&Store, Arc<Ring>) -> T + Sync,
-) -> Vec<T> {
-    let port = unused_port();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let rank = |rank| {
-            scope.spawn(move || {
-                let store = Store::join(rendezvous_config(port, rank, size)).unwrap();
-                let ring = Ring::connect(&store, timeout).unwrap();
-                store.barrier("connected").unwrap();
-                body(&store, ring)
-            })
-        };
-        let ranks: Vec<_> = (0..size).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 

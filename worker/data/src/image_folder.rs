@@ -320,7 +320,7 @@ fn find_classes(split: &Path) -> Result<Classes, DataError> {
                 }
             },
             Ok(FileKind::File { .. }) => {
-                if is_picture(&path).unwrap_or(true) {
+                if has_picture_extension(&path) || !picture::is_not_a_picture(&path) {
                     let detail = "is not in a class folder; move it into one, or out of the dataset";
                     found.broken.push(broken_file(&path, detail));
                 }
@@ -337,8 +337,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         Ok(all) => all,
         Err(detail) => return (Vec::new(), vec![broken_file(folder, detail)]),
     };
-    let opened = files::Folder::open(folder);
-    let examine = |path: &PathBuf| match opened.stat(path)? {
+    let examine = |path: &PathBuf| match files::stat(path)? {
         FileKind::File { size_bytes, modified_ns } => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
@@ -362,14 +361,6 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         }
     }
     (files, broken)
-}
-
-/// Whether a file has the name or the content of a picture.
-fn is_picture(path: &Path) -> Result<bool, String> {
-    if has_picture_extension(path) {
-        return Ok(true);
-    }
-    Ok(picture::format_of(&picture::head(path)?).is_some())
 }
 
 /// The entries of a folder in sorted order, without hidden files.

@@ -16,11 +16,13 @@ pub use store::Progress;
 
 use super::picture;
 use file::{Block, Facts};
+use image::ImageFormat;
 use lockstep_host::files;
 use rayon::prelude::*;
 use std::{
     collections::HashMap,
     ffi::OsString,
+    io,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     time::SystemTime,
@@ -63,6 +65,37 @@ pub(super) struct Members {
     pub(super) shard_error: Option<String>,
     /// Whether the shard could not be read. The next attempt may succeed, so the result is not stored.
     pub(super) is_transient: bool,
+}
+
+/// Why a shard as a whole cannot be used.
+#[derive(Debug, Clone)]
+pub(super) struct UnusableFile {
+    /// The reason, as a phrase to follow the file's name.
+    pub(super) detail: String,
+    /// As [`Members::is_transient`].
+    pub(super) is_transient: bool,
+}
+
+impl UnusableFile {
+    pub(super) fn permanent(detail: impl Into<String>) -> Self {
+        Self { detail: detail.into(), is_transient: false }
+    }
+
+    pub(super) fn transient(detail: String) -> Self {
+        Self { detail, is_transient: true }
+    }
+}
+
+impl From<io::Error> for UnusableFile {
+    fn from(error: io::Error) -> Self {
+        Self::transient(files::cannot_be_read(error))
+    }
+}
+
+impl From<UnusableFile> for Members {
+    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
+        Self { shard_error: Some(detail), is_transient, ..Self::default() }
+    }
 }
 
 /// Describes the pictures of each folder, in the order of the files. Only unknown pictures are read. `began` is the
@@ -129,7 +162,7 @@ fn match_files(facts: &Facts, root: &Path, folders: &[&Folder]) -> Vec<Vec<Slot>
             Some(entry) if entry.size == file.size && entry.modified_ns == file.modified_ns => {
                 Slot::Known(entry)
             }
-            _ if file.needs_check && is_not_a_picture(&root.join(&folder.path).join(&file.name)) => {
+            _ if file.needs_check && picture::is_not_a_picture(&root.join(&folder.path).join(&file.name)) => {
                 Slot::NoPicture
             }
             _ => Slot::Unknown,
@@ -137,11 +170,6 @@ fn match_files(facts: &Facts, root: &Path, folders: &[&Folder]) -> Vec<Vec<Slot>
         folder.files.iter().map(slot).collect()
     };
     folders.par_iter().map(slots_of).collect()
-}
-
-/// Whether a file is certainly not a picture. A file that cannot be read may be a picture.
-fn is_not_a_picture(path: &Path) -> bool {
-    picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
 }
 
 /// Reads the unknown pictures in parts, and stores the results.
@@ -165,7 +193,7 @@ fn read_unknown(
         };
         let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
-        if let Some(index) = &mut builder {
+        builder = builder.and_then(|mut index| {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
@@ -174,11 +202,11 @@ fn read_unknown(
                 let container = folders[group[0].0].path.as_os_str().as_bytes();
                 let block = Block::of(None, None, entries);
                 if !block.entries.is_empty() {
-                    index.append(container, &block);
+                    index = index.append(container, &block)?;
                 }
             }
-        }
-        builder = builder.filter(|index| !index.has_failed);
+            Some(index)
+        });
         for ((folder, file), entry) in part.iter().zip(examined) {
             slots[*folder][*file] = Slot::Known(entry);
         }
@@ -213,10 +241,12 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
 
 /// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
 pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
-    let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
-        Ok((width, height)) => Entry { format, hash: content_hash(bytes), width, height, ..entry },
-        Err(detail) => Entry { format, broken: Some(detail), ..entry },
+        Ok((width, height)) => {
+            let is_jpeg = picture::format_of(bytes) == Some(ImageFormat::Jpeg);
+            Entry { is_jpeg, hash: content_hash(bytes), width, height, ..entry }
+        }
+        Err(detail) => Entry { broken: Some(detail), ..entry },
     }
 }
 
@@ -257,11 +287,12 @@ pub(super) fn describe_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(index) = builder.as_mut().filter(|_| !members.is_transient) {
-                    index.publish(Progress { done, total: shards.len() as u64 });
-                    index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members));
+                if !members.is_transient {
+                    builder = builder.and_then(|mut index| {
+                        index.publish(Progress { done, total: shards.len() as u64 });
+                        index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members))
+                    });
                 }
-                builder = builder.filter(|index| !index.has_failed);
                 known[*i] = Some(members);
             }
         }

@@ -63,7 +63,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                 sizes.push((*height, *width, *channels));
                 if is_train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
-                    (mean, std) = Statistics::of_packed(pixels, size, channels).mean_std();
+                    (mean, std) = Moments::of_packed(pixels, size, channels).mean_std();
                 }
             }
             Samples::Listed(listing) => {
@@ -139,62 +139,8 @@ fn split_info(split: &Split, classes: usize) -> SplitInfo {
     SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
-/// The number of occurrences of each byte value in each channel of equally sized pictures. Counts are exact, so they
-/// do not depend on the order.
-#[derive(Debug, Default)]
-pub(crate) struct Statistics(Vec<[u64; 256]>);
-
-impl Statistics {
-    pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
-        let mut counts = vec![[0u64; 256]; channels];
-        for pixel in pixels.chunks_exact(channels) {
-            for (count, value) in counts.iter_mut().zip(pixel) {
-                count[usize::from(*value)] += 1;
-            }
-        }
-        Self(counts)
-    }
-
-    /// The counts of pictures of `size` bytes each, stored one after another.
-    pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
-        let pictures = pixels.len() / size.max(1);
-        let every = pictures.div_ceil(STATISTICS_SAMPLES).max(1);
-        let mut all = Self::default();
-        for picture in pixels.chunks_exact(size.max(1)).step_by(every) {
-            all.add(&Self::of(picture, channels));
-        }
-        all
-    }
-
-    pub(super) fn add(&mut self, other: &Self) {
-        self.0.resize(self.0.len().max(other.0.len()), [0; 256]);
-        for (a, b) in self.0.iter_mut().zip(&other.0) {
-            for (a, b) in a.iter_mut().zip(b) {
-                *a += b;
-            }
-        }
-    }
-
-    /// Mean and standard deviation of pixels scaled to 0..1.
-    pub(super) fn mean_std(&self) -> (Vec<f32>, Vec<f32>) {
-        let of_channel = |counts: &[u64; 256]| {
-            let total = counts.iter().sum::<u64>().max(1) as f64;
-            let mean =
-                counts.iter().enumerate().map(|(v, c)| v as f64 / 255.0 * *c as f64).sum::<f64>() / total;
-            let variance = counts
-                .iter()
-                .enumerate()
-                .map(|(v, c)| (v as f64 / 255.0 - mean).powi(2) * *c as f64)
-                .sum::<f64>()
-                / total;
-            (mean as f32, standard_deviation(variance))
-        };
-        self.0.iter().map(of_channel).unzip()
-    }
-}
-
-/// Mean and mean square of each channel over pictures of different sizes. Each picture has the same weight, because
-/// the network sees all of them at one size.
+/// Mean and mean square of each channel over pictures. Each picture has the same weight, because the network sees all of
+/// them at one size.
 #[derive(Debug, Default)]
 pub(super) struct Moments {
     pictures: u64,
@@ -205,6 +151,12 @@ pub(super) struct Moments {
 impl Moments {
     /// The moments of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
+        let mut counts = vec![[0u64; 256]; channels];
+        for pixel in pixels.chunks_exact(channels) {
+            for (count, value) in counts.iter_mut().zip(pixel) {
+                count[usize::from(*value)] += 1;
+            }
+        }
         let of_channel = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
             let (mut sum, mut squares) = (0.0, 0.0);
@@ -215,7 +167,17 @@ impl Moments {
             }
             (sum / total, squares / total)
         };
-        Self { pictures: 1, channels: Statistics::of(pixels, channels).0.iter().map(of_channel).collect() }
+        Self { pictures: 1, channels: counts.iter().map(of_channel).collect() }
+    }
+
+    /// The moments of pictures of `size` bytes each, stored one after another.
+    pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
+        let every = (pixels.len() / size.max(1)).div_ceil(STATISTICS_SAMPLES).max(1);
+        let mut all = Self::default();
+        for picture in pixels.chunks_exact(size.max(1)).step_by(every) {
+            all.add(&Self::of(picture, channels));
+        }
+        all
     }
 
     pub(super) fn add(&mut self, other: &Self) {

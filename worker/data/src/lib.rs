@@ -163,77 +163,7 @@ impl Catalog {
         if let Some(found) = image_folder::find_plain(path, store) {
             return found.and_then(check);
         }
-        let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
-            "; this is CIFAR's Python version, which contains pickles: download the binary version"
-        } else if shards::has_only_compressed(path) {
-            "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar"
-        } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
-            "; the folder is empty"
-        } else {
-            ""
-        };
-        let entries = image_folder::entries(path).unwrap_or_default();
-        let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
-        let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
-            with_pictures.partition(|path| image_folder::split_of(path).is_some());
-        let folders: Vec<&PathBuf> = entries.iter().filter(|path| path.is_dir()).collect();
-        if let [class] = &classes[..]
-            && folders.len() == 1
-            && !image_folder::is_named_like_split(class)
-        {
-            let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let mistake = too_few_classes(&[class]).unwrap_or_default();
-            return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
-        }
-        let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut folder| folder.next().is_none());
-        let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
-        let parent = path.parent().filter(|_| has_pictures(path));
-        let hint = if let ([class], [_, ..]) = (&classes[..], &empty[..])
-            && !image_folder::is_named_like_split(class)
-        {
-            format!(
-                "; a dataset needs pictures of two classes, but only {} has pictures; empty: {}",
-                list_names(&[class]),
-                list_names(&empty)
-            )
-        } else if let Some(dataset) = parent.and_then(image_folder::dataset_of_class) {
-            format!(
-                "; if this folder is one class of {0}, give {0}; otherwise move the pictures to train/<class>/",
-                dataset.display()
-            )
-        } else if !classes.is_empty() {
-            let hold = if classes.len() == 1 { "holds" } else { "hold" };
-            format!(
-                "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
-                list_names(&classes)
-            )
-        } else if !splits.is_empty() || has_pictures(path) {
-            let has = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
-            let parent = path.parent().filter(|parent| splits.is_empty() && !parent.as_os_str().is_empty());
-            let parent =
-                parent.map(|parent| format!(". If this folder is a class, give {}", parent.display()));
-            format!(
-                "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/{}",
-                parent.unwrap_or_default()
-            )
-        } else if let Some(advice) = image_folder::validation_only_advice(path) {
-            advice
-        } else if hint.is_empty() && !folders.is_empty() {
-            format!(
-                "; no picture lies directly in {}: add pictures to the class folders, or give the folder that contains them",
-                list_names(&folders)
-            )
-        } else {
-            hint.to_owned()
-        };
-        let contents =
-            if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
-        Err(DataError::Invalid(format!(
-            "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
-             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
-             *.parquet{contents}{hint}",
-            path.display()
-        )))
+        Err(not_a_dataset(path))
     }
 
     /// All files and folders that were left out.
@@ -244,6 +174,80 @@ impl Catalog {
     fn split(&self, name: &str) -> Option<&Split> {
         self.splits.iter().find(|s| s.name == name)
     }
+}
+
+/// Why a folder is not a dataset, and what to do.
+fn not_a_dataset(path: &Path) -> DataError {
+    let entries = image_folder::entries(path).unwrap_or_default();
+    let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
+    let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
+        with_pictures.partition(|path| image_folder::split_of(path).is_some());
+    let only_class = match &classes[..] {
+        [class] if !image_folder::is_named_like_split(class) => Some(*class),
+        _ => None,
+    };
+    let folders: Vec<&PathBuf> = entries.iter().filter(|path| path.is_dir()).collect();
+    if let Some(class) = only_class
+        && folders.len() == 1
+    {
+        let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mistake = too_few_classes(&[class]).unwrap_or_default();
+        return DataError::Invalid(format!("{} {mistake}", path.display()));
+    }
+    let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut folder| folder.next().is_none());
+    let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
+    let parent = path.parent().filter(|_| has_pictures(path));
+    let hint = if let Some(class) = only_class
+        && !empty.is_empty()
+    {
+        format!(
+            "; a dataset needs pictures of two classes, but only {} has pictures; empty: {}",
+            list_names(&[class]),
+            list_names(&empty)
+        )
+    } else if let Some(dataset) = parent.and_then(image_folder::dataset_of_class) {
+        format!(
+            "; if this folder is one class of {0}, give {0}; otherwise move the pictures to train/<class>/",
+            dataset.display()
+        )
+    } else if !classes.is_empty() {
+        let hold = if classes.len() == 1 { "holds" } else { "hold" };
+        format!(
+            "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
+            list_names(&classes)
+        )
+    } else if !splits.is_empty() || has_pictures(path) {
+        let has = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
+        let parent = parent.filter(|parent| splits.is_empty() && !parent.as_os_str().is_empty());
+        let parent = parent.map(|parent| format!(". If this folder is a class, give {}", parent.display()));
+        format!(
+            "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/{}",
+            parent.unwrap_or_default()
+        )
+    } else if let Some(advice) = image_folder::validation_only_advice(path) {
+        advice
+    } else if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
+        "; this is CIFAR's Python version, which contains pickles: download the binary version".into()
+    } else if shards::has_only_compressed(path) {
+        "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar".into()
+    } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
+        "; the folder is empty".into()
+    } else if !folders.is_empty() {
+        format!(
+            "; no picture lies directly in {}: add pictures to the class folders, or give the folder that contains them",
+            list_names(&folders)
+        )
+    } else {
+        String::new()
+    };
+    let contents =
+        if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
+    DataError::Invalid(format!(
+        "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+         train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
+         *.parquet{contents}{hint}",
+        path.display()
+    ))
 }
 
 /// Maximum number of entries read in a folder that is not a dataset. The first entries are representative.

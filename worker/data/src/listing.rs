@@ -57,8 +57,7 @@ struct Row {
     hash: u64,
     width: u32,
     height: u32,
-    /// As [`Entry::format`].
-    format: u8,
+    is_jpeg: bool,
 }
 
 impl Listing {
@@ -74,7 +73,7 @@ impl Listing {
     /// Adds a picture in the newest container.
     pub(super) fn push(&mut self, entry: &Entry) {
         self.names.extend_from_slice(&entry.name);
-        let Entry { offset, size, modified_ns, hash, width, height, format, .. } = *entry;
+        let Entry { offset, size, modified_ns, hash, width, height, is_jpeg, .. } = *entry;
         self.rows.push(Row {
             container: (self.containers.len() - 1) as u32,
             name_end: self.names.len() as u64,
@@ -84,7 +83,7 @@ impl Listing {
             hash,
             width,
             height,
-            format,
+            is_jpeg,
         });
     }
 
@@ -99,7 +98,7 @@ impl Listing {
 
     /// Whether a picture is a JPEG file, according to the index.
     pub(crate) fn is_jpeg(&self, index: usize) -> bool {
-        self.rows[index].format == picture::JPEG
+        self.rows[index].is_jpeg
     }
 
     /// The path of the file. For a member of a shard: the path of the shard, then the path in the shard.
@@ -244,7 +243,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, current.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let reopened = known.reopen(path, current);
+        let reopened = ParquetFile::open(path);
         let reopened = reopened.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         reopened.read(file, current.size, row.offset)?
     };

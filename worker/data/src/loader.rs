@@ -224,7 +224,7 @@ impl DataSource {
         let Some(chosen) = u32::try_from(position).ok().filter(|p| (*p as usize) < count) else {
             return Err(DataError::Invalid(format!("there is no picture {position}: the split has {count}")));
         };
-        let (transform, workers) = (self.transform(epoch), &Workers::without_threads(1));
+        let (transform, workers) = (self.transform(epoch), &Workers::default());
         let builder =
             BatchBuilder { part, transform, format: BatchFormat::Normalised, workers, device: None };
         let batch = builder.make(&[chosen], epoch)?;

@@ -10,7 +10,7 @@ mod tests;
 
 pub(super) use rows::{NO_LABEL, read_members};
 
-use super::index::{Members, Stamp};
+use super::index::UnusableFile;
 use ::parquet::{
     basic::CompressionCodec,
     column::{page::PageReader, reader::ColumnReaderImpl},
@@ -25,7 +25,7 @@ use ::parquet::{
     },
 };
 use columns::Columns;
-use lockstep_host::{files, lock};
+use lockstep_host::files;
 use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
 use source::Source;
 use std::{
@@ -34,7 +34,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::Arc,
 };
 
 /// The bytes at the beginning and end of a file.
@@ -53,34 +53,6 @@ pub(crate) struct ParquetFile {
     columns: Columns,
     /// The index of the first row of each row group, and finally the number of all rows.
     first_rows: Vec<u64>,
-    /// The footer after the file was rewritten or got a new modification time, cached so that it is not read for each
-    /// picture.
-    newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
-}
-
-/// Why a file cannot be used.
-#[derive(Debug, Clone)]
-pub(super) struct UnusableFile {
-    /// The reason, as a phrase to follow the file's name.
-    pub(super) detail: String,
-    /// Whether the file could not be read. A later attempt may succeed.
-    pub(super) is_transient: bool,
-}
-
-impl UnusableFile {
-    fn permanent(detail: impl Into<String>) -> Self {
-        Self { detail: detail.into(), is_transient: false }
-    }
-
-    fn transient(detail: String) -> Self {
-        Self { detail, is_transient: true }
-    }
-}
-
-impl From<UnusableFile> for Members {
-    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
-        Self { shard_error: Some(detail), is_transient, ..Self::default() }
-    }
 }
 
 impl From<ParquetError> for UnusableFile {
@@ -89,7 +61,7 @@ impl From<ParquetError> for UnusableFile {
             && let Some(io) = inner.downcast_ref::<io::Error>()
         {
             if let Some(code) = io.raw_os_error() {
-                return Self::transient(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+                return io::Error::from_raw_os_error(code).into();
             }
             if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
                 return Self::permanent(page.to_string());
@@ -138,7 +110,7 @@ impl ParquetFile {
             })?);
         }
         // A null takes almost no space, so a footer could claim any number of rows.
-        if first_rows.last().is_some_and(|rows| *rows > source.size() / MIN_ROW_BYTES) {
+        if first_rows.last().is_some_and(|rows| *rows > source.size / MIN_ROW_BYTES) {
             return Err(UnusableFile::permanent("is damaged: it has too many rows for its size"));
         }
         // With an offset index, pages are found directly.
@@ -147,18 +119,7 @@ impl ParquetFile {
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
         let metadata =
             guard(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
-        Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
-    }
-
-    /// The footer of the file at `path`, which has the stamp `stamp`. The footer is read once for each stamp.
-    pub(super) fn reopen(&self, path: &Path, stamp: Stamp) -> Result<Arc<Self>, UnusableFile> {
-        let mut newer = lock(&self.newer);
-        if let Some((_, file)) = newer.as_ref().filter(|(cached, _)| *cached == stamp) {
-            return Ok(Arc::clone(file));
-        }
-        let file = Arc::new(Self::open(path)?);
-        *newer = Some((stamp, Arc::clone(&file)));
-        Ok(file)
+        Ok(Self { metadata, columns, first_rows })
     }
 
     /// The names of the classes, if the file has them.
@@ -240,13 +201,13 @@ impl ParquetFile {
 /// Fails for files that are not Parquet files, encrypted or truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL_BYTES as usize]);
-    let read_at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+    let read_at = |buffer: &mut [u8], offset: u64| match source.file.read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        read => read.map_err(|error| UnusableFile::transient(files::cannot_be_read(error))),
+        read => read.map_err(UnusableFile::from),
     };
     read_at(&mut head, 0)?;
-    read_at(&mut tail, source.size().saturating_sub(TAIL_BYTES))?;
-    if source.size() == 0 {
+    read_at(&mut tail, source.size.saturating_sub(TAIL_BYTES))?;
+    if source.size == 0 {
         return Err(UnusableFile::permanent("is empty"));
     }
     if head == *b"PARE" || tail[4..] == *b"PARE" {
@@ -255,7 +216,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     if head != *MAGIC {
         return Err(UnusableFile::permanent("is not a Parquet file"));
     }
-    if tail[4..] != *MAGIC || source.size() < TAIL_BYTES + 4 {
+    if tail[4..] != *MAGIC || source.size < TAIL_BYTES + 4 {
         return Err(UnusableFile::permanent("is cut off: a Parquet file without its footer; get it again"));
     }
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));

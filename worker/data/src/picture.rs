@@ -106,28 +106,11 @@ fn check_supported(path: &Path, bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The first bytes of a file, enough to recognise its format.
-pub(super) fn head(path: &Path) -> Result<Vec<u8>, String> {
+/// Whether a file certainly is not a picture, according to its first bytes. A file that cannot be read may be a picture.
+pub(super) fn is_not_a_picture(path: &Path) -> bool {
     let mut head = Vec::new();
-    let (file, _) = files::open(path)?;
-    file.take(HEAD_BYTES).read_to_end(&mut head).map_err(files::cannot_be_read)?;
-    Ok(head)
-}
-
-/// The [`format_number`] of JPEG.
-pub(super) const JPEG: u8 = 1;
-
-/// The number of a picture's format in the index; see [`super::index::Entry::format`].
-pub(super) fn format_number(bytes: &[u8]) -> u8 {
-    match format_of(bytes) {
-        Some(ImageFormat::Jpeg) => JPEG,
-        Some(ImageFormat::Png) => 2,
-        Some(ImageFormat::WebP) => 3,
-        Some(ImageFormat::Gif) => 4,
-        Some(ImageFormat::Bmp) => 5,
-        Some(ImageFormat::Tiff) => 6,
-        _ => 0,
-    }
+    let read = files::open(path).is_ok_and(|(file, _)| file.take(HEAD_BYTES).read_to_end(&mut head).is_ok());
+    read && format_of(&head).is_none()
 }
 
 /// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format has no

@@ -6,7 +6,7 @@
 use super::random::Random;
 use std::ops::Range;
 
-/// Purpose number of the random stream. Streams with the same seed and different purposes differ.
+/// Distinguishes this random stream from others with the same seed. Streams with the same seed and different purposes differ.
 const SHUFFLE: u64 = 1;
 
 /// The batches of an epoch that a rank requests.

@@ -14,9 +14,9 @@ pub(super) use folder::{has_only_compressed, is_split_prefix};
 use super::{
     Catalog, DataError, Samples, Split, broken_file,
     copy::{damage, is_unfinished},
-    index::{self, IndexStore, Members, Stamp},
+    index::{self, IndexStore, Members, Stamp, UnusableFile},
     listing::{ContainerKind, Listing},
-    parquet::{self, ParquetFile, UnusableFile},
+    parquet::{self, ParquetFile},
     pattern::{self, MAX_SHARDS, fixed_part},
 };
 use classes::{common_class_names, find_classes, is_negative, unknown_class};

@@ -15,7 +15,6 @@ use std::{
     fmt::{self, Debug},
     io,
     sync::Arc,
-    time::Duration,
 };
 
 /// Each call measures and returns (name, value) pairs, with names of [`lockstep_protocol::metric::NAMES`].
@@ -97,12 +96,6 @@ pub trait Backend: Debug + Sync {
     /// The device's metrics cannot be read. The error is a sentence. Training continues without device metrics.
     fn device_metrics(&self, _gpu: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
         Ok(None)
-    }
-    /// Called, from any thread, before this process exits while its devices may wait for other ranks.
-    fn about_to_exit(&self, _reason: &str) {}
-    /// Waits, at most `limit`, until exit handlers may run. Returns false if the limit passed, or if handlers would wait for a device.
-    fn may_run_exit_handlers(&self, _limit: Duration) -> bool {
-        true
     }
 }
 
@@ -213,7 +206,7 @@ pub trait DeviceError: std::error::Error + Send + Sync {
 }
 
 /// The device on which a rank computes.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
     /// The device's ordinal among the devices that this process sees.
@@ -223,11 +216,5 @@ pub struct DeviceChoice {
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.backend.device_name(self.ordinal))
-    }
-}
-
-impl Debug for DeviceChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.backend.name(), self.ordinal)
     }
 }

@@ -3,8 +3,7 @@
 //! has memory for the whole tensor.
 
 use super::{
-    Contribution, Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict,
-    Writers,
+    Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict, Writers,
     net::{Network, Slice},
     optimizer::state_shapes,
     plan::{self, Mesh, Plan},
@@ -101,15 +100,15 @@ impl<'a> Distribution<'a> {
         Ok(tensors)
     }
 
-    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots(true)` returns the engine's optimizer
+    /// See [`Engine::state_dict`], for this rank's `engine`. `slots(true)` returns the engine's optimizer
     /// state, and `slots(false)` returns `None`. Where ranks divide the state, `slots` is collective.
-    pub(super) fn contribution(
+    pub(super) fn state_dict(
         &self,
         engine: &dyn Engine,
         writers: &Writers,
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
-    ) -> Result<Contribution, EngineError> {
+    ) -> Result<Option<StateDict>, EngineError> {
         let copy_writes = self.ranks_of_copy().any(|rank| writers.contains(rank));
         // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
@@ -130,8 +129,7 @@ impl<'a> Distribution<'a> {
             // A rank that left the group now would end the transfers of other ranks.
             self.comm.barrier()?;
         }
-        let writes = writers.contains(self.comm.rank());
-        Ok(if writes { writers.contribution(state) } else { Contribution::Replica })
+        Ok(writers.contains(self.comm.rank()).then_some(state))
     }
 
     /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write
@@ -247,9 +245,10 @@ mod tests {
     use crate::{
         AverageOn,
         net::{init, resnet},
-        test_ranks::on_ranks,
     };
+    use lockstep_comm::rendezvous::loopback::on_connected_ranks;
     use lockstep_protocol::spec::{Arch, ShardSpec, Split};
+    use std::time::Duration;
 
     /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
     #[test]
@@ -264,7 +263,8 @@ mod tests {
         {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
             let writers = Writers::divide(&network, &[], AverageOn::NoRank, writing);
-            let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
+            let (ranks, timeout) = (plan.mesh.ranks() as u32, Duration::from_secs(60));
+            let of_ranks = on_connected_ranks(ranks, timeout, |_, ring| {
                 let rank = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
                 let given = (rank == 0).then(|| initial.clone());

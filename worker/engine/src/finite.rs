@@ -18,7 +18,7 @@ pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
 }
 
 /// [`Engine::first_not_finite`] on copies of all of the engine's tensors.
-pub(super) fn first_of_engine(engine: &dyn Engine) -> Result<Option<String>, EngineError> {
+pub(super) fn first_of_engine(engine: &(impl Engine + ?Sized)) -> Result<Option<String>, EngineError> {
     if let Some(found) = first_not_finite(&engine.parameters()?) {
         return Ok(Some(found));
     }

@@ -27,8 +27,6 @@ pub mod registry;
 mod sharding;
 mod state_dict;
 #[cfg(test)]
-mod test_ranks;
-#[cfg(test)]
 mod unfused;
 
 pub use backend::{
@@ -44,7 +42,7 @@ use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, WIDE_HEADS, measure, wide_heads};
 pub use optimizer::{Optimizer, OptimizerState, slots};
-pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
+pub use state_dict::{AverageOn, StateDict, Writers};
 
 use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
@@ -246,7 +244,7 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
     /// device fails.
-    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
+    fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError>;
     /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, the parts of other
     /// ranks are zeros.
     ///
@@ -296,12 +294,12 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// Collective: this rank's contribution to a checkpoint, in whole tensors. A rank that writes no tensors copies its state
-    /// off the device only if it has a part of a tensor that another rank writes.
+    /// Collective: the tensors that this rank writes to a checkpoint, each complete. `None` if it writes no tensors. Such a rank
+    /// copies its state off the device only if it has a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
-    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError>;
+    fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError>;
     /// This rank's own state, copied off the device.
     ///
     /// # Errors
@@ -343,7 +341,9 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// The device fails.
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        finite::first_of_engine(self)
+    }
     /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split
     /// parameters. After a step the first one is equal on all ranks of the stage, and the second one on all ranks of
     /// the stage with the same parts. No step may be under way.
@@ -364,8 +364,8 @@ pub trait Engine: Send {
     fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
         self.broadcast_parameters()
     }
-    /// Abandons the engine in a process that is about to exit, without waiting for work in flight. The driver frees
-    /// device memory.
+    /// Abandons the engine in a process that is about to end, without waiting for work in flight. The driver frees device
+    /// memory.
     fn abandon(self: Box<Self>) {}
     /// Bytes of device memory that this process has allocated; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {

@@ -77,10 +77,9 @@ fn build_graph(
     let is_of_convolution = |tensor: &TensorId| {
         network.ops.iter().any(|op| matches!(op, Op::Conv { output, .. } if output == tensor))
     };
-    let (description, _) = network.describe();
     // Names of values, by tensor.
     let mut values = vec![String::from("input"); network.tensors.len()];
-    for (op, layer) in network.ops.iter().zip(description.layers) {
+    for (op, layer) in network.ops.iter().zip(network.describe().layers) {
         let mut name = layer.name.clone();
         let mut inputs: Vec<String> = op.inputs().into_iter().map(|input| values[input].clone()).collect();
         let parameter = |suffix: &str| format!("{}.{suffix}", layer.name);

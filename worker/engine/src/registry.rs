@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::Device;
-use std::{sync::OnceLock, time::Duration};
+use std::sync::OnceLock;
 
 /// The built-in backends in order of precedence: a rank uses the first backend that has a device for it. The CPU
 /// accepts every rank.
@@ -65,25 +65,4 @@ pub fn gpus(device: Device) -> Result<(Vec<String>, Option<String>), String> {
     } else {
         Ok((slots.into_iter().filter_map(|slot| slot.uuid).collect(), why_no_gpus))
     }
-}
-
-/// Tells all backends that this process will exit, while its devices may still wait for other ranks. Callable from any thread.
-pub fn about_to_exit(reason: &str) {
-    backends().for_each(|backend| backend.about_to_exit(reason));
-}
-
-/// Waits, at most `limit`, until the process's exit handlers may run. Returns false if the limit passed, or if the handlers
-/// would wait for a device.
-pub fn may_run_exit_handlers(limit: Duration) -> bool {
-    backends().all(|backend| backend.may_run_exit_handlers(limit))
-}
-
-/// Exits the process. NCCL's exit handlers free memory that a running abort uses, which causes a segmentation fault, and CUDA's
-/// exit handlers wait for the GPU. Handlers are therefore skipped if aborts do not finish within `limit`, or if a GPU may wait for
-/// ranks that are gone.
-pub fn exit(status: i32, limit: Duration) -> ! {
-    if may_run_exit_handlers(limit) {
-        std::process::exit(status)
-    }
-    lockstep_host::exit_without_handlers(status)
 }

@@ -24,17 +24,6 @@ pub struct StateDict {
     pub loss_scaling: Option<LossScaling>,
 }
 
-/// The part of the group's state that one rank writes to a checkpoint.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Contribution {
-    /// Rank 0's whole state. No other rank writes.
-    Whole(Box<StateDict>),
-    /// The tensors that this rank writes ([`Writers`]). Each tensor is complete.
-    Part(Box<StateDict>),
-    /// This rank writes nothing.
-    Replica,
-}
-
 /// Which ranks keep the moving average of the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AverageOn {
@@ -125,12 +114,6 @@ impl Writers {
         if let Some(average) = &mut state.average {
             average.retain(|name, _| keeps(self.of_average(name)));
         }
-    }
-
-    /// Wraps `state`, the tensors that a rank writes, as its contribution.
-    pub fn contribution(&self, state: StateDict) -> Contribution {
-        let state = Box::new(state);
-        if self.ranks.is_empty() { Contribution::Whole(state) } else { Contribution::Part(state) }
     }
 }
 

@@ -42,10 +42,11 @@ fn number(path: PathBuf) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// The value of `key` in text with lines such as `usage_usec 17`.
+/// The number after the word `key` in text with lines such as `usage_usec 17` or `MemTotal: 17 kB`.
 pub(crate) fn value(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))?;
-    line.trim().parse().ok()
+    let mut words =
+        text.lines().map(str::split_whitespace).find(|words| words.clone().next() == Some(key))?;
+    words.nth(1)?.parse().ok()
 }
 
 /// The folder of a control group and its ancestors. A container may see its own group as the root, under another name

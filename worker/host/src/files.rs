@@ -5,11 +5,7 @@
 
 pub mod allowed;
 
-use rustix::{
-    fd::OwnedFd,
-    fs::{AtFlags, FileType, Mode, OFlags},
-    io::Errno,
-};
+use rustix::{fs::OFlags, io::Errno};
 use std::{
     fs::{self, File, Metadata, OpenOptions},
     io::{self, Read, Seek, SeekFrom},
@@ -46,45 +42,11 @@ pub fn stat(path: &Path) -> Result<FileKind, String> {
     Ok(FileKind::File { size_bytes: found.len(), modified_ns: modified_ns(&found) })
 }
 
-/// An open folder. Its files are examined relative to the folder, which avoids resolving the whole path for each file.
-#[derive(Debug)]
-pub struct Folder(Option<OwnedFd>);
-
-impl Folder {
-    /// Opens a folder. If that fails, files are examined by their full paths.
-    pub fn open(path: &Path) -> Self {
-        let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
-        Self(rustix::fs::open(path, flags, Mode::empty()).ok())
-    }
-
-    /// As [`stat`], for a path in this folder.
-    ///
-    /// # Errors
-    /// Why the path cannot be used, as a phrase to follow its name.
-    pub fn stat(&self, path: &Path) -> Result<FileKind, String> {
-        let found = self.0.as_ref().zip(path.file_name());
-        let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
-        let regular = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
-        // Anything other than a regular file is examined by its full path.
-        let Some(found) = regular else { return stat(path) };
-        let modified_ns = newest(
-            (found.st_mtime, found.st_mtime_nsec as i64),
-            (found.st_ctime, found.st_ctime_nsec as i64),
-        );
-        Ok(FileKind::File { size_bytes: found.st_size.cast_unsigned(), modified_ns })
-    }
-}
-
 /// The time of the last change of a file's content, times or owner, in nanoseconds since 1970. The modification time
 /// is not sufficient, because `rsync -t` and `cp -p` write new content and then set an old modification time.
 pub fn modified_ns(found: &Metadata) -> i64 {
-    newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
-}
-
-/// The later of two times in seconds and nanoseconds, in nanoseconds.
-fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
-    let ns = |(secs, rest): (i64, i64)| secs.saturating_mul(1_000_000_000).saturating_add(rest);
-    ns(a).max(ns(b))
+    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
 }
 
 /// Opens a regular file, and returns it with its size.

@@ -62,7 +62,7 @@ pub const SECRETS: [&str; 5] = [
     "LOCKSTEP_SMTP",
 ];
 
-/// Ends this process without running exit handlers of libraries.
+/// Ends this process without running exit handlers of libraries, which may wait for a device.
 #[allow(unsafe_code)] // A function of the system's C library; any number is a valid status.
 pub fn exit_without_handlers(status: i32) -> ! {
     unsafe extern "C" {

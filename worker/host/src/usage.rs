@@ -1,6 +1,6 @@
 //! Usage of this machine's CPUs, memory, disks and network, read from `/proc`.
 
-use super::cgroup::ControlGroups;
+use super::cgroup::{ControlGroups, value};
 use jiff::Timestamp;
 use lockstep_protocol::agent::MachineSample;
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -125,21 +125,22 @@ fn cpu_line(line: &str) -> Option<(usize, &str)> {
 /// Busy and total time of the CPUs in `allowed`. An empty list means all CPUs.
 fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     let counted = |cpu: usize| allowed.is_empty() || allowed.contains(&cpu);
-    let mut sums = None;
-    for (_, times) in stat.lines().filter_map(cpu_line).filter(|(cpu, _)| counted(*cpu)) {
+    let of_cpu = |(_, times): (usize, &str)| {
         // user nice system idle iowait irq softirq steal. The time of guests is included in user.
         let times: Vec<u64> = times.split_whitespace().take(8).map_while(|t| t.parse().ok()).collect();
         let (all, idle) = (times.iter().sum::<u64>(), times.iter().skip(3).take(2).sum::<u64>());
-        let (busy_sum, all_sum) = sums.unwrap_or((0, 0));
-        sums = Some((busy_sum + (all - idle), all_sum + all));
-    }
-    sums
+        (all - idle, all)
+    };
+    stat.lines().filter_map(cpu_line).filter(|(cpu, _)| counted(*cpu)).map(of_cpu).reduce(add)
+}
+
+fn add(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
+    (a.0 + b.0, a.1 + b.1)
 }
 
 /// The value of an entry of `/proc/meminfo` or `/proc/self/status`, in bytes.
 fn meminfo(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+    value(text, key)?.checked_mul(1024)
 }
 
 /// Three numbers of bytes: the memory in use and the memory of this machine or container, and the memory of the machine.
@@ -216,20 +217,14 @@ fn is_disk(name: &str) -> bool {
 
 /// Bytes read from and written to the disks with these names.
 fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
-    let mut sums = None;
-    for line in diskstats.lines() {
+    let of_disk = |line: &str| {
         // Fields: major minor name reads merged sectors ms writes merged sectors ...
         let fields: Vec<&str> = line.split_whitespace().take(10).collect();
-        let [_, _, name, _, _, read, _, _, _, written] = fields[..] else { continue };
-        if !names.iter().any(|known| known == name) {
-            continue;
-        }
-        if let (Ok(read), Ok(written)) = (read.parse::<u64>(), written.parse::<u64>()) {
-            let (r, w) = sums.unwrap_or((0, 0));
-            sums = Some((r + read * SECTOR_BYTES, w + written * SECTOR_BYTES));
-        }
-    }
-    sums
+        let [_, _, name, _, _, read, _, _, _, written] = fields[..] else { return None };
+        let bytes = |sectors: &str| Some(sectors.parse::<u64>().ok()? * SECTOR_BYTES);
+        if names.iter().any(|known| known == name) { bytes(read).zip(bytes(written)) } else { None }
+    };
+    diskstats.lines().filter_map(of_disk).reduce(add)
 }
 
 /// Bytes received and sent by network devices. Without devices, as in a container, all interfaces except loopback are
@@ -242,9 +237,8 @@ fn network(dev: &str, is_device: impl Fn(&str) -> bool) -> Option<(u64, u64)> {
     };
     let all: Vec<_> = dev.lines().filter_map(interface).filter(|(name, ..)| name != "lo").collect();
     let any_device = all.iter().any(|(name, ..)| is_device(name));
-    let counted: Vec<_> = all.iter().filter(|(name, ..)| !any_device || is_device(name)).collect();
-    let sum = |(r, s), (_, received, sent): &&(String, u64, u64)| (r + received, s + sent);
-    (!counted.is_empty()).then(|| counted.iter().fold((0, 0), sum))
+    let counted = all.iter().filter(|(name, ..)| !any_device || is_device(name));
+    counted.map(|(_, received, sent)| (*received, *sent)).reduce(add)
 }
 
 #[cfg(test)]

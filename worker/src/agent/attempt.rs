@@ -22,6 +22,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 use tokio::sync::{Notify, mpsc, oneshot};
 use watch::{Watch, refusal_ending};
@@ -93,6 +94,8 @@ pub(super) struct AttemptContext {
     pub(super) devices: Arc<BTreeMap<u32, String>>,
     /// Processes that become ranks.
     pub(super) spares: Arc<Spares>,
+    /// Time from the start of ranks to that of the next spares on their GPUs, which would slow down short jobs.
+    pub(super) spare_delay: Duration,
 }
 
 impl AttemptContext {

@@ -29,6 +29,35 @@ fn max_pause_between_attempts(recovery: &RecoverySpec) -> Duration {
     MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
 }
 
+/// The wait for another attempt of the agent's only job.
+pub(super) struct NextAttemptWait {
+    /// Whether the last attempt failed on this agent.
+    pub(super) has_failed: bool,
+    /// When the last attempt ended.
+    ended_at: Instant,
+    /// When the wait began: at the end of the attempt, or at a later connection to the server.
+    pub(super) since: Instant,
+    /// How long to wait while the server is connected. Zero if no attempt may follow.
+    length: Duration,
+}
+
+impl NextAttemptWait {
+    /// How long to wait. Without a connection, the wait is longer, because an unreachable server cannot start an attempt.
+    pub(super) fn timeout(&self, is_connected: bool) -> Duration {
+        let may_follow = self.length > Duration::ZERO;
+        if may_follow && !is_connected { self.length.max(UNREACHABLE_TIMEOUT) } else { self.length }
+    }
+
+    /// Restarts the wait after a new connection, because a server that was unreachable could not start an attempt. The
+    /// wait ends at most an hour after its original end, so that a connection that breaks every minute does not keep the
+    /// agent forever.
+    pub(super) fn restart(&mut self) {
+        if self.length > Duration::ZERO && self.ended_at.elapsed() <= self.length + UNREACHABLE_TIMEOUT {
+            self.since = Instant::now();
+        }
+    }
+}
+
 impl Agent {
     pub(super) fn add_attempt(&mut self, attempt: Attempt) {
         self.attempts.insert(attempt.attempt().fencing_token, attempt);
@@ -76,8 +105,7 @@ impl Agent {
             return self.declined.push((stored.start.attempt, reason));
         }
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
-        self.only_job_failed = false;
-        self.waiting_since = None;
+        self.next_attempt_wait = None;
         // A job that had finished may be retried while its last checkpoint is being uploaded.
         self.only_job_final_at = None;
         self.add_attempt(Attempt::start(stored, context));
@@ -123,45 +151,24 @@ impl Agent {
         }
     }
 
-    /// How long to wait for another attempt after the last attempt of the agent's only job. Without a connection, it is longer
-    /// than `next_attempt_wait`, because an unreachable server cannot start the attempt.
-    pub(super) fn next_attempt_timeout(&self, is_connected: bool) -> Duration {
-        let may_follow = self.next_attempt_wait > Duration::ZERO;
-        if may_follow && !is_connected {
-            self.next_attempt_wait.max(UNREACHABLE_TIMEOUT)
-        } else {
-            self.next_attempt_wait
-        }
-    }
-
-    /// Restarts the wait for the job's next attempt after a new connection, because a server that was unreachable could not start
-    /// that attempt. The wait ends at most an hour after its original end, so that a connection that breaks every minute does not
-    /// keep the agent forever.
-    pub(super) fn restart_wait(&mut self) {
-        let limit = self.next_attempt_wait + UNREACHABLE_TIMEOUT;
-        let is_late = self.last_attempt_ended_at.is_none_or(|over| over.elapsed() > limit);
-        if self.next_attempt_wait > Duration::ZERO && !is_late {
-            self.waiting_since = self.waiting_since.map(|_| Instant::now());
-        }
-    }
-
     /// Drops an attempt that has ended, when the server has all of its records or refuses them. If `is_refused`, the server accepts
     /// no more reports of the attempt, for example because another agent has it.
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
         if let Some(attempt) = self.attempts.remove(&attempt.fencing_token) {
             if self.options.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
-                self.only_job_failed = attempt.has_failed();
+                let has_failed = attempt.has_failed();
                 // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
                 // machine failed, or lost its lease while this agent was unreachable.
-                let may_follow = self.only_job_failed || start.is_shared() || is_refused;
-                self.next_attempt_wait = if may_follow {
+                let may_follow = has_failed || start.is_shared() || is_refused;
+                let length = if may_follow {
                     max_pause_between_attempts(&start.spec.recovery)
                 } else {
                     Duration::ZERO
                 };
-                self.waiting_since = Some(Instant::now());
-                self.last_attempt_ended_at = self.waiting_since;
+                let now = Instant::now();
+                self.next_attempt_wait =
+                    Some(NextAttemptWait { has_failed, ended_at: now, since: now, length });
             }
             self.state_dir.forget(attempt.attempt());
         }

@@ -16,11 +16,7 @@ pub(super) fn describe(dir: &Path) -> Machine {
         memory_bytes: memory_free().1,
         disk_free_bytes: disk_free(dir).unwrap_or(0),
         version: env!("CARGO_PKG_VERSION").into(),
-        address: None,
-        interface: None,
-        interface_mbits: None,
-        network_id: None,
-        nvlink_groups: Vec::new(),
+        ..Machine::default()
     }
 }
 

@@ -35,6 +35,7 @@ pub use place::Datasets;
 use crate::{fence::Fence, supervisor::RankProcess, tls::IdentityFiles};
 use address::Address;
 use attempt::{Attempt, AttemptContext};
+use attempts::NextAttemptWait;
 use lease::Lease;
 use lockstep_host::lock;
 use lockstep_protocol::{
@@ -101,6 +102,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let program = options.program.clone().map_or_else(lockstep_host::own_program, Ok)?;
     let context = AttemptContext {
         spares: Arc::new(Spares::new(&program, &slots, options.warm)),
+        spare_delay: SPARE_DELAY,
         program,
         lease: lease.clone(),
         fence: fence_path,
@@ -131,12 +133,9 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         samples,
         findings: Arc::default(),
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
-        only_job_failed: false,
-        waiting_since: None,
-        last_attempt_ended_at: None,
+        next_attempt_wait: None,
         uploaded_at,
         only_job_final_at: None,
-        next_attempt_wait: Duration::ZERO,
         options,
     };
     for stored in adopted {
@@ -150,6 +149,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
+/// See [`AttemptContext::spare_delay`].
+const SPARE_DELAY: Duration = Duration::from_secs(5);
 /// Maximum number of different reasons for failed connections that are logged before the next connection.
 const MAX_LOGGED_REASONS: usize = 16;
 
@@ -179,18 +180,12 @@ struct Agent {
     findings: Arc<OnceCell<Vec<MachineWarning>>>,
     /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
-    /// Whether the last attempt of the agent's only job failed on this agent.
-    only_job_failed: bool,
-    /// The time since which the agent waits for another attempt of its only job.
-    waiting_since: Option<Instant>,
-    /// When the last attempt on this machine ended.
-    last_attempt_ended_at: Option<Instant>,
+    /// The wait for another attempt of the agent's only job, from the end of an attempt until an attempt starts.
+    next_attempt_wait: Option<NextAttemptWait>,
     /// The last time at which all checkpoints on this agent's own disk had been uploaded.
     uploaded_at: Arc<Mutex<Option<Instant>>>,
     /// When the server reported that the only job has finished.
     only_job_final_at: Option<Instant>,
-    /// How long to wait for another attempt after the last one.
-    next_attempt_wait: Duration,
 }
 
 struct Shutdown {
@@ -285,7 +280,8 @@ impl Agent {
         if self.options.until_final && self.only_job_final_at.is_none() {
             return Err(AgentError::Signalled);
         }
-        if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
+        let has_failed = self.next_attempt_wait.as_ref().is_some_and(|wait| wait.has_failed);
+        if has_failed { Err(AgentError::JobFailed) } else { Ok(()) }
     }
 
     /// Waits without a connection. Signals are still handled.
@@ -362,13 +358,12 @@ impl Agent {
             tracing::info!("the job is over");
             return ControlFlow::Break(());
         }
-        let timeout = self.next_attempt_timeout(is_connected);
-        match self.waiting_since {
-            Some(since)
+        match &self.next_attempt_wait {
+            Some(wait)
                 if !self.options.until_final
                     && self.attempts.is_empty()
-                    && since.elapsed() >= timeout
-                    && self.is_uploaded(since) =>
+                    && wait.since.elapsed() >= wait.timeout(is_connected)
+                    && self.is_uploaded(wait.since) =>
             {
                 ControlFlow::Break(())
             }

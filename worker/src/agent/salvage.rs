@@ -5,31 +5,23 @@
 
 use crate::checkpoint;
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
-use std::{collections::BTreeSet, path::Path};
+use std::{collections::BTreeMap, path::Path};
 
 /// The checkpoints that the ranks of an attempt have reported.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Reported {
     /// The step after which the attempt began. `None` until rank 0 has reported that it runs.
     start_step: Option<u64>,
-    /// The steps of checkpoints reported as written, including removed checkpoints.
-    steps: BTreeSet<u64>,
-    /// The steps of checkpoints that were removed, because they were too old or damaged.
-    removed: BTreeSet<u64>,
+    /// The steps of checkpoints reported as written, and whether each exists. Checkpoints are removed if they are too old or damaged.
+    steps: BTreeMap<u64, bool>,
 }
 
 impl Reported {
     pub(super) fn record(&mut self, event: &AttemptEvent) {
         match event {
             AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
-            AttemptEvent::Checkpoint(info) => {
-                self.steps.insert(info.step);
-                self.removed.remove(&info.step);
-            }
-            AttemptEvent::CheckpointRemoved { step, .. } => {
-                self.steps.insert(*step);
-                self.removed.insert(*step);
-            }
+            AttemptEvent::Checkpoint(info) => _ = self.steps.insert(info.step, true),
+            AttemptEvent::CheckpointRemoved { step, .. } => _ = self.steps.insert(*step, false),
             _ => {}
         }
     }
@@ -41,7 +33,7 @@ impl Reported {
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
         on_disk
             .into_iter()
-            .filter(|(_, step)| *step > start && *step <= recorded_step && !self.steps.contains(step))
+            .filter(|(_, step)| *step > start && *step <= recorded_step && !self.steps.contains_key(step))
             // A damaged checkpoint does not count.
             .filter_map(|(epoch, step)| {
                 checkpoint::verified_info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
@@ -52,7 +44,8 @@ impl Reported {
     /// A log line about the steps that are lost if an attempt is stopped after step `step`. `None` if no steps are lost.
     /// `unreported` are the checkpoints that the attempt wrote and did not report.
     pub(super) fn describe_lost_steps(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
-        let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
+        let existing = self.steps.iter().filter(|(_, exists)| **exists).map(|(step, _)| *step);
+        let known = self.start_step.into_iter().chain(existing);
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
         let newest_checkpoint = if newest == 0 {
             "there is no checkpoint yet".into()

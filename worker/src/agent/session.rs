@@ -3,7 +3,7 @@
 use super::{
     Agent, Signals,
     address::Address,
-    attempt::{Attempt, Order},
+    attempt::{Attempt, Gang, Order},
     findings, machine,
     outbox::Outbox,
     sampling,
@@ -16,7 +16,7 @@ use lockstep_protocol::{
     wire::{self, PartialMessages},
 };
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, VecDeque},
     net::IpAddr,
     ops::ControlFlow,
     path::Path,
@@ -103,16 +103,15 @@ impl Session {
                 agent.state_dir.record_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
-                agent.restart_wait();
+                if let Some(wait) = &mut agent.next_attempt_wait {
+                    wait.restart();
+                }
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
-                    outboxes: HashMap::new(),
+                    attempts: HashMap::new(),
                     acknowledged,
-                    revoked: HashSet::new(),
-                    stopped_late: HashMap::new(),
                     has_announced_leaving: false,
-                    reported_ready: HashSet::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
                     last_heard: Instant::now(),
@@ -134,22 +133,29 @@ impl Session {
     }
 }
 
+/// The state of an attempt on this connection.
+#[derive(Default)]
+struct AttemptState {
+    /// `None` before the first report.
+    outbox: Option<Outbox>,
+    /// Whether the server has given the attempt to other agents. Its ranks are ended, and its records are not reported.
+    is_revoked: bool,
+    /// When the server ordered the end of the attempt, if it had already ended: either the order crossed its last report,
+    /// or the server accepts no more reports of the attempt.
+    stopped_late: Option<Instant>,
+    /// Whether this agent has reported that it is ready for the start on several machines.
+    has_reported_ready: bool,
+}
+
 /// A connection after its `Welcome`.
 struct Connected {
     socket: Socket,
-    outboxes: HashMap<AttemptRef, Outbox>,
+    attempts: HashMap<AttemptRef, AttemptState>,
     /// The acknowledged records in `Welcome`.
     acknowledged: Vec<Acknowledged>,
-    /// Attempts that the server has given to other agents. Their ranks are ended, and their records are not reported.
-    revoked: HashSet<AttemptRef>,
-    /// Attempts that had already ended when the server ordered their end: either the order crossed their last report,
-    /// or the server accepts no more reports of these attempts.
-    stopped_late: HashMap<AttemptRef, Instant>,
     /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
     /// that the agent continues.
     has_announced_leaving: bool,
-    /// Attempts on several machines for which this agent has reported that it is ready.
-    reported_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
@@ -173,7 +179,7 @@ impl Connected {
             if let Some(found) = agent.find_attempt(&attempt) {
                 found.send_order(Order::Stop { patient: false });
             }
-            self.revoked.insert(attempt);
+            self.attempts.entry(attempt).or_default().is_revoked = true;
         }
         self.check_machine(agent);
         let mut heartbeat = time::interval(self.heartbeat);
@@ -192,13 +198,7 @@ impl Connected {
                 _ = heartbeat.tick() => self.beat(agent).await,
                 _ = pump.tick(), if !agent.attempts.is_empty() || !agent.declined.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
                 sample = sampling::next_sample(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
-                Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
-                    Ok(frames) => {
-                        self.parts.extend(frames);
-                        Ok(())
-                    }
-                    Err(outcome) => Err(outcome),
-                },
+                Some(Ok(answer)) = self.answers.join_next() => self.frames(&answer).map(|frames| self.parts.extend(frames)),
                 // Sent in the body and not in this branch's future, because `select!` could cancel the future after
                 // half a message.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
@@ -253,23 +253,29 @@ impl Connected {
         for (attempt, reason) in std::mem::take(&mut agent.declined) {
             self.send(&FromAgent::Declined { attempt, reason }).await?;
         }
-        let (mut reports, mut done) = (self.ready_reports(agent), Vec::new());
+        let (mut reports, mut done) = (Vec::new(), Vec::new());
         for attempt in agent.attempts.values() {
             let attempt_ref = attempt.attempt();
             // Checked before the files are read, so that all records from before the end are read.
             let is_over = attempt.is_over();
-            if self.revoked.contains(attempt_ref) {
+            let state = self.attempts.entry(attempt_ref.clone()).or_default();
+            if !is_over
+                && !state.has_reported_ready
+                && let Some(port) = attempt.gang().and_then(Gang::ready_port)
+            {
+                state.has_reported_ready = true;
+                reports.push(FromAgent::Ready { attempt: attempt_ref.clone(), port });
+            }
+            if state.is_revoked {
                 if is_over {
                     done.push((attempt_ref.clone(), true));
                 }
                 continue;
             }
-            let outbox = self
-                .outboxes
-                .entry(attempt_ref.clone())
-                .or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
+            let outbox =
+                state.outbox.get_or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
             outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
-            let is_refused = self.stopped_late.get(attempt_ref).is_some_and(|at| at.elapsed() > MAX_CROSSING);
+            let is_refused = state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
             if is_over && (outbox.is_delivered() || is_refused) {
                 done.push((attempt_ref.clone(), !outbox.is_delivered()));
             }
@@ -278,29 +284,17 @@ impl Connected {
             self.send(&report).await?;
         }
         for (attempt, is_refused) in done {
-            self.outboxes.remove(&attempt);
-            self.revoked.remove(&attempt);
-            self.stopped_late.remove(&attempt);
-            self.reported_ready.remove(&attempt);
+            self.attempts.remove(&attempt);
             agent.forget(&attempt, is_refused);
         }
         if agent.check_end(true).is_break() { Err(Outcome::End) } else { Ok(()) }
     }
 
-    /// The reports that attempts on several machines are ready, unless they were already sent.
-    fn ready_reports(&mut self, agent: &Agent) -> Vec<FromAgent> {
-        let ready = |attempt: &Attempt| {
-            let port = attempt.gang()?.ready_port()?;
-            let is_new = !attempt.is_over() && self.reported_ready.insert(attempt.attempt().clone());
-            is_new.then(|| FromAgent::Ready { attempt: attempt.attempt().clone(), port })
-        };
-        agent.attempts.values().filter_map(ready).collect()
-    }
-
     fn handle(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
         match message {
             ToAgent::Ack(acknowledged) => {
-                if let Some(outbox) = self.outboxes.get_mut(&acknowledged.attempt) {
+                let state = self.attempts.get_mut(&acknowledged.attempt);
+                if let Some(outbox) = state.and_then(|state| state.outbox.as_mut()) {
                     outbox.acknowledge(&acknowledged);
                 }
             }
@@ -322,7 +316,8 @@ impl Connected {
                 if let Some(found) = agent.find_attempt(&attempt) {
                     found.send_order(Order::Stop { patient });
                     if found.is_over() {
-                        self.stopped_late.entry(attempt).or_insert_with(Instant::now);
+                        let state = self.attempts.entry(attempt).or_default();
+                        state.stopped_late.get_or_insert_with(Instant::now);
                     }
                 }
             }

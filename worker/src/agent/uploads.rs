@@ -299,12 +299,9 @@ fn make_temporary(failed: RequestError) -> RequestError {
 async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
     let mut file = tokio::fs::File::open(path).await?;
     file.seek(io::SeekFrom::Start(offset)).await?;
-    let mut piece = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
-    file.take(size).read_to_end(&mut piece).await?;
-    match piece.len() as u64 == size {
-        true => Ok(piece),
-        false => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
+    let mut piece = vec![0; size as usize];
+    file.read_exact(&mut piece).await?;
+    Ok(piece)
 }
 
 #[cfg(test)]
@@ -313,21 +310,25 @@ mod tests {
     use lockstep_protocol::agent::{AttemptRef, FencingToken};
     use std::time::SystemTime;
 
+    /// Creates a job's folder on the agent's own disk. Returns its attempt, and the empty folder of a checkpoint.
+    fn job_on_own_disk(dir: &Path, attempt: u32, has_rank_0: bool) -> (AttemptRef, PathBuf) {
+        let attempt = AttemptRef { job: JobId::generate(), attempt, fencing_token: FencingToken::NONE };
+        let job_dir = dir.join("jobs").join(attempt.job.as_str());
+        let folder = job_dir.join("checkpoints/1-10");
+        fs::create_dir_all(&folder).unwrap();
+        OwnDiskNote { attempt: attempt.clone(), has_rank_0 }.write(&job_dir).unwrap();
+        (attempt, folder)
+    }
+
     #[tokio::test]
     async fn checkpoints_of_earlier_attempts_are_offered_for_upload() {
         for has_rank_0 in [true, false] {
             let dir = tempfile::tempdir().unwrap();
             let (remote, requests) = super::super::test_server::server();
-            let attempt =
-                AttemptRef { job: JobId::generate(), attempt: 2, fencing_token: FencingToken::NONE };
-            let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
-            let folder = job_dir.join("checkpoints/1-10");
-            fs::create_dir_all(&folder).unwrap();
+            let (attempt, folder) = job_on_own_disk(dir.path(), 2, has_rank_0);
             fs::write(folder.join(MANIFEST), br#"{"version":1,"epoch":1,"step":10,"files":{}}"#).unwrap();
             let written = fs::File::options().write(true).open(folder.join(MANIFEST)).unwrap();
             written.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
-            let note = serde_json::to_vec(&OwnDiskNote { attempt: attempt.clone(), has_rank_0 }).unwrap();
-            fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
             // The attempt's reports may still be in flight.
             fs::create_dir(dir.path().join("attempts")).unwrap();
             fs::write(dir.path().join(format!("attempts/{}-2.json", attempt.job)), "").unwrap();
@@ -351,11 +352,7 @@ mod tests {
                 }
                 _ => ("204 No Content", ""),
             });
-            let attempt =
-                AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: FencingToken::NONE };
-            let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
-            let folder = job_dir.join("checkpoints/1-10");
-            fs::create_dir_all(&folder).unwrap();
+            let (_, folder) = job_on_own_disk(dir.path(), 1, true);
             let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hex::encode(Sha256::digest(b"abc")));
             let names = ["model.safetensors", "optimizer.safetensors", "state.json"];
             for name in names {
@@ -367,8 +364,6 @@ mod tests {
             let files = names.map(|name| format!(r#""{name}":{entry}"#)).join(",");
             let manifest = format!(r#"{{"version":1,"epoch":1,"step":10,"files":{{{files}}}}}"#);
             fs::write(folder.join(MANIFEST), manifest).unwrap();
-            let note = serde_json::to_vec(&OwnDiskNote { attempt, has_rank_0: true }).unwrap();
-            fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             uploads.upload_all().await;

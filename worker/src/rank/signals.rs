@@ -1,9 +1,10 @@
 //! The signals that a rank handles, and its agent's lease.
 
 use super::{
-    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, leave, report_failure,
+    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, report_failure,
 };
 use crate::{fence, report::Reporter};
+use lockstep_host::exit_without_handlers;
 use std::{
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -62,7 +63,7 @@ pub(super) fn listen_to_signals(
                         state.abort(why);
                         report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
                         let _ = reporter.flush();
-                        leave(EXIT_FAILED, LEAVE_WITHIN);
+                        exit_without_handlers(EXIT_FAILED);
                     }
                 }
             }
@@ -82,7 +83,7 @@ pub(super) fn listen_to_signals(
             report_failure(&config, &state, &reporter, &interrupted);
         }
         let _ = reporter.flush();
-        leave(status, LEAVE_WITHIN);
+        exit_without_handlers(status);
     };
     std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
     Ok(())

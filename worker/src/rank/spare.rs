@@ -1,6 +1,6 @@
 //! A process that has opened a GPU before a job needs it, and becomes a rank.
 
-use super::{EXIT_FAILED, EXIT_FINISHED, FAIL_WITHIN, leave, run};
+use super::{EXIT_FAILED, EXIT_FINISHED, run};
 use lockstep_engine::registry;
 use lockstep_host::{exit_without_handlers, gpu::RankGpu, own_program};
 use lockstep_protocol::spec::Device;
@@ -21,20 +21,19 @@ pub fn run_spare(gpu: &RankGpu) -> ! {
     device.backend.warm_up(device.ordinal, gpu.visible.len() as u32, None);
     let mut path = Vec::new();
     if io::stdin().read_to_end(&mut path).is_err() || path.is_empty() {
-        // A thread may still be opening the GPU, so exit handlers must not run.
         exit_without_handlers(EXIT_FINISHED);
     }
     let path = PathBuf::from(OsString::from_vec(path));
     if let Err(error) = redirect_streams(&path) {
         tracing::error!("{}: {error}", path.display());
-        leave(EXIT_FAILED, FAIL_WITHIN);
+        exit_without_handlers(EXIT_FAILED);
     }
     if !device.backend.is_sound() {
         // The GPU could not be opened, or has been reset. Executing the program again opens the GPU again and reports
         // errors.
         let error = restart(&path);
         tracing::error!("the rank's program cannot be started: {error}");
-        leave(EXIT_FAILED, FAIL_WITHIN);
+        exit_without_handlers(EXIT_FAILED);
     }
     run(&path)
 }

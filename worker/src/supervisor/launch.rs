@@ -7,7 +7,10 @@ use super::{
     process::{Identity, RankProcess, UnixProcessGroup},
     spare::{self, Spare},
 };
-use crate::rank::{RankConfig, stop_within_secs};
+use crate::{
+    rank::{RankConfig, stop_within_secs},
+    report::with_path,
+};
 use lockstep_host::{
     NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_atomically, write_private,
 };
@@ -45,10 +48,6 @@ fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
     let stderr_path = rank_file(&dir, config.rank, "stderr");
     let stderr = File::create(&stderr_path).map_err(|e| with_path(&stderr_path, e))?;
     Ok((config_path, stderr))
-}
-
-fn with_path(path: &Path, error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// The configurations of the ranks of `start` on this machine, which share its cores evenly. `devices` contains a device for

@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-/// Limits of the output of an ended rank that is shown in addition to its log.
+/// How much of an ended rank's standard error is shown in addition to its log.
 const MAX_STDERR_LINES: usize = 20;
 const MAX_STDERR_BYTES: u64 = 64 << 10;
 const MAX_STDERR_LINE_BYTES: usize = 4096;

@@ -2,6 +2,7 @@
 
 use super::{TrainError, Training};
 use crate::checkpoint;
+use lockstep_comm::first_differing_rank;
 use lockstep_data::loader::{DataSource, Mixing, Shape};
 use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
 
@@ -90,17 +91,11 @@ fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result
 /// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some pictures twice
 /// and on others never.
 fn check_same_dataset(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
-    let group = &training.group;
-    if group.size() == 1 {
-        return Ok(());
-    }
     let count = data.shape.train_samples + data.shape.validation_samples;
     let own = [count, data.digest().into()].map(u64::to_le_bytes);
-    let mut all = vec![0u8; 16 * group.size() as usize];
-    group.all_gather(own.as_flattened().into(), (&mut all).into())?;
-    let of_ranks = all.as_chunks::<8>().0.as_chunks::<2>().0;
-    of_ranks.iter().position(|of_rank| *of_rank != of_ranks[0]).map_or(Ok(()), |rank| {
-        let count = |rank: usize| u64::from_le_bytes(of_ranks[rank][0]);
+    let all = training.group.all_gather_bytes(own.as_flattened())?;
+    first_differing_rank(&all).map_or(Ok(()), |rank| {
+        let count = |rank: usize| all[rank].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
         Err(TrainError::Impossible(format!(
             "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
              dataset to all machines, and do not change it while a job starts",

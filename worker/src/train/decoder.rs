@@ -21,14 +21,11 @@ enum DecoderChoice {
 impl DecoderChoice {
     /// Parses the value of the environment variable.
     fn of(value: Option<&OsStr>) -> Result<Self, String> {
-        match value.map(|value| value.to_string_lossy()) {
-            None => Ok(Self::Auto),
-            Some(value) => match &*value {
-                "" | "auto" => Ok(Self::Auto),
-                "cpu" => Ok(Self::Cores),
-                "gpu" => Ok(Self::Gpu),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
-            },
+        match value.map(OsStr::to_string_lossy).as_deref() {
+            None | Some("" | "auto") => Ok(Self::Auto),
+            Some("cpu") => Ok(Self::Cores),
+            Some("gpu") => Ok(Self::Gpu),
+            Some(other) => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
         }
     }
 

@@ -2,6 +2,7 @@
 //! evaluation, and reports.
 
 use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
+use lockstep_comm::any_rank;
 use lockstep_data::{
     DataError,
     loader::{Batch, Shape, View, replaced},
@@ -94,9 +95,7 @@ impl Run<'_> {
         if self.training.spec.train.ema_decay <= 0.0 {
             return Ok(false);
         }
-        let mut ranks_with_average = [f64::from(u8::from(self.engine.has_average()))];
-        self.training.group.all_reduce((&mut ranks_with_average).into())?;
-        Ok(ranks_with_average != [0.0])
+        Ok(any_rank(self.training.group.as_ref(), self.engine.has_average())?)
     }
 
     /// As [`Run::run_validation_pass`], for the averaged weights. Afterwards the engine has the trained weights again.

@@ -8,7 +8,7 @@ use crate::planning::{self, Planned};
 use histogram::histograms;
 use lockstep_engine::{
     LayerTime,
-    net::{Network, TensorId},
+    net::{Network, Op, TensorId},
     plan::Plan,
 };
 use lockstep_host::usage::peak_memory_bytes;
@@ -22,13 +22,6 @@ const TIMED_STEPS: u64 = 5;
 const COMPARED_STEPS: usize = 10;
 /// Distance of two timed steps. The compared steps are between the first two.
 const TIMING_INTERVAL: u64 = COMPARED_STEPS as u64 + 1;
-
-/// The reports that a step makes in addition to its result.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct LayerReports {
-    has_histograms: bool,
-    has_times: bool,
-}
 
 /// The layers about which rank 0 reports. Other ranks only time the same steps.
 #[derive(Default)]
@@ -56,7 +49,8 @@ impl Layers {
         // of other timed steps.
         let mut layers = Self { first_timed_step: step + FIRST_TIMED_STEP, ..Self::default() };
         if training.is_first() {
-            (layers.description, layers.outputs) = network.describe();
+            layers.description = network.describe();
+            layers.outputs = network.ops.iter().map(Op::output).collect();
             let parallel = &training.spec.parallel;
             match planned {
                 Some(planned) => layers.description = planned.describe(network),
@@ -128,23 +122,26 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 impl Run<'_> {
-    /// Requests the next step's additional reports from the engine. Keeping gradients is collective.
-    pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
-        let (next, every) = (self.step + 1, self.training.spec.log.histograms);
-        let has_histograms = every > 0 && next.is_multiple_of(every);
-        if has_histograms {
+    fn has_histograms(&self, step: u64) -> bool {
+        let every = self.training.spec.log.histograms;
+        every > 0 && step.is_multiple_of(every)
+    }
+
+    /// Requests the reports about layers of the next step from the engine. Keeping gradients is collective.
+    pub(super) fn request_layer_reports(&mut self) -> Result<(), TrainError> {
+        let next = self.step + 1;
+        if self.has_histograms(next) {
             self.engine.keep_gradients()?;
         }
-        let has_times = self.layers.is_timed(next);
-        if has_times {
+        if self.layers.is_timed(next) {
             self.engine.time_layers();
         }
-        Ok(LayerReports { has_histograms, has_times })
+        Ok(())
     }
 
     /// Reports the times of layers, after a timed step was started.
-    pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
-        if !reports.has_times {
+    pub(super) fn report_layer_times(&mut self) {
+        if !self.layers.is_timed(self.step) {
             return;
         }
         let times = self.engine.layer_times();
@@ -171,8 +168,8 @@ impl Run<'_> {
     }
 
     /// Reports the histograms of a finished step whose gradients were kept.
-    pub(super) fn report_histograms(&mut self, reports: LayerReports) -> Result<(), TrainError> {
-        if !reports.has_histograms {
+    pub(super) fn report_histograms(&mut self) -> Result<(), TrainError> {
+        if !self.has_histograms(self.step) {
             return Ok(());
         }
         self.drain()?;

@@ -2,6 +2,7 @@
 //! kills processes when memory runs out.
 
 use super::TrainError;
+use crate::planning::gigabytes;
 use lockstep_engine::{
     EngineConfig, Needs, Sample,
     net::{self, Network},
@@ -81,7 +82,7 @@ impl RequiredMemory {
         }
         let for_ranks = match self.ranks {
             1 => String::new(),
-            ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(machine_bytes)),
+            ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(machine_bytes as f64)),
         };
         let batch_key =
             if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
@@ -89,16 +90,12 @@ impl RequiredMemory {
             "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{for_ranks}, and this machine has {}: lower \
              data.image_size or train.{batch_key}, or split the batch (train.accumulate)",
             self.pictures,
-            gigabytes(self.rank_bytes),
+            gigabytes(self.rank_bytes as f64),
             network.arch,
-            gigabytes(available),
+            gigabytes(available as f64),
             side = network.image_size
         )))
     }
-}
-
-fn gigabytes(bytes: u64) -> String {
-    format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
 #[cfg(test)]

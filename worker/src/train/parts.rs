@@ -8,7 +8,7 @@ use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, Files, RETRY, Retention, Snapshot, State, TEMPORARY,
     complete_parts, temporary_folder, write_part,
 };
-use lockstep_engine::{AverageOn, Contribution, StateDict, Writers, slots};
+use lockstep_engine::{AverageOn, StateDict, Writers, slots};
 use serde::{Deserialize, Serialize};
 use std::{
     fs, io,
@@ -156,12 +156,8 @@ impl Parts {
 
 impl Run<'_> {
     /// Begins to write this rank's part of a checkpoint of the steps so far.
-    pub(super) fn begin_part(&mut self, contribution: Contribution) -> Result<(), TrainError> {
-        let own = match contribution {
-            Contribution::Part(part) | Contribution::Whole(part) => *part,
-            Contribution::Replica => StateDict::default(),
-        };
-        let snapshot = self.snapshot(own);
+    pub(super) fn begin_part(&mut self, own: Option<StateDict>) -> Result<(), TrainError> {
+        let snapshot = self.snapshot(own.unwrap_or_default());
         let Some(parts) = &mut self.parts else { return Ok(()) };
         Ok(parts.begin(self.training, snapshot)?)
     }

@@ -6,7 +6,7 @@ use crate::checkpoint::{
     Snapshot, State,
 };
 use lockstep_data::loader::Shape;
-use lockstep_engine::{Contribution, StateDict, Writers};
+use lockstep_engine::{StateDict, Writers};
 use lockstep_protocol::{agent::AttemptEvent, spec::JobSpec};
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ impl Run<'_> {
         self.throughput.report("checkpointing");
         let whole_checkpoints = Writers::default();
         let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
-        let contribution = self.engine.state_dict(writers)?;
+        let own = self.engine.state_dict(writers)?;
         // Every rank tracks the best checkpoint, because any rank may have to write the next checkpoint.
         let keep_best = &self.training.spec.checkpoint.keep_best;
         if let Some(best) = Best::if_better(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
@@ -35,11 +35,11 @@ impl Run<'_> {
             self.best = Some(best);
         }
         if self.parts.is_some() {
-            self.begin_part(contribution)?;
+            self.begin_part(own)?;
         } else if let Some(writer) = &self.writer {
             // Other ranks wait for this rank meanwhile, and must not consider it stalled.
             let patience = self.stall_timeout() / 4;
-            let saved = writer.save(self.snapshot(*whole_state(contribution)?), patience);
+            let saved = writer.save(self.snapshot(whole_state(own)?), patience);
             if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
                 return Err(self.diverged(detail));
             }
@@ -241,19 +241,14 @@ fn slow_checkpoint_warning(took: Duration, within: Duration) -> Option<String> {
     })
 }
 
-/// The state contributed by the rank with the checkpoint writer.
+/// The state of the rank with the checkpoint writer.
 ///
 /// # Errors
-/// The rank contributes nothing, because the engine considers another rank the first of the group. The checkpoint would be lost.
-fn whole_state(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
-    match contribution {
-        Contribution::Whole(state_dict) => Ok(state_dict),
-        Contribution::Part(_) | Contribution::Replica => Err(TrainError::Impossible(
-            "no checkpoint: this rank writes checkpoints, but its engine contributes no state, as if another rank were the first of \
-             the group. This is a bug in Lockstep"
-                .into(),
-        )),
-    }
+/// The engine considers another rank the first of the group, so no state is available, and the checkpoint would be lost.
+fn whole_state(own: Option<StateDict>) -> Result<StateDict, TrainError> {
+    let problem = "no checkpoint: this rank writes checkpoints, but its engine contributes no state, as if another rank were the first \
+                   of the group. This is a bug in Lockstep";
+    own.ok_or_else(|| TrainError::Impossible(problem.into()))
 }
 
 /// The metadata of `model.safetensors`: only facts that equal jobs share.
@@ -301,8 +296,8 @@ mod tests {
 
     #[test]
     fn a_writing_rank_without_state_is_an_error() {
-        assert!(whole_state(Contribution::Whole(Box::default())).is_ok());
-        let error = whole_state(Contribution::Replica).unwrap_err().to_string();
+        assert!(whole_state(Some(StateDict::default())).is_ok());
+        let error = whole_state(None).unwrap_err().to_string();
         assert!(error.starts_with("no checkpoint: "), "{error}");
     }
 }

@@ -32,7 +32,7 @@ impl Run<'_> {
         let data_secs = began.elapsed().as_secs_f64();
         report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
-        let reports = self.request_layer_reports()?;
+        self.request_layer_reports()?;
 
         self.step += 1;
         self.in_flight.push_back(InFlight { step: self.step, lr, began, data_secs });
@@ -54,10 +54,10 @@ impl Run<'_> {
             self.report_step(&result, wait_began.elapsed().as_secs_f64());
         }
         self.announce_checkpoints();
-        self.report_layer_times(reports);
+        self.report_layer_times();
         let continues = vote?;
         if continues {
-            self.report_histograms(reports)?;
+            self.report_histograms()?;
         }
         Ok(continues)
     }

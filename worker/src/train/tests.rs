@@ -213,7 +213,6 @@ impl TestJob {
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
             threads: 1,
-            rank,
             group,
             store,
             watchdog: None,

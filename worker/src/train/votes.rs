@@ -5,6 +5,7 @@
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
 use super::{Run, TrainError, parts::Parts, replicas::compare_replicas, step::InFlight};
+use lockstep_comm::any_rank;
 use lockstep_engine::StepResult;
 use std::{
     sync::atomic::Ordering,
@@ -139,9 +140,7 @@ impl Run<'_> {
     /// weights that differ from those of the other ranks.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
-        let mut votes = [f64::from(u8::from(own.is_some()))];
-        self.training.group.all_reduce((&mut votes).into())?;
-        if votes == [0.0] {
+        if !any_rank(self.training.group.as_ref(), own.is_some())? {
             return self.check_replicas();
         }
         let found = own.unwrap_or_else(|| "a tensor of another rank".into());

@@ -4,11 +4,6 @@
 
 use super::owner::Handle;
 use cudarc::nccl::sys::{self, ncclComm_t};
-use lockstep_host::lock;
-use std::{
-    sync::{Condvar, Mutex},
-    time::Duration,
-};
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Comm(pub(super) ncclComm_t);
@@ -24,36 +19,8 @@ impl Handle for Comm {
             let Self(comm) = { self };
             // SAFETY: the owner passes the handle on once, while no call uses it.
             unsafe { sys::ncclCommAbort(comm) };
-            ABORTS.update(|pending| *pending -= 1);
         };
-        ABORTS.update(|pending| *pending += 1);
         // If no thread can be started, the end of the process frees the communicator.
-        if std::thread::Builder::new().name("nccl abort".into()).spawn(abort).is_err() {
-            ABORTS.update(|pending| *pending -= 1);
-        }
-    }
-}
-
-/// The number of aborts that NCCL has not finished.
-struct Aborts {
-    pending: Mutex<usize>,
-    changed: Condvar,
-}
-
-static ABORTS: Aborts = Aborts { pending: Mutex::new(0), changed: Condvar::new() };
-
-impl Aborts {
-    fn update(&self, change: impl FnOnce(&mut usize)) {
-        change(&mut lock(&self.pending));
-        self.changed.notify_all();
-    }
-}
-
-/// Waits until all aborts have finished, at most `limit`. Returns whether they have.
-pub fn wait_for_aborts(limit: Duration) -> bool {
-    let pending = lock(&ABORTS.pending);
-    match ABORTS.changed.wait_timeout_while(pending, limit, |pending| *pending > 0) {
-        Ok((pending, _)) => *pending == 0,
-        Err(poisoned) => *poisoned.into_inner().0 == 0,
+        let _ = std::thread::Builder::new().name("nccl abort".into()).spawn(abort);
     }
 }

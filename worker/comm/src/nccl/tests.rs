@@ -20,7 +20,6 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
     nccl.abort("enough");
     assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
     drop(nccl);
-    assert!(wait_for_aborts(Duration::from_secs(10)));
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
 }
 
@@ -50,7 +49,6 @@ fn gpu_an_abort_is_safe_while_other_threads_ask_for_errors() {
                 assert!(matches!(&error, CommError::Aborted { reason, .. } if reason == "enough"), "{error}");
             }
         });
-        assert!(wait_for_aborts(Duration::from_secs(10)), "round {round}");
     }
 }
 

@@ -1,6 +1,7 @@
-//! Rendezvous on this machine, for tests.
+//! Ranks on this machine, for tests.
 
-use super::RendezvousConfig;
+use super::{RendezvousConfig, Store};
+use crate::ring::Ring;
 use std::{
     net::TcpListener,
     sync::{
@@ -33,4 +34,26 @@ pub fn unused_port() -> u16 {
     });
     let mut unused = ports.filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     unused.next().expect("one of 10,000 ports is free")
+}
+
+/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank. `timeout` is that of the rings.
+pub fn on_connected_ranks<T: Send>(
+    size: u32,
+    timeout: Duration,
+    body: impl Fn(&Arc<Store>, Arc<Ring>) -> T + Sync,
+) -> Vec<T> {
+    let port = unused_port();
+    let run = |rank: u32| {
+        let config = rendezvous_config(port, rank, size);
+        let config = RendezvousConfig { timeout: timeout.max(config.timeout), ..config };
+        let store = Arc::new(Store::join(config).unwrap());
+        let ring = Ring::connect(&store, timeout).unwrap();
+        store.barrier("connected").unwrap();
+        body(&store, ring)
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }

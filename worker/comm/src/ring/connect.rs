@@ -18,35 +18,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The addresses at which a rank listens: for the group, for its concurrent group, and for messages.
+/// The addresses at which a rank listens: for its previous rank, and for messages.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) struct Addresses {
-    main: SocketAddr,
-    concurrent: SocketAddr,
+    ring: SocketAddr,
     mesh: SocketAddr,
 }
 
 /// The listeners of [`Addresses`].
 #[derive(Debug)]
 pub(super) struct Listeners {
-    main: TcpListener,
-    concurrent: TcpListener,
+    ring: TcpListener,
     mesh: TcpListener,
 }
 
 impl Listeners {
     pub(super) fn bind(ip: IpAddr) -> io::Result<Self> {
         let bind = || TcpListener::bind((ip, 0));
-        Ok(Self { main: bind()?, concurrent: bind()?, mesh: bind()? })
+        Ok(Self { ring: bind()?, mesh: bind()? })
     }
 
     pub(super) fn addresses(&self) -> io::Result<Addresses> {
-        let Self { main, concurrent, mesh } = self;
-        Ok(Addresses {
-            main: main.local_addr()?,
-            concurrent: concurrent.local_addr()?,
-            mesh: mesh.local_addr()?,
-        })
+        Ok(Addresses { ring: self.ring.local_addr()?, mesh: self.mesh.local_addr()? })
     }
 }
 
@@ -110,18 +103,18 @@ impl PendingRing<'_> {
     }
 
     fn connect_all(self, listeners: Listeners, end: &Arc<End>) -> Result<Arc<Ring>, RendezvousError> {
-        let Listeners { main, concurrent, mesh } = listeners;
+        let Listeners { ring, mesh } = listeners;
         let addresses = self.addresses.iter().map(|a| a.mesh).collect();
         let mesh = Mesh::start(&self.identity, self.rank, mesh, addresses, self.timeout, end.clone());
         let mesh = mesh.map_err(protocol)?;
-        let neighbours = self.connect_neighbours("concurrent", &concurrent, |a| a.concurrent, end)?;
+        let neighbours = self.connect_neighbours("concurrent", &ring, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
         let concurrent = Arc::new(self.build_ring(identity, neighbours, mesh.clone(), end, None));
-        let neighbours = self.connect_neighbours("main", &main, |a| a.main, end)?;
-        let is_elsewhere = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
+        let neighbours = self.connect_neighbours("main", &ring, end)?;
+        let is_elsewhere = |a: &Addresses| a.ring.ip() != self.addresses[0].ring.ip();
         if self.addresses.iter().any(is_elsewhere) {
-            self.watch_neighbours(&main, end)?;
+            self.watch_neighbours(&ring, end)?;
         }
         Ok(Arc::new(self.build_ring(self.identity.clone(), neighbours, mesh, end, Some(concurrent))))
     }
@@ -151,11 +144,11 @@ impl PendingRing<'_> {
 
     /// Watches for neighbours' machines that do not respond. Used only if the ranks run on several machines.
     fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
-        let (next, previous) = self.connect_neighbours("liveness", listener, |a| a.main, end)?;
+        let (next, previous) = self.connect_neighbours("liveness", listener, end)?;
         let size = self.addresses.len() as u32;
         let neighbour = |rank: u32, stream| Neighbour {
             rank,
-            ip: self.addresses[rank as usize].main.ip(),
+            ip: self.addresses[rank as usize].ring.ip(),
             stream,
             last_heard: Instant::now(),
             has_left: false,
@@ -165,18 +158,18 @@ impl PendingRing<'_> {
         liveness::watch(both, end.clone()).map_err(protocol)
     }
 
-    /// Connects to the next rank, and accepts the connection of the previous rank.
+    /// Connects to the next rank, and accepts the connection of the previous rank. The previous rank makes its connections one
+    /// after the other, so they arrive in the order of the calls.
     fn connect_neighbours(
         &self,
         name: &str,
         listener: &TcpListener,
-        address: impl Fn(&Addresses) -> SocketAddr,
         end: &End,
     ) -> Result<(TcpStream, TcpStream), RendezvousError> {
         let (rank, size) = (self.rank, self.addresses.len() as u32);
         let purpose = format!("{}/{name}", self.identity.name);
         let next_rank = (rank + 1) % size;
-        let next = address(&self.addresses[next_rank as usize]);
+        let next = self.addresses[next_rank as usize].ring;
         let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
         // Calls and accepts concurrently, because otherwise every rank would wait for the next rank's response.

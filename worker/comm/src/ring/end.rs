@@ -4,7 +4,9 @@ use crate::CommError;
 use lockstep_host::lock;
 use socket2::SockRef;
 use std::{
-    net::{Shutdown, TcpListener, TcpStream},
+    io,
+    net::Shutdown,
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex, OnceLock, Weak},
 };
 
@@ -13,13 +15,12 @@ use std::{
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
-    /// The error of the call that ended the group. Other calls get the same error with their own operation.
+    /// The error of the call that ended the group. Other calls return the same error, with `operation` set to their own name.
     cause: OnceLock<CommError>,
     /// The reason of an abort. The group may have ended earlier for another cause.
     abort_reason: OnceLock<String>,
-    streams: Mutex<Vec<TcpStream>>,
-    /// The listener at which other ranks connect for messages.
-    listener: OnceLock<TcpListener>,
+    /// The connections, and the listener at which other ranks connect for messages.
+    sockets: Mutex<Vec<OwnedFd>>,
     /// The ends of the groups split from this group.
     split_ends: Mutex<Vec<Weak<End>>>,
 }
@@ -30,16 +31,12 @@ impl End {
         self.close_with(CommError::Aborted { operation: "", reason });
     }
 
-    /// Ends this group because of `cause`, and closes the connections, so that calls that wait on them return. The first
-    /// cause is kept.
+    /// Ends this group because of `cause`, and shuts the sockets down, so that calls that wait on them return. (On Linux, this also
+    /// ends a wait in `accept`.) The first cause is kept.
     pub(super) fn close_with(&self, cause: CommError) {
         let _ = self.cause.set(cause);
-        for stream in lock(&self.streams).iter() {
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        if let Some(listener) = self.listener.get() {
-            // On Linux, this wakes a thread that waits in `accept`.
-            let _ = SockRef::from(listener).shutdown(Shutdown::Both);
+        for socket in lock(&self.sockets).iter() {
+            let _ = SockRef::from(socket).shutdown(Shutdown::Both);
         }
     }
 
@@ -62,19 +59,13 @@ impl End {
         }
     }
 
-    /// Registers a connection to be closed when the group ends.
-    pub(super) fn add(&self, stream: &TcpStream) -> std::io::Result<()> {
-        let clone = stream.try_clone()?;
-        lock(&self.streams).push(clone);
+    /// Registers a connection or a listener, to be shut down when the group ends.
+    pub(super) fn add(&self, socket: &impl AsFd) -> io::Result<()> {
+        let clone = socket.as_fd().try_clone_to_owned()?;
+        lock(&self.sockets).push(clone);
         if self.has_ended() {
-            let _ = stream.shutdown(Shutdown::Both);
+            let _ = SockRef::from(socket).shutdown(Shutdown::Both);
         }
-        Ok(())
-    }
-
-    /// Registers the listener for messages, to be shut down when the group ends.
-    pub(super) fn add_listener(&self, listener: &TcpListener) -> std::io::Result<()> {
-        let _ = self.listener.set(listener.try_clone()?);
         Ok(())
     }
 

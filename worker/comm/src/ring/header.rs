@@ -5,10 +5,9 @@ use crate::{
     values::{DataType, Values},
 };
 
-/// The bytes `lock` as a number. A machine with the other byte order reads another number.
-const MAGIC: u32 = 0x6c6f_636b;
-/// Size of a header: four bytes each for magic, operation, unused and data type, and eight bytes each for the number of the call
-/// and the length.
+/// The bytes `lockring` as a number. A machine with the other byte order reads another number.
+const MAGIC: u64 = 0x6c6f_636b_7269_6e67;
+/// Size of a header: four numbers of eight bytes, namely magic, the number of the call, and the two numbers of [`Call::pack`].
 pub(super) const HEADER_BYTES: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,26 +74,17 @@ impl Call {
 
     /// Describes a call encoded by [`Call::pack`]. Another process wrote the numbers, so they may be invalid.
     pub(crate) fn describe([operation_and_type, length]: [u64; 2]) -> String {
-        let (operation, data_type) =
-            ((operation_and_type >> 40) as u32, (operation_and_type >> 32) as u32 & 0xff);
-        describe_fields(operation, data_type, length)
+        let operation = Operation::from_code((operation_and_type >> 40) as u32);
+        let name = operation.map_or("an unknown operation", Operation::name);
+        let data_type = DataType::name_of_code((operation_and_type >> 32) as u32 & 0xff);
+        format!("{name} of {length} {data_type} values")
     }
-}
-
-fn describe_fields(operation: u32, data_type: u32, length: u64) -> String {
-    let name = Operation::from_code(operation).map_or("an unknown operation", Operation::name);
-    format!("{name} of {length} {} values", DataType::name_of_code(data_type))
 }
 
 /// Encodes the header of call number `sequence` on a connection.
 pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER_BYTES] {
-    let mut header = [0; HEADER_BYTES];
-    header[..4].copy_from_slice(&MAGIC.to_ne_bytes());
-    header[4..8].copy_from_slice(&(call.operation as u32).to_ne_bytes());
-    header[12..16].copy_from_slice(&(call.data_type as u32).to_ne_bytes());
-    header[16..24].copy_from_slice(&sequence.to_ne_bytes());
-    header[24..].copy_from_slice(&(call.length as u64).to_ne_bytes());
-    header
+    let [operation_and_type, length] = call.pack();
+    bytemuck::must_cast([MAGIC, sequence, operation_and_type, length])
 }
 
 /// Compares the header from `peer` with this rank's header of the call.
@@ -104,22 +94,19 @@ pub(super) fn compare(
     theirs: &[u8; HEADER_BYTES],
     (call, sequence): (Call, u64),
 ) -> Result<(), CommError> {
-    let expected = encode(call, sequence);
-    if expected == *theirs {
+    if encode(call, sequence) == *theirs {
         return Ok(());
     }
-    let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
-    let long = |at: usize| u64::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
-    let detail = if word(0) == MAGIC.swap_bytes() {
+    let [magic, their_sequence, their_call @ ..]: [u64; 4] = bytemuck::must_cast(*theirs);
+    let detail = if magic == MAGIC.swap_bytes() {
         "runs on a machine with another byte order".to_string()
-    } else if word(0) != MAGIC {
+    } else if magic != MAGIC {
         "sent bytes that are not the header of a call".to_string()
     } else {
         format!(
-            "is at call {}: {}; this rank is at call {sequence}: {}",
-            long(16),
-            describe_fields(word(4), word(12), long(24)),
-            describe_fields(call.operation as u32, call.data_type as u32, call.length as u64),
+            "is at call {their_sequence}: {}; this rank is at call {sequence}: {}",
+            Call::describe(their_call),
+            Call::describe(call.pack()),
         )
     };
     Err(CommError::Mismatch { operation, peer, detail })

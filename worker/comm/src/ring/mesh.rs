@@ -65,7 +65,7 @@ impl Mesh {
         timeout: Duration,
         end: Arc<End>,
     ) -> io::Result<Arc<Self>> {
-        end.add_listener(&listener)?;
+        end.add(&listener)?;
         let mesh = Arc::new(Self {
             rank,
             secret: identity.secret.clone(),

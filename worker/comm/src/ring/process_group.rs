@@ -1,7 +1,7 @@
 //! The ring as a [`ProcessGroup`].
 
 use super::{Call, Operation, Ring};
-use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
+use crate::{CommError, ProcessGroup, SharedMemoryOrReason, Values, ValuesMut, values::check};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{sync::Arc, time::Duration};
 
@@ -72,12 +72,7 @@ impl ProcessGroup for Ring {
     }
 
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
-        self.split_with(color, |ring| {
-            Ok(match ring {
-                None => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
-                Some(ring) => ring,
-            })
-        })
+        self.split_with(color, |ring| Ok(ring as Arc<dyn ProcessGroup>))
     }
 
     fn abort(&self, reason: &str) {

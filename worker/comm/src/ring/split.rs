@@ -4,7 +4,7 @@ use super::{
     Call, Identity, Operation, Ring,
     connect::{Addresses, Listeners, PendingRing},
 };
-use crate::{CommError, ProcessGroup};
+use crate::{CommError, ProcessGroup, SingleRank};
 use serde::{Deserialize, Serialize};
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -25,13 +25,13 @@ struct SplitRequest {
 }
 
 impl Ring {
-    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the ring of the ranks of `color`, or from `None` if this
-    /// rank is the only one. If `build` fails on one rank, the split fails on all ranks.
-    pub(crate) fn split_with<T>(
+    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the ring of the ranks of `color`, unless this rank is the
+    /// only one. If `build` fails on one rank, the split fails on all ranks.
+    pub(crate) fn split_with(
         &self,
         color: u32,
-        build: impl FnOnce(Option<Arc<Ring>>) -> Result<T, CommError>,
-    ) -> Result<T, CommError> {
+        build: impl FnOnce(Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, CommError>,
+    ) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
         let split_index = self.split_count.fetch_add(1, Ordering::Relaxed);
         let listeners = Listeners::bind(self.identity.local_ip);
@@ -42,7 +42,7 @@ impl Ring {
         let joined = listeners
             .map_err(|error| failed(error.to_string()))
             .and_then(|listeners| self.join(&requests, color, split_index, listeners))
-            .and_then(build);
+            .and_then(|ring| ring.map_or_else(|| Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>), build));
         // The split succeeds on all ranks or on none, because otherwise a rank would wait in its new group for a rank that could
         // not join.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();

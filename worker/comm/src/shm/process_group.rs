@@ -7,8 +7,7 @@ use super::{
     wait_queue::WaitQueue,
 };
 use crate::{
-    CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
-    rendezvous::{RendezvousError, Store},
+    CommError, ProcessGroup, SharedMemoryOrReason, Values, ValuesMut,
     ring::{Call, Operation, Ring},
     values::check,
 };
@@ -43,34 +42,23 @@ struct GroupState {
 
 impl ShmProcessGroup {
     /// Collective: makes the ranks of `ring` share memory, and returns their group. If one of the ranks cannot share
-    /// memory, returns the ring itself. `store` and `ring` have the same ranks.
+    /// memory, returns the ring itself.
     ///
     /// # Errors
-    /// A rank does not respond within the store's time-out.
-    pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
-        Self::share_or_use_ring(&ring, |name, value| store.all_gather(name, value))
-    }
-
-    /// As [`Self::meet`]. `all_gather` gathers bytes under a name.
-    fn share_or_use_ring<E>(
-        ring: &Arc<Ring>,
-        all_gather: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<Arc<dyn ProcessGroup>, E> {
-        Ok(match Self::connect(ring, all_gather)? {
+    /// The errors of [every call](ProcessGroup).
+    pub fn meet(ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        Ok(match Self::connect(&ring)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
                 ring.set_shm_unavailable(reason);
-                ring.clone()
+                ring
             }
         })
     }
 
     /// Collective: makes the ranks of `ring` share memory. Returns their group, or the reason why they cannot share memory, which
     /// is the same on all ranks.
-    pub(super) fn connect<E>(
-        ring: &Arc<Ring>,
-        all_gather: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
-    ) -> Result<Result<Arc<Self>, String>, E> {
+    pub(super) fn connect(ring: &Arc<Ring>) -> Result<Result<Arc<Self>, String>, CommError> {
         let size = ring.size() as usize;
         let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
         let message = match &allocated {
@@ -78,7 +66,7 @@ impl ShmProcessGroup {
             None => Ok(Vec::new()),
         };
         let message = message.unwrap_or_default();
-        let messages = all_gather("shm/descriptor", &message)?;
+        let messages = ring.all_gather_bytes(&message)?;
         let opened = match allocated {
             Some(allocated) => allocated.map(|(_, opened)| opened),
             None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&messages[0])
@@ -91,7 +79,7 @@ impl ShmProcessGroup {
             Ok(_) => "joined",
             Err(reason) => reason,
         };
-        let messages = all_gather("shm/joined", message.as_bytes())?;
+        let messages = ring.all_gather_bytes(message.as_bytes())?;
         Ok(match messages.iter().position(|message| message != b"joined") {
             Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&messages[rank]))),
             None => opened.map(|(file, memory)| Arc::new(Self::new(ring.clone(), file, &memory))),
@@ -310,10 +298,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, |ring| match ring {
-            None => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            Some(ring) => ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value)),
-        })
+        self.ring.split_with(color, ShmProcessGroup::meet)
     }
 
     fn abort(&self, reason: &str) {

@@ -11,9 +11,7 @@ fn on_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
-    on_connected_ranks(world, timeout, |store, ring| {
-        body(ShmProcessGroup::connect(&ring, |name, value| store.all_gather(name, value)).unwrap().unwrap())
-    })
+    on_connected_ranks(world, timeout, |_, ring| body(ShmProcessGroup::connect(&ring).unwrap().unwrap()))
 }
 
 #[test]
@@ -117,10 +115,10 @@ fn if_one_rank_cannot_open_the_memory_none_share_it() {
     let why = "runs on another machine than rank 0";
     on_connected_ranks(3, TIMEOUT, |store, ring| {
         if ring.rank() == 2 {
-            store.all_gather("shm/descriptor", b"").unwrap();
-            store.all_gather("shm/joined", why.as_bytes()).unwrap();
+            ring.all_gather_bytes(b"").unwrap();
+            ring.all_gather_bytes(why.as_bytes()).unwrap();
         } else {
-            let comm = ShmProcessGroup::meet(store, ring).unwrap();
+            let comm = ShmProcessGroup::meet(ring).unwrap();
             let reported = comm.shared_memory(1000).unwrap().unwrap_err();
             assert_eq!(reported, format!("rank 2: {why}"));
         }

@@ -126,11 +126,13 @@ fn a_failed_subgroup_does_not_end_the_group() {
 #[test]
 fn if_one_rank_cannot_join_a_split_all_fail_with_the_reason() {
     on_connected_ranks(3, TIMEOUT, |store, ring| {
-        let build = |_: Option<Arc<Ring>>| match ring.rank() {
-            1 => Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() }),
-            _ => Ok(()),
+        let build = |group: Arc<Ring>| -> Result<Arc<dyn ProcessGroup>, CommError> {
+            match ring.rank() {
+                1 => Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() }),
+                _ => Ok(group),
+            }
         };
-        let error = ring.split_with(ring.rank() % 2, build).unwrap_err();
+        let error = ring.split_with(u32::from(ring.rank() > 1), build).err().unwrap();
         assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
         assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
         store.barrier("done").unwrap();

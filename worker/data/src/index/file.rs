@@ -5,11 +5,11 @@
 //! only while the file's size and modification time are unchanged.
 //!
 //! ```text
-//! 8 bytes           "LSINDEX" and the format's version, 3
+//! 8 bytes           "LSINDEX" and the format's version, 4
 //! then blocks:      u32 length of the payload, u32 CRC-32 of the payload (both little-endian), payload
 //! payload:          u32 length of the container's name, the name, then MessagePack:
 //!                   [stamp, shard_error, [entry, ...]]
-//! entry:            [name, size, modified_ns, offset, format, width, height, hash, label, broken]
+//! entry:            [name, size, modified_ns, offset, is_jpeg, width, height, hash, label, broken]
 //! ```
 //!
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
@@ -29,7 +29,7 @@ use std::{
     path::Path,
 };
 
-pub(super) const MAGIC: &[u8; 8] = b"LSINDEX\x03";
+const MAGIC: &[u8; 8] = b"LSINDEX\x04";
 /// Larger index files are considered damaged. The index of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
 
@@ -46,8 +46,7 @@ pub(crate) struct Entry {
     pub(crate) modified_ns: i64,
     /// The offset of the picture in the shard. 0 for a file.
     pub(crate) offset: u64,
-    /// 1 JPEG, 2 PNG, 3 WebP, 4 GIF, 5 BMP, 6 TIFF; 0 for other formats.
-    pub(crate) format: u8,
+    pub(crate) is_jpeg: bool,
     /// In pixels; 0 if the picture is broken.
     pub(crate) width: u32,
     /// In pixels; 0 if the picture is broken.

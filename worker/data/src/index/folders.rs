@@ -18,7 +18,7 @@ use std::{
 };
 
 /// The version of the file's format. Other versions are ignored.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Size limit of the cache file. The cache of a hundred thousand folders has 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
@@ -55,7 +55,6 @@ impl FolderStamp {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Known {
     stamp: FolderStamp,
-    files: u64,
     /// A checksum of the index entries, because the index may have been rebuilt since.
     check: u32,
 }
@@ -104,8 +103,7 @@ pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
             return None;
         }
         let entries = ordered_entries(&facts, path.as_bytes());
-        let is_complete = entries.len() as u64 == known.files && checksum(&entries) == known.check;
-        is_complete.then(|| (PathBuf::from(path), (known.stamp, entries)))
+        (checksum(&entries) == known.check).then(|| (PathBuf::from(path), (known.stamp, entries)))
     };
     let folders = record.unwrap_or_default().folders.par_iter().filter_map(unchanged).collect();
     CachedFolders { facts, folders }
@@ -151,7 +149,7 @@ impl IndexStore {
             let is_intact = |entry: &Entry| !entry.is_transient && entry.broken.is_none();
             let is_complete = !entries.is_empty() && entries.iter().all(is_intact);
             let is_stored = is_complete && stamp.is_older_than(self.min_age, began);
-            let known = || Known { stamp, files: entries.len() as u64, check: checksum(entries) };
+            let known = || Known { stamp, check: checksum(entries) };
             Some((path.to_str().filter(|_| is_stored)?.to_owned(), known()))
         });
         let record = Record { version: VERSION, folders: known.collect() };

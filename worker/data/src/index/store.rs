@@ -1,7 +1,7 @@
 //! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
 //! removed.
 
-use super::file::{Block, Facts, MAGIC, write_block, write_head};
+use super::file::{Block, Facts, write_block, write_head};
 use crate::ChangeDetection;
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
@@ -100,14 +100,15 @@ impl IndexStore {
         let with_path =
             |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
-        let file = |extension| self.file(dataset, extension).unwrap_or_default();
+        let index = self.file(dataset, "index").unwrap_or_default();
+        let file = |extension| index.with_extension(extension);
         let lock_path = file("lock");
         let lock = open_lock(&lock_path).map_err(|e| with_path(&lock_path, e))?;
         // If the file system does not support locks, several processes may do the same work. Each file is still
         // written atomically.
         let _ = lock.lock();
         let mut facts = Facts::default();
-        facts.add(&file("index"), dataset, self.reader);
+        facts.add(&index, dataset, self.reader);
         let part_path = file("part");
         // A killed process may have left an incomplete block at the end.
         let complete_bytes = facts.add(&part_path, dataset, self.reader);
@@ -117,22 +118,16 @@ impl IndexStore {
             let mut part = File::options().create(true).truncate(false).write(true).open(&part_path)?;
             part.set_len(complete_bytes)?;
             part.seek(SeekFrom::End(0))?;
-            if complete_bytes == 0 {
-                write_head(&mut part, dataset, self.reader)?;
-            }
             Ok(part)
         };
         let part = open_part().map_err(|e| with_path(&part_path, e))?;
         let builder = IndexBuilder {
             dataset: dataset.to_owned(),
             reader: self.reader,
-            index: file("index"),
-            part_path,
+            index,
             part,
-            progress_path: file("progress"),
             last_published: None,
             has_results: false,
-            has_failed: false,
             _lock: lock,
         };
         Ok((builder, facts))
@@ -214,15 +209,12 @@ pub struct Progress {
 pub(super) struct IndexBuilder {
     dataset: PathBuf,
     reader: u32,
+    /// The path of the index. The other files are beside it, with other extensions.
     index: PathBuf,
-    part_path: PathBuf,
     part: File,
-    progress_path: PathBuf,
     last_published: Option<Instant>,
     /// Whether results were stored.
     has_results: bool,
-    /// Whether a result could not be stored. The index is then given up, which frees its lock.
-    pub(super) has_failed: bool,
     _lock: File,
 }
 
@@ -231,15 +223,20 @@ fn log_not_stored(error: &io::Error) {
 }
 
 impl IndexBuilder {
-    /// Stores results, so that they survive an interruption. After a failure, no results are stored.
-    pub(super) fn append(&mut self, container: &[u8], block: &Block) {
-        if self.has_failed {
-            return;
-        }
-        let mut bytes = Vec::new();
-        let written = write_block(&mut bytes, container, block).and_then(|()| self.part.write_all(&bytes));
-        self.has_failed = written.inspect_err(log_not_stored).is_err();
+    /// Stores results, so that they survive an interruption. `None` after a failure: the index is then given up, which
+    /// frees its lock.
+    pub(super) fn append(mut self, container: &[u8], block: &Block) -> Option<Self> {
+        let mut write = || -> io::Result<()> {
+            let mut bytes = Vec::new();
+            if self.part.stream_position()? == 0 {
+                write_head(&mut bytes, &self.dataset, self.reader)?;
+            }
+            write_block(&mut bytes, container, block)?;
+            self.part.write_all(&bytes)
+        };
+        write().inspect_err(log_not_stored).ok()?;
         self.has_results = true;
+        Some(self)
     }
 
     /// Publishes the progress, at most a few times per second.
@@ -248,14 +245,14 @@ impl IndexBuilder {
             self.last_published = Some(Instant::now());
             // The progress is only informative, so errors are ignored.
             let bytes = serde_json::to_vec(&progress).unwrap_or_default();
-            let _ = lockstep_host::write_atomically(&self.progress_path, &bytes);
+            let _ = lockstep_host::write_atomically(&self.index.with_extension("progress"), &bytes);
         }
     }
 
     /// Writes the index, unless no results were stored: files that could not be read are retried at each start, and do not
     /// need a new index.
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], Block)>) {
-        if self.has_results && !self.has_failed {
+        if self.has_results {
             let _ = self.write(blocks).inspect_err(log_not_stored);
         }
     }
@@ -278,11 +275,9 @@ impl IndexBuilder {
 
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.progress_path);
-        // Remove the part file if it contains only a head and no results. The head has four numbers of 4 bytes after MAGIC, and the path.
-        let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
-        if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
-            let _ = fs::remove_file(&self.part_path);
+        let _ = fs::remove_file(self.index.with_extension("progress"));
+        if self.part.metadata().is_ok_and(|found| found.len() == 0) {
+            let _ = fs::remove_file(self.index.with_extension("part"));
         }
     }
 }

@@ -133,7 +133,7 @@ impl DataSource {
     /// continue without a pause.
     fn preparation(&self, threads: usize) -> Result<(usize, usize, Arc<Workers>), DataError> {
         if threads <= 1 || !self.is_prepared_each_step() {
-            return Ok((threads, 2, Arc::new(Workers::without_threads(threads))));
+            return Ok((threads, 2, Arc::new(Workers::default())));
         }
         let mut cached = lock(&self.workers);
         let has_device = self.device.is_some();

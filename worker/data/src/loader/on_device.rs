@@ -106,7 +106,7 @@ pub(super) fn make(
         return fill(Work::Decoding, &of_cores, &undecoded);
     }
     let has_failed = AtomicBool::new(false);
-    let queue = Queue::new(of_device);
+    let queue = Queue::new(&of_device);
     let work =
         DeviceWork { device, output: &output, files: &files, undecoded: &undecoded, queue, has_failed, fill };
     thread::scope(|scope| {
@@ -134,7 +134,7 @@ struct DeviceWork<'a> {
     files: &'a [File],
     /// Each picture of the batch before it is decoded.
     undecoded: &'a [PartialPicture<'a>],
-    queue: Queue,
+    queue: Queue<'a>,
     /// Whether the device has failed for some of the pictures.
     has_failed: AtomicBool,
     fill: Fill<'a>,
@@ -144,31 +144,29 @@ impl DeviceWork<'_> {
     /// Makes the device decode groups of pictures until none is left.
     fn feed(&self) {
         while !self.queue.is_empty() {
-            let claimed = Cell::new((0, 0));
+            let claimed = Cell::<&[usize]>::new(&[]);
             let mut filled = None;
             let outcome = self.device.decoder.decode(
                 self.output.size,
                 &mut |max| {
                     claimed.set(self.queue.claim(max));
-                    self.inputs(self.queue.numbers(claimed.get()))
+                    self.inputs(claimed.get())
                 },
-                &mut |made| filled = Some(self.complete(self.queue.numbers(claimed.get()), made)),
+                &mut |made| filled = Some(self.complete(claimed.get(), made)),
             );
             if let Err(why) = outcome {
-                if claimed.get().0 == claimed.get().1 {
+                if claimed.get().is_empty() {
                     // The device cannot begin: cores decode all remaining pictures.
                     claimed.set(self.queue.claim(usize::MAX));
                 }
-                let (from, to) = claimed.get();
-                if from < to {
+                if !claimed.get().is_empty() {
                     let is_first = !self.has_failed.swap(true, Ordering::Relaxed);
-                    self.device.count_failed(why, (to - from) as u64, is_first);
+                    self.device.count_failed(why, claimed.get().len() as u64, is_first);
                 }
                 filled = None;
             }
-            let on_cores = || (self.fill)(Work::Decoding, self.queue.numbers(claimed.get()), self.undecoded);
-            let result = filled.unwrap_or_else(on_cores);
-            self.queue.record(claimed.get().0, result);
+            let on_cores = || (self.fill)(Work::Decoding, claimed.get(), self.undecoded);
+            self.queue.record(claimed.get(), filled.unwrap_or_else(on_cores));
         }
     }
 

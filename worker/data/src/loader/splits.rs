@@ -4,7 +4,7 @@ use super::part::{OpenSplit, Pixels};
 use crate::{
     Catalog, DataError, Samples, Split,
     held_out::{self, Identity},
-    inspect::{Moments, STATISTICS_SAMPLES, Statistics},
+    inspect::{Moments, STATISTICS_SAMPLES},
     listing::Listing,
 };
 use lockstep_protocol::spec::DataSpec;
@@ -22,7 +22,7 @@ pub(super) fn normalisation(spec: &DataSpec, train: &OpenSplit) -> (Vec<f32>, Ve
     } else {
         match &train.pixels {
             Pixels::Memory(bytes) => {
-                Statistics::of_packed(bytes, height * width * channels, channels).mean_std()
+                Moments::of_packed(bytes, height * width * channels, channels).mean_std()
             }
             Pixels::Files { files, square } => {
                 // 500 pictures give three digits. Decoding more would delay the first step.

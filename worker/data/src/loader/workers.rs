@@ -2,15 +2,19 @@
 
 use super::part::Opener;
 use crate::{DataError, transform::Pipeline};
-use lockstep_host::lock;
 use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
-use std::sync::{Mutex, MutexGuard};
+use std::cell::Cell;
 
 /// The buffers of a thread.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     pub(super) opener: Opener,
     pub(super) pipeline: Pipeline,
+}
+
+thread_local! {
+    /// Kept from picture to picture and from epoch to epoch.
+    static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
 /// The kind of work, which determines the threads that do it.
@@ -22,23 +26,16 @@ pub(super) enum Work {
     AroundDevice,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Workers {
     /// The threads that decode. `None` if the calling thread does all work.
     pool: Option<ThreadPool>,
     /// For work that must not wait for decoding on CPU cores: reading files for a device, and completing the device's
     /// pictures.
     side_pool: Option<ThreadPool>,
-    /// The buffers, one set for each concurrent thread.
-    scratch: Vec<Mutex<Scratch>>,
 }
 
 impl Workers {
-    /// Starts no threads. Up to `callers` calling threads do the work themselves.
-    pub(super) fn without_threads(callers: usize) -> Self {
-        Self { pool: None, side_pool: None, scratch: new_scratch(callers) }
-    }
-
     /// Starts `threads` threads, and half as many for [`Work::AroundDevice`] if a device decodes.
     pub(super) fn pool(threads: usize, has_device: bool) -> Result<Self, DataError> {
         let pool = |threads: usize| {
@@ -48,9 +45,8 @@ impl Workers {
                 .build()
                 .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))
         };
-        let side_threads = threads.div_ceil(2);
-        let side_pool = has_device.then(|| pool(side_threads)).transpose()?;
-        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: new_scratch(threads + side_threads) })
+        let side_pool = has_device.then(|| pool(threads.div_ceil(2))).transpose()?;
+        Ok(Self { pool: Some(pool(threads)?), side_pool })
     }
 
     /// The threads that do `work`. `None` if the calling thread does it.
@@ -71,27 +67,18 @@ impl Workers {
         numbers: &[usize],
         make: impl Fn(usize, &mut Scratch) -> Result<T, DataError> + Sync,
     ) -> Result<Vec<T>, DataError> {
+        let make = |number: &usize| {
+            let mut scratch = SCRATCH.take();
+            let made = make(*number, &mut scratch);
+            SCRATCH.set(scratch);
+            made
+        };
         match self.threads(work) {
-            None => {
-                let mut scratch = self.lock_scratch();
-                numbers.iter().map(|number| make(*number, &mut scratch)).collect()
-            }
+            None => numbers.iter().map(make).collect(),
             Some(pool) => pool.install(|| {
-                let all = numbers.par_iter().with_max_len(1);
-                let made: Vec<_> = all.map(|number| make(*number, &mut self.lock_scratch())).collect();
+                let made: Vec<_> = numbers.par_iter().with_max_len(1).map(make).collect();
                 made.into_iter().collect()
             }),
         }
     }
-
-    fn lock_scratch(&self) -> MutexGuard<'_, Scratch> {
-        let own = rayon::current_thread_index().unwrap_or(0) % self.scratch.len();
-        let others = (0..self.scratch.len()).map(|i| &self.scratch[(own + i) % self.scratch.len()]);
-        let free = others.into_iter().find_map(|scratch| scratch.try_lock().ok());
-        free.unwrap_or_else(|| lock(&self.scratch[own]))
-    }
-}
-
-fn new_scratch(count: usize) -> Vec<Mutex<Scratch>> {
-    (0..count.max(1)).map(|_| Mutex::default()).collect()
 }

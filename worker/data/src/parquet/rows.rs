@@ -1,8 +1,8 @@
 //! The rows of a file, for the index.
 
-use super::{ParquetFile, Source, UnusableFile, guard};
+use super::{ParquetFile, Source, guard};
 use crate::{
-    index::{Entry, Members, describe},
+    index::{Entry, Members, UnusableFile, describe},
     label::{MAX_LABEL_BYTES, class_name},
     picture,
 };

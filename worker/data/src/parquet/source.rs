@@ -17,21 +17,13 @@ const HEADER_BYTES: usize = 4 << 10;
 
 /// A file and its size in bytes. Unlike in `parquet`'s own file reader, threads share no file offset.
 pub(super) struct Source {
-    file: Arc<File>,
-    size: u64,
+    pub(super) file: Arc<File>,
+    pub(super) size: u64,
 }
 
 impl Source {
     pub(super) fn new(file: File, size: u64) -> Self {
         Self { file: Arc::new(file), size }
-    }
-
-    pub(super) fn file(&self) -> &File {
-        &self.file
-    }
-
-    pub(super) fn size(&self) -> u64 {
-        self.size
     }
 }
 

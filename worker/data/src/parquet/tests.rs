@@ -3,9 +3,8 @@
 use crate::{
     Catalog, Picture,
     index::IndexStore,
-    test_catalog::{broken, listing, open, png},
+    test_catalog::{self, broken, listing, open, png},
 };
-use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -27,31 +26,10 @@ fn copy_fixture(name: &str) -> (tempfile::TempDir, PathBuf) {
     (dir, file)
 }
 
-/// Compares all samples with the written samples.
 fn assert_samples(catalog: &Catalog, part: &str) {
-    let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
-    let expected: Value = serde_json::from_slice(&text).expect("JSON");
-    let mut wanted = expected[part].as_array().expect("a list").iter();
-    for split in &catalog.splits {
-        let listing = listing(split);
-        for (i, label) in split.labels.iter().enumerate() {
-            let wanted = wanted.next().expect("no more rows than were written");
-            assert_eq!(split.name, wanted["split"].as_str().expect("a name"));
-            let name = listing.name(i);
-            assert!(name.ends_with(&format!(".parquet/{}", wanted["row"])), "{name} is not {wanted}");
-            assert_eq!(catalog.classes[*label as usize], wanted["label"].as_str().expect("a name"), "{name}");
-            let picture = listing.picture(i).expect("decodes");
-            assert_eq!((picture.width, picture.height, picture.channels), (12, 8, 3));
-            assert_eq!(listing.dimensions(i), (12, 8));
-            for channel in 0..3 {
-                let values = picture.pixels.iter().skip(channel).step_by(3);
-                let mean = values.map(|v| f64::from(*v)).sum::<f64>() / 96.0;
-                let wanted = wanted["mean"][channel].as_f64().expect("a number");
-                assert!((mean - wanted).abs() < 1e-9, "{name}: {mean} is not {wanted}");
-            }
-        }
-    }
-    assert_eq!(wanted.next(), None, "all rows were read");
+    test_catalog::assert_samples(catalog, &fixtures(), part, |name, sample| {
+        name.ends_with(&format!(".parquet/{}", sample["row"]))
+    });
 }
 
 #[test]
@@ -243,26 +221,6 @@ fn changed_files_are_detected_and_touched_files_are_accepted() {
     assert!(listing.read(20).unwrap_err().to_string().contains("no longer exists: its file now has 7 rows"));
     let message = listing.read(3).unwrap_err().to_string();
     assert!(message.contains("train.parquet/3 has changed since it was first inspected"), "{message}");
-}
-
-#[test]
-fn the_footer_of_a_touched_file_is_read_once_per_stamp() {
-    let (dir, file) = copy_fixture("plain/train-none.parquet");
-    let catalog = open(dir.path()).expect("opens");
-    let touch = |ahead: u64| {
-        let handle = fs::File::options().write(true).open(&file).unwrap();
-        handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
-        crate::index::Stamp { size: ahead, modified_ns: 0 }
-    };
-    let (first, known) = (touch(60), super::ParquetFile::open(&file).unwrap());
-    let once = known.reopen(&file, first).unwrap();
-    assert!(std::sync::Arc::ptr_eq(&once, &known.reopen(&file, first).unwrap()));
-    let second = touch(120);
-    let twice = known.reopen(&file, second).unwrap();
-    assert!(!std::sync::Arc::ptr_eq(&once, &twice));
-    assert!(std::sync::Arc::ptr_eq(&twice, &known.reopen(&file, second).unwrap()));
-    let listing = listing(&catalog.splits[0]);
-    assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
 }
 
 #[test]

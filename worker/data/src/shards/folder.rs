@@ -1,13 +1,15 @@
 //! Finds the shards in a folder, and the split of each shard.
 
-use crate::{broken_file, image_folder::entries};
+use crate::{
+    broken_file,
+    image_folder::{entries, split_of},
+};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
 use std::path::{Path, PathBuf};
 
-/// Names of splits in the path of a shard, as in Hugging Face's `datasets`.
-const SPLITS: [&str; 10] =
-    ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
+/// Names of splits in the path of a shard, as in Hugging Face's `datasets`, that a folder of pictures does not have.
+const MORE_SPLITS: [&str; 3] = ["dev", "eval", "evaluation"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -107,19 +109,13 @@ pub(super) fn list_contents(kind: Kind, dir: &Path) -> Result<FolderContents, St
 
 /// The split in a shard's path. The name of the file takes precedence over the names of folders.
 pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
-    let words = |part: &str| -> Option<&'static str> {
-        let word = |word: &str| {
-            let word = word.trim_end_matches(|c: char| c.is_ascii_digit()).to_ascii_lowercase();
-            SPLITS.iter().find(|split| **split == word)
-        };
-        part.split(|c: char| !c.is_ascii_alphanumeric()).find_map(word).copied()
+    let split = |word: &str| {
+        let word = word.trim_end_matches(|c: char| c.is_ascii_digit());
+        let more = || MORE_SPLITS.into_iter().find(|split| word.eq_ignore_ascii_case(split));
+        split_of(Path::new(word)).or_else(more)
     };
-    let found = path.iter().rev().filter_map(|part| part.to_str()).find_map(words)?;
-    Some(match found {
-        "training" => "train",
-        "testing" => "test",
-        other => other,
-    })
+    let split_in_part = |part: &str| part.split(|c: char| !c.is_ascii_alphanumeric()).find_map(split);
+    path.iter().rev().filter_map(|part| part.to_str()).find_map(split_in_part)
 }
 
 /// Whether shards whose names begin with `name` are read as the split `name`.

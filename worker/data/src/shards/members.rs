@@ -1,7 +1,7 @@
 //! The samples in a tar shard, with the offset of each picture.
 
 use crate::{
-    index::{Entry, Members, describe},
+    index::{Entry, Members, UnusableFile, describe},
     label::{MAX_LABEL_BYTES, class_name},
     picture,
 };
@@ -37,27 +37,15 @@ pub(super) const NO_LABEL: &str = "has no class: put a member of the same name w
 pub(super) fn read_members(path: &Path) -> Members {
     let (file, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => {
-            return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
-        }
+        Err(detail) => return UnusableFile::transient(detail).into(),
     };
-    let (mut samples, end) = read_samples(&file, size);
+    let mut samples = Vec::new();
+    let read = read_samples(&file, size, &mut samples);
     report_scattered(&mut samples);
-    let (shard_error, is_transient) = match end {
-        End::Whole => (None, false),
-        End::Damaged(detail) => (Some(detail), false),
-        End::Unread(error) => (Some(files::cannot_be_read(error)), true),
-    };
-    let entries: Vec<Entry> = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
-    let is_transient = is_transient || entries.iter().any(|entry| entry.is_transient);
-    Members { entries, shard_error, is_transient }
-}
-
-/// How reading a shard ended.
-enum End {
-    Whole,
-    Damaged(String),
-    Unread(io::Error),
+    let mut members = read.err().map(Members::from).unwrap_or_default();
+    members.entries = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
+    members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
+    members
 }
 
 /// Consecutive members with the same basename.
@@ -79,24 +67,18 @@ struct Sample {
     broken: Option<String>,
 }
 
-fn read_samples(file: &File, size: u64) -> (Vec<Sample>, End) {
-    let mut samples: Vec<Sample> = Vec::new();
+/// Adds the samples of a shard to `samples` until an error occurs.
+fn read_samples(file: &File, size: u64, samples: &mut Vec<Sample>) -> Result<(), UnusableFile> {
+    let damaged = |detail: String| Err(UnusableFile::permanent(detail));
     let mut archive = tar::Archive::new(file);
-    let members = match archive.entries_with_seek() {
-        Ok(members) => members,
-        Err(error) => return (samples, End::Unread(error)),
-    };
     let (mut end, mut count) = (0, 0u64);
-    for member in members {
+    for member in archive.entries_with_seek()? {
         let mut member = match member {
             Ok(member) => member,
-            Err(error) if error.raw_os_error().is_some() => return (samples, End::Unread(error)),
+            Err(error) if error.raw_os_error().is_some() => return Err(error.into()),
             // The crate's message would quote bytes that are not text.
-            Err(_) if count == 0 => return (samples, End::Damaged(not_a_tar_detail(file))),
-            Err(_) => {
-                let detail = format!("is damaged after {count} members; get it again");
-                return (samples, End::Damaged(detail));
-            }
+            Err(_) if count == 0 => return damaged(not_a_tar_detail(file)),
+            Err(_) => return damaged(format!("is damaged after {count} members; get it again")),
         };
         let kind = member.header().entry_type();
         // For a sparse file, only the stored bytes count.
@@ -105,18 +87,17 @@ fn read_samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         let offset = member.raw_file_position();
         let name = member.path_bytes().into_owned();
         if name.len() > MEMBER_NAME_BYTES {
-            let detail = format!(
+            return damaged(format!(
                 "has a member whose name takes {} bytes, after {count} others; at most {MEMBER_NAME_BYTES} are allowed",
                 name.len()
-            );
-            return (samples, End::Damaged(detail));
+            ));
         }
         if offset.saturating_add(length) > size {
             // The sample of a truncated member is incomplete.
             let key = split_name(&name).map(|(key, ..)| key);
             samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
             let name = String::from_utf8_lossy(&name);
-            return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
+            return damaged(format!("is cut off in the middle of {name}; get it again"));
         }
         end = (offset + length).next_multiple_of(BLOCK_BYTES);
         count += 1;
@@ -140,25 +121,17 @@ fn read_samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         if let Some(sample) = samples.last_mut() {
             let read = |limit: u64| read_text(&mut member, length, limit);
-            if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unusable, read) {
-                return (samples, End::Unread(error));
-            }
+            sample.add((&name, &extension, is_plain), (offset, length), unusable, read)?;
         }
     }
-    match has_data(file, end, size) {
-        Ok(false) => {}
-        Ok(true) => {
-            let detail = "has data after its end, which would be ignored: were several tars concatenated with cat? Pack them as one";
-            return (samples, End::Damaged(detail.into()));
-        }
-        Err(error) => return (samples, End::Unread(error)),
-    }
-    if size == 0 {
-        (samples, End::Damaged("is empty".into()))
+    if has_data(file, end, size)? {
+        damaged("has data after its end, which would be ignored: were several tars concatenated with cat? Pack them as one".into())
+    } else if size == 0 {
+        damaged("is empty".into())
     } else if end + BLOCK_BYTES > size {
-        (samples, End::Damaged("ends without a tar's closing blocks: it is cut off; get it again".into()))
+        damaged("ends without a tar's closing blocks: it is cut off; get it again".into())
     } else {
-        (samples, End::Whole)
+        Ok(())
     }
 }
 

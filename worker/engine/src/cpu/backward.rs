@@ -27,7 +27,6 @@ impl Executor {
             self.op_backward(index, micro_batch, parts)?;
             self.add_time(index, began);
         }
-        self.reduce_complete_buckets();
         self.sum_input_gradient();
         // An earlier micro-batch may have left gradients of activations that no operation reads.
         for parts in &mut self.gradient_parts {
@@ -39,9 +38,8 @@ impl Executor {
     }
 
     /// Indices of the weight and the bias of `name`.
-    fn parameter_indices(&self, name: &str) -> Result<[usize; 2], EngineError> {
-        let parameter = |suffix| self.layout.parameter(&format!("{name}.{suffix}"));
-        Ok([parameter("weight")?, parameter("bias")?])
+    fn parameter_indices(&self, name: &str) -> [usize; 2] {
+        ["weight", "bias"].map(|suffix| self.layout.parameter(&format!("{name}.{suffix}")))
     }
 
     fn op_backward(
@@ -63,13 +61,10 @@ impl Executor {
         let mut dy = parts.next().unwrap_or_else(|| vec![0.0; len(op.output())]);
         // The backward pass of a batch norm adds a second part itself.
         let second = parts.next();
-        for part in parts {
-            dy.iter_mut().zip(&part).for_each(|(d, p)| *d += p);
-            self.pool.free(part);
-        }
+        parts.for_each(|part| self.pool.add(&mut dy, part));
 
         if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
-            let parameters = self.parameter_indices(name)?;
+            let parameters = self.parameter_indices(name);
             let [gamma, beta] =
                 parameters.map(|s| &self.state.weights[self.layout.parameters[s].range.clone()]);
             let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
@@ -112,18 +107,13 @@ impl Executor {
             if let Some(second) = second {
                 self.pool.free(second);
             }
-            // Starts the reduction of buckets that earlier operations completed, which overlaps with the next convolution.
-            self.reduce_complete_buckets();
             self.add_sums(parameters[0], micro_batch, &dgamma);
             self.add_sums(parameters[1], micro_batch, &dbeta);
             return Ok(());
         }
 
         if let Some(second) = second {
-            for (d, m) in dy.iter_mut().zip(&second) {
-                *d += m;
-            }
-            self.pool.free(second);
+            self.pool.add(&mut dy, second);
         }
         match &op {
             FusedOp::Norm(_) => {}
@@ -155,8 +145,7 @@ impl Executor {
                 return Ok(());
             }
             FusedOp::Gelu { bias, input, .. } => {
-                let parameter =
-                    bias.as_ref().map(|name| self.layout.parameter(&format!("{name}.bias"))).transpose()?;
+                let parameter = bias.as_ref().map(|name| self.layout.parameter(&format!("{name}.bias")));
                 let values = match parameter {
                     Some(parameter) => &self.state.weights[self.layout.parameters[parameter].range.clone()],
                     None => &[0.0][..],
@@ -179,7 +168,7 @@ impl Executor {
             }
             FusedOp::Conv(Conv { name, shape, input, output, needs_input_gradient, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let parameter = self.layout.parameter(&format!("{name}.weight"))?;
+                let parameter = self.layout.parameter(&format!("{name}.weight"));
                 if *needs_input_gradient {
                     let mut dx = self.pool.alloc(len(*input));
                     let weight = &self.state.weights[self.layout.parameters[parameter].range.clone()];
@@ -221,7 +210,7 @@ impl Executor {
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                let parameters = self.parameter_indices(name)?;
+                let parameters = self.parameter_indices(name);
                 let sample = self.sample.clone().filter(|_| *is_head);
                 let inputs = shapes[*input].len();
                 let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());

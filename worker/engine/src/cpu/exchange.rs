@@ -1,8 +1,9 @@
 //! Exchange of parts of activations between the ranks of a group.
 
 use super::groups::Group;
-use crate::net::{Placement, TensorShape};
+use crate::net::Placement;
 use lockstep_comm::CommError;
+use lockstep_kernels::sums;
 use std::ops::Range;
 
 /// A box of an NHWC activation.
@@ -81,7 +82,7 @@ pub(super) fn exchange(
         let mut values = if peer == rank { &buffer[..] } else { &received[..] };
         to[rank].for_each_run(&incoming, |range| {
             let (run, rest) = values.split_at(range.len());
-            y[range].iter_mut().zip(run).for_each(|(y, v)| *y += v);
+            sums::add(&mut y[range], run);
             values = rest;
         });
     }
@@ -159,25 +160,20 @@ impl Pictures {
     }
 }
 
-/// Number of channels of a whole activation. `shape` is the shape of this rank's part.
-pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
-    match placement {
-        Placement::Channels(bounds) => bounds.last().copied().unwrap_or(0),
-        _ => shape.channels,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{net::Rows, test_ranks};
+    use crate::net::Rows;
+    use lockstep_comm::rendezvous::loopback::on_connected_ranks;
     use lockstep_kernels::synthetic::values;
+    use std::time::Duration;
 
     const RANKS: usize = 3;
 
     /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::of_all_ranks(ring)))
+        let timeout = Duration::from_secs(60);
+        on_connected_ranks(RANKS as u32, timeout, |_, ring| work(Group::of_all_ranks(ring)))
     }
 
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has

@@ -22,6 +22,7 @@ use crate::{
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
+use lockstep_kernels::sums;
 use lockstep_protocol::agent::AxisTimes;
 use std::{
     ops::Range,
@@ -62,6 +63,12 @@ impl BufferPool {
     pub(super) fn free(&mut self, buffer: Vec<f32>) {
         self.0.push(buffer);
     }
+
+    /// `sum += part`; frees `part`.
+    pub(super) fn add(&mut self, sum: &mut [f32], part: Vec<f32>) {
+        sums::add(sum, &part);
+        self.free(part);
+    }
 }
 
 /// What a forward pass keeps for the backward pass of the same micro-batch.
@@ -90,10 +97,6 @@ pub(super) struct Executor {
     capabilities: Capabilities,
     pub(super) layout: Layout,
     pub(super) state: State,
-    /// Why the ranks do not share memory, if they do not.
-    pub(super) shm_unavailable_reason: Option<String>,
-    /// Complete buckets whose reduction has not been started yet.
-    pub(super) complete_buckets: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
@@ -144,7 +147,7 @@ impl Executor {
             let gradient_groups = groups.as_ref().map(|groups| groups.gradients.clone());
             Sharding::new(&layout, gradient_groups.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
-        let (state, shm_unavailable_reason) =
+        let state =
             State::new(&layout, f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
         let reducer = match &groups {
             None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
@@ -152,26 +155,17 @@ impl Executor {
         };
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
-        let pictures = match &groups {
-            None => Pictures::of_one_rank(config.batch_size),
-            Some(groups) => {
-                let counts = vec![config.batch_size; groups.model.size() as usize];
-                Pictures::of_group(counts, groups.model.rank() as usize)
-            }
-        };
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
         let current = InFlight {
             activations: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
             statistics: norms.iter().map(statistics).collect(),
-            pictures,
+            pictures: Pictures::of_one_rank(0),
         };
-        let mut executor = Self {
+        Ok(Self {
             state,
-            shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
-            complete_buckets: Vec::new(),
             in_flight: vec![current.clone(); max_in_flight - 1],
             current,
             sums: vec![Vec::new(); tensors],
@@ -192,16 +186,13 @@ impl Executor {
             running_before: None,
             reducer,
             times: None,
-        };
-        executor.reserve();
-        Ok(executor)
+        })
     }
 
     /// Continues with the same network for another image size: parameters stay, buffers grow.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
-        self.reserve();
     }
 
     /// Number of values that this rank has of an activation.
@@ -288,8 +279,7 @@ impl Executor {
 
     /// The classes of this rank, if it has the last layer.
     pub(super) fn own_classes(&self) -> Range<usize> {
-        let part = self.network.part.as_ref();
-        let split = part.and_then(|part| part.channels(self.network.logits()));
+        let split = self.network.split_channels(self.network.logits());
         split.map_or(0..self.network.classes, |(own, _)| own)
     }
 
@@ -317,12 +307,12 @@ impl Executor {
         rows.dedup();
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
-        let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+        let parameters = ["weight", "bias"].map(|suffix| {
+            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()));
             let range = &self.layout.parameters[index].range;
-            Ok(HeadParameter { index, offset: range.start, width: range.len() / own.len() })
-        };
-        Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
+            HeadParameter { index, offset: range.start, width: range.len() / own.len() }
+        });
+        Ok(Some(SampledRows { sample, parameters }))
     }
 
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.
@@ -355,11 +345,11 @@ impl Executor {
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
         let smoothing = self.config.loss.label_smoothing;
-        let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
+        let is_split = self.network.split_channels(tensor).is_some();
         // Accuracy is computed without the margin.
-        let (loss, margin_slopes) = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.current.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
-            (Some(_), Some(groups)) => {
+        let (loss, margin_slopes) = match &self.groups {
+            Some(_) if is_split && self.current.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
+            Some(groups) if is_split => {
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
                 let slopes = add_margin(logits, &labels.first);
                 let loss = split_loss::cross_entropy(
@@ -466,7 +456,7 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
         .filter_map(|op| match op {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
-                let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
+                let is_split = network.split_channels(*input).is_some();
                 let running = [vec![0.0; channels], vec![1.0; channels]];
                 Some((*norm, Norm { name: name.clone(), is_split, running }))
             }

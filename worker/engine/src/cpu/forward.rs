@@ -52,9 +52,9 @@ impl Executor {
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.current.activations[tensor][..count(tensor) * shapes[tensor].len()];
-        let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"))?;
-            Ok(&self.state.weights[self.layout.parameters[parameter].range.clone()])
+        let weight = |name: &str, suffix: &str| {
+            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
         match op {
             // A rank without pictures still takes part in the reduction of statistics.
@@ -71,7 +71,7 @@ impl Executor {
             FusedOp::GlobalAveragePool { input, .. } if shapes[*input].is_empty() => y.fill(0.0),
             FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let weight = weight(name, "weight")?;
+                let weight = weight(name, "weight");
                 if norm_after.is_some() && stat_pictures.is_some() && !self.f64_gradients {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
@@ -82,7 +82,7 @@ impl Executor {
             FusedOp::Relu { input, .. } => elementwise::relu(x(*input), y),
             FusedOp::Gelu { bias, input, .. } => {
                 let bias = match bias {
-                    Some(name) => weight(name, "bias")?,
+                    Some(name) => weight(name, "bias"),
                     None => &[0.0][..],
                 };
                 elementwise::gelu(x(*input), bias, y);
@@ -95,17 +95,17 @@ impl Executor {
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, is_head, .. } => {
-                let bias = weight(name, "bias")?;
+                let bias = weight(name, "bias");
                 let (sample, margin) = (self.sample.as_deref(), self.config.loss.margin.as_ref());
                 if *is_head && (sample.is_some() || margin.is_some()) {
-                    sample::forward((sample, margin), x(*input), (weight(name, "weight")?, bias), y);
+                    sample::forward((sample, margin), x(*input), (weight(name, "weight"), bias), y);
                     return Ok(());
                 }
                 // Of the ranks that compute parts of a sum, only the first one adds the bias.
                 let adds_bias = *self.network.placement(op.output()) != Placement::Partial
                     || self.current.pictures.rank == 0;
                 let zeros = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
-                linear::forward(x(*input), weight(name, "weight")?, if adds_bias { bias } else { &zeros }, y);
+                linear::forward(x(*input), weight(name, "weight"), if adds_bias { bias } else { &zeros }, y);
             }
         }
         Ok(())
@@ -148,11 +148,11 @@ impl Executor {
                 statistics
             }
         };
-        let weight = |suffix: &str| -> Result<&[f32], EngineError> {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"))?;
-            Ok(&self.state.weights[self.layout.parameters[parameter].range.clone()])
+        let weight = |suffix: &str| {
+            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
-        let affine = Affine { statistics: &statistics, gamma: weight("weight")?, beta: weight("bias")? };
+        let affine = Affine { statistics: &statistics, gamma: weight("weight"), beta: weight("bias") };
         batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
         self.current.statistics[*norm] = statistics;
         Ok(())
@@ -181,7 +181,8 @@ impl Executor {
         let groups = self.groups.as_ref().filter(|_| self.current.pictures.total() > 0);
         let Some(groups) = groups else { return Ok(()) };
         let shape = self.network.tensors[tensor];
-        let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
+        let channels = self.network.split_channels(tensor).map_or(shape.channels, |(_, whole)| whole);
+        let shape = (shape.pixels(), channels);
         Ok(self.current.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
 

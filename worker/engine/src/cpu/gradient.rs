@@ -45,8 +45,7 @@ impl Executor {
                 } else if pictures > 0 {
                     let mut part = self.pool.alloc(out.len());
                     compute(0..pictures, &mut part, &mut self.scratch);
-                    sums::add(out, &part);
-                    self.pool.free(part);
+                    self.pool.add(out, part);
                 }
             }
             Bucket::F64(values) => {
@@ -93,28 +92,18 @@ impl Executor {
         self.complete(parameter, micro_batch);
     }
 
-    /// Marks a bucket complete if `parameter` is its last parameter and the micro-batch is the step's last.
+    /// Starts the sum of a bucket over the ranks if `parameter` is its last parameter and the micro-batch is the step's last.
     fn complete(&mut self, parameter: usize, micro_batch: StepPart<'_>) {
         let bucket = self.layout.parameters[parameter].bucket;
         if !micro_batch.is_last || self.layout.last_parameters[bucket] != parameter {
             return;
         }
         if self.reducer.reduces_gradients() {
-            self.complete_buckets.push(bucket);
-            if !(self.config.sync_batch_norm && self.reducer.shares_one_queue()) {
-                self.reduce_complete_buckets();
-            }
+            let gradient = std::mem::take(self.state.gradient(bucket));
+            self.reducer.start_bucket(gradient, self.layout.axes[bucket]);
         } else {
             self.state.complete(bucket);
             self.state.advance();
-        }
-    }
-
-    /// Hands complete buckets to the reducer.
-    pub(super) fn reduce_complete_buckets(&mut self) {
-        for bucket in self.complete_buckets.drain(..) {
-            let axes = self.layout.axes[bucket];
-            self.reducer.start_bucket(std::mem::take(self.state.gradient(bucket)), axes);
         }
     }
 }

@@ -3,7 +3,6 @@
 
 use super::conv::{self, ConvShape};
 use crate::{
-    EngineError,
     fuse::FusedOp,
     net::{Axes, Network, Parameter},
     optimizer::{ParameterKind, kind, tensor_name},
@@ -143,13 +142,9 @@ impl Layout {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Index of the parameter `name`.
-    ///
-    /// # Errors
-    /// The network has no such parameter.
-    pub(super) fn parameter(&self, name: &str) -> Result<usize, EngineError> {
-        let index = self.by_name.get(name).copied();
-        index.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
+    /// Index of the parameter `name`, which must exist.
+    pub(super) fn parameter(&self, name: &str) -> usize {
+        self.by_name[name]
     }
 
     /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. With `optimizer_slot`, the buffer
@@ -167,23 +162,5 @@ impl Layout {
         for parameter in &self.parameters {
             parameter.import(&tensor_name(&parameter.name, optimizer_slot), tensors, flat);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{fuse, net::resnet};
-    use lockstep_protocol::spec::ModelSpec;
-
-    #[test]
-    fn an_unknown_parameter_is_an_error() {
-        let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
-        let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
-        for (index, parameter) in layout.parameters.iter().enumerate() {
-            assert_eq!(layout.parameter(&parameter.name).unwrap(), index);
-        }
-        let error = layout.parameter("conv1.weigth").unwrap_err().to_string();
-        assert_eq!(error, "the network has no parameter conv1.weigth");
     }
 }

@@ -25,10 +25,10 @@ mod state;
 mod tests;
 
 use super::{
-    Contribution, Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime,
-    NamedTensors, OptimizerState, StepResult, Writers,
+    Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
+    OptimizerState, StateDict, StepResult, Writers,
     check::{self, PartOf},
-    distribution, finite,
+    distribution,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
@@ -76,7 +76,7 @@ pub(super) fn build(
     let sizes = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
-    engine.set_parameters_from(&initial)?;
+    engine.set_parameters(&initial)?;
     if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
     }
@@ -174,8 +174,19 @@ impl Engine for CpuEngine {
         Ok(self.export(&self.executor.state.weights, running))
     }
 
-    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        self.set_parameters_from(values)
+    fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        check::check(&self.executor.network, values)?;
+        let writes = self.writes_weights();
+        let Executor { layout, state, norms, .. } = &mut self.executor;
+        self.threads.install(|| {
+            if writes {
+                layout.import(None, values, &mut state.weights);
+            }
+            for norm in norms {
+                read_running(values, &norm.name, &mut norm.running);
+            }
+        });
+        Ok(())
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -241,10 +252,10 @@ impl Engine for CpuEngine {
         }
     }
 
-    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+    fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         let optimizer = &self.executor.config.optimizer;
-        distribution.contribution(self, writers, optimizer, |keep| self.gather_optimizer_state(keep))
+        distribution.state_dict(self, writers, optimizer, |keep| self.gather_optimizer_state(keep))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
@@ -252,10 +263,6 @@ impl Engine for CpuEngine {
         let Mesh { stage, model, .. } = self.plan.mesh;
         let has_all = stage * model == 1 && !self.executor.state.is_sharded();
         (has_all && self.executor.undo_step()).then(Vec::new)
-    }
-
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        finite::first_of_engine(self)
     }
 
     fn checksum(&self) -> Result<[u64; 2], EngineError> {
@@ -323,7 +330,7 @@ impl Engine for CpuEngine {
             let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages_text(&self.network));
             return format!("a mesh of {mesh}{exchanges}{later_stages}{saving}");
         }
-        match (&self.executor.shm_unavailable_reason, self.comm.size()) {
+        match (&state.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
             (None, _) => {
                 format!("ranks share memory with one copy of the weights, and sum gradients in place{saving}")
@@ -342,22 +349,6 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
-    /// See [`Engine::set_parameters`].
-    fn set_parameters_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        check::check(&self.executor.network, values)?;
-        let writes = self.writes_weights();
-        let Executor { layout, state, norms, .. } = &mut self.executor;
-        self.threads.install(|| {
-            if writes {
-                layout.import(None, values, &mut state.weights);
-            }
-            for norm in norms {
-                read_running(values, &norm.name, &mut norm.running);
-            }
-        });
-        Ok(())
-    }
-
     /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
     fn gather_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;

@@ -6,12 +6,8 @@
 //! the backward pass completes them. Statistics of batch norms, for which a pass waits, use a second group of the same ranks
 //! ([`ProcessGroup::concurrent_group`]).
 //!
-//! Without a second group, everything is sent through the thread's one queue, which the engine fills in program order. Statistics
-//! that are queued behind a bucket would wait for the bucket. A bucket is therefore queued right after the next statistics have
-//! arrived, and then overlaps with the whole backward pass of the next convolution.
-//!
-//! Ranks that share a network have one group for each set of axes. The single queue keeps the calls of all groups in the same order on
-//! every rank, so no two ranks wait for each other in different groups.
+//! Ranks that share a network have one group for each set of axes. The thread's single queue keeps the buckets of all groups in the
+//! same order on every rank, so no two ranks wait for each other in different groups.
 
 use super::groups::{ByAxes, Group, Groups, TimesByAxes};
 use crate::net::Axes;
@@ -20,6 +16,7 @@ use lockstep_comm::{
     shm::{SharedMemory, SharedSlice},
 };
 use std::{
+    io,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
@@ -38,24 +35,18 @@ impl Default for Bucket {
     }
 }
 
-enum Request {
-    Statistics(Group, Vec<f64>),
-    Bucket(Group, Bucket),
-}
-
 /// How the ranks sum values.
 enum Transport {
     /// A single rank: there is nothing to sum.
     SingleRank,
     /// Memory that all ranks map.
     Shared(SharedMemory),
-    /// A thread all-reduces buckets, and also statistics if there is no second group for them.
-    Group { thread: Thread, gradients: ByAxes, statistics: Option<ByAxes> },
+    /// A thread all-reduces buckets.
+    Group { thread: Thread, gradients: ByAxes, statistics: ByAxes },
 }
 
 struct Thread {
-    requests: mpsc::Sender<Request>,
-    statistics: mpsc::Receiver<Result<Vec<f64>, CommError>>,
+    requests: mpsc::Sender<(Group, Bucket)>,
     buckets: mpsc::Receiver<Result<Bucket, CommError>>,
 }
 
@@ -71,22 +62,28 @@ impl Reducer {
         comm: &Arc<dyn ProcessGroup>,
         memory: Option<&SharedMemory>,
         sharded: bool,
-    ) -> std::io::Result<Self> {
+    ) -> io::Result<Self> {
         let transport = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
             Some(memory) => Transport::Shared(memory.clone()),
-            None => Transport::Group {
-                thread: Thread::start(sharded)?,
-                gradients: ByAxes::uniform(comm.clone()),
-                statistics: comm.concurrent_group().map(ByAxes::uniform),
-            },
+            None => {
+                let concurrent = comm.concurrent_group();
+                let concurrent = concurrent.ok_or_else(|| {
+                    io::Error::other("the ranks have no concurrent group; this is a bug in Lockstep")
+                })?;
+                Transport::Group {
+                    thread: Thread::start(sharded)?,
+                    gradients: ByAxes::uniform(comm.clone()),
+                    statistics: ByAxes::uniform(concurrent),
+                }
+            }
         };
         Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
     /// For a plan with one group for each set of axes.
-    pub(super) fn over(groups: &Groups, sharded: bool) -> std::io::Result<Self> {
-        let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
+    pub(super) fn over(groups: &Groups, sharded: bool) -> io::Result<Self> {
+        let (gradients, statistics) = (groups.gradients.clone(), groups.statistics.clone());
         let transport = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
         Ok(Self { transport, waited: TimesByAxes::default() })
     }
@@ -95,29 +92,20 @@ impl Reducer {
     /// other work. `idle` returns false if there is no other work.
     pub(super) fn sum_statistics(
         &mut self,
-        values: &mut Vec<f64>,
+        values: &mut [f64],
         axes: Axes,
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
-        let (thread, gradients, statistics) = match &self.transport {
+        let waited = match &self.transport {
             Transport::SingleRank => return Ok(()),
-            Transport::Shared(memory) => {
-                self.waited.add(axes, memory.all_reduce_f64(values, idle)?);
-                return Ok(());
+            Transport::Shared(memory) => memory.all_reduce_f64(values, idle)?,
+            Transport::Group { statistics, .. } => {
+                let start = Instant::now();
+                statistics.group(axes).all_reduce(values.into())?;
+                start.elapsed()
             }
-            Transport::Group { thread, gradients, statistics } => (thread, gradients, statistics),
         };
-        let start = Instant::now();
-        match statistics {
-            Some(groups) => groups.group(axes).all_reduce(values.into())?,
-            None => {
-                let group = gradients.group(axes).clone();
-                // If the thread has ended, the wait for its result fails.
-                drop(thread.requests.send(Request::Statistics(group, std::mem::take(values))));
-                *values = thread.statistics.recv().map_err(|_| thread_ended())??;
-            }
-        }
-        self.waited.add(axes, start.elapsed());
+        self.waited.add(axes, waited);
         Ok(())
     }
 
@@ -126,15 +114,11 @@ impl Reducer {
         matches!(self.transport, Transport::Group { .. })
     }
 
-    /// Whether a bucket should wait for the next statistics to arrive before it starts.
-    pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.transport, Transport::Group { statistics: None, .. })
-    }
-
     /// Starts the sum of a gradient bucket over all ranks along `data` and `axes`.
     pub(super) fn start_bucket(&mut self, values: Bucket, axes: Axes) {
         if let Transport::Group { thread, gradients, .. } = &self.transport {
-            drop(thread.requests.send(Request::Bucket(gradients.group(axes).clone(), values)));
+            // If the thread has ended, the wait for its result fails.
+            drop(thread.requests.send((gradients.group(axes).clone(), values)));
         }
     }
 
@@ -162,32 +146,22 @@ impl Reducer {
 }
 
 impl Thread {
-    fn start(sharded: bool) -> std::io::Result<Self> {
-        let (requests, incoming) = mpsc::channel();
-        let (statistics_out, statistics) = mpsc::channel();
-        let (buckets_out, buckets) = mpsc::channel();
+    fn start(sharded: bool) -> io::Result<Self> {
+        let (requests, incoming) = mpsc::channel::<(Group, Bucket)>();
+        let (outgoing, buckets) = mpsc::channel();
         std::thread::Builder::new().name("all-reduce".into()).spawn(move || {
             // Ends when the engine drops the sender.
-            while let Ok(request) = incoming.recv() {
-                let delivered = match request {
-                    Request::Statistics(group, mut values) => {
-                        let done = group.all_reduce((&mut values).into());
-                        statistics_out.send(done.map(|()| values)).is_ok()
-                    }
-                    Request::Bucket(group, mut bucket) => {
-                        let done = match &mut bucket {
-                            Bucket::F32(values) => sum(&group, values, sharded),
-                            Bucket::F64(values) => sum(&group, values, sharded),
-                        };
-                        buckets_out.send(done.map(|()| bucket)).is_ok()
-                    }
+            for (group, mut bucket) in incoming {
+                let done = match &mut bucket {
+                    Bucket::F32(values) => sum(&group, values, sharded),
+                    Bucket::F64(values) => sum(&group, values, sharded),
                 };
-                if !delivered {
+                if outgoing.send(done.map(|()| bucket)).is_err() {
                     return;
                 }
             }
         })?;
-        Ok(Self { requests, statistics, buckets })
+        Ok(Self { requests, buckets })
     }
 }
 

@@ -164,8 +164,10 @@ pub(super) fn cross_entropy(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{cpu::loss, test_ranks::on_ranks};
+    use crate::cpu::loss;
+    use lockstep_comm::rendezvous::loopback::on_connected_ranks;
     use lockstep_kernels::synthetic::{labels, values};
+    use std::time::Duration;
 
     #[test]
     fn split_classes_have_the_loss_of_all_classes() {
@@ -182,7 +184,7 @@ mod tests {
             let (all, mut expected) = (batch_of(0, 5), vec![0.0; 5 * classes]);
             let into = Some((&mut expected[..], 0.2));
             let whole = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
-            let ranks = on_ranks(3, |ring| {
+            let ranks = on_connected_ranks(3, Duration::from_secs(60), |_, ring| {
                 let group = Group::of_all_ranks(ring);
                 let rank = group.rank() as usize;
                 let first: usize = counts[..rank].iter().sum();

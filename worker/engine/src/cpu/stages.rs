@@ -76,10 +76,7 @@ impl Executor {
         let len = self.value_count(input);
         let mut parts = std::mem::take(&mut self.gradient_parts[input]).into_iter();
         let mut gradient = parts.next().unwrap_or_else(|| vec![0.0; len]);
-        for part in parts {
-            gradient.iter_mut().zip(&part).for_each(|(sum, part)| *sum += part);
-            self.pool.free(part);
-        }
+        parts.for_each(|part| self.pool.add(&mut gradient, part));
         self.input_gradient = Some(gradient);
     }
 

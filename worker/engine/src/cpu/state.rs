@@ -78,6 +78,8 @@ pub(super) struct State {
     squares: [SharedSlice<AtomicU64>; 3],
     /// The memory that all ranks map, if they share memory.
     pub(super) memory: Option<SharedMemory>,
+    /// Why several ranks do not share memory, if they do not.
+    pub(super) shm_unavailable_reason: Option<String>,
     /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
     /// Whether this step keeps its reduced gradients.
@@ -103,14 +105,13 @@ pub(super) struct State {
     split_parameters: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
-    bucket_count: usize,
     /// Number of finished steps.
     steps: u64,
 }
 
 impl State {
-    /// State filled with zeros, and the reason if several ranks do not share memory. `model_group`: the ranks that have other parts of
-    /// split parameters. `sharding`: how ranks divide the optimizer's state if they do not share memory.
+    /// State filled with zeros. `model_group`: the ranks that have other parts of split parameters. `sharding`: how ranks divide the
+    /// optimizer's state if they do not share memory.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -121,7 +122,7 @@ impl State {
         comm: &dyn ProcessGroup,
         model_group: Option<Group>,
         sharding: Option<Sharding>,
-    ) -> Result<(Self, Option<String>), CommError> {
+    ) -> Result<Self, CommError> {
         let mut shares = vec![Share::WHOLE; layout.buckets.len()];
         let mut pieces = pieces::pieces(layout, &shares);
         let (world, len) = (comm.size() as usize, layout.len());
@@ -211,7 +212,7 @@ impl State {
             }
         };
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let state = Self {
+        Ok(Self {
             weights,
             optimizer_slots,
             updates: 0,
@@ -220,6 +221,7 @@ impl State {
             counts,
             squares,
             memory,
+            shm_unavailable_reason,
             reduced: None,
             keeps_gradients: false,
             optimizer,
@@ -236,10 +238,8 @@ impl State {
                 .filter(|parameter| layout.parameters[*parameter].is_split)
                 .collect(),
             sharding,
-            bucket_count: layout.buckets.len(),
             steps: 0,
-        };
-        Ok((state, shm_unavailable_reason))
+        })
     }
 
     /// This rank's gradients of a bucket.
@@ -253,10 +253,14 @@ impl State {
         self.sampled = sampled;
     }
 
+    /// The number of buckets that a rank has completed, in all steps, after it has completed `bucket` in this step.
+    fn completed_buckets(&self, bucket: usize) -> u64 {
+        self.steps * self.gradients[self.own].len() as u64 + bucket as u64 + 1
+    }
+
     /// Marks this rank's gradients of a bucket as complete. The rank must not read the bucket's weights again in this step.
     pub(super) fn complete(&self, bucket: usize) {
-        let completed = self.steps * self.bucket_count as u64 + bucket as u64 + 1;
-        self.counts[self.own].buckets.store(completed, Ordering::Release);
+        self.counts[self.own].buckets.store(self.completed_buckets(bucket), Ordering::Release);
         if let Some(memory) = &self.memory {
             memory.notify_all();
         }
@@ -326,8 +330,7 @@ impl State {
         let taken = self.counts[0].taken.load(Ordering::Acquire);
         let index = usize::try_from(taken.checked_sub(earlier_tasks)?).ok()?;
         let task = self.tasks[..self.open_tasks].get(index)?;
-        let required_buckets =
-            self.steps * self.bucket_count as u64 + self.pieces[task.piece].bucket as u64 + 1;
+        let required_buckets = self.completed_buckets(self.pieces[task.piece].bucket);
         let is_ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= required_buckets)
             && (task.required_tasks == 0
                 || self.counts[0].done.load(Ordering::Acquire) >= earlier_tasks + task.required_tasks as u64);

@@ -7,7 +7,6 @@ use crate::{
     net::Network,
     plan::{self, Plan},
 };
-use lockstep_comm::nccl;
 use lockstep_data::device::DeviceDecoder;
 use lockstep_host::gpu::{
     RankGpu,
@@ -19,15 +18,7 @@ use lockstep_protocol::{
     agent::Slot,
     spec::{Arch, Device, JobSpec, OptimizerKind, ParallelSpec, Precision},
 };
-use std::{
-    ffi::OsString,
-    io,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{ffi::OsString, io, sync::Arc};
 
 /// Bytes of shared memory that NCCL uses for each rank of a machine.
 const SHARED_BYTES_PER_RANK: u64 = 32 << 20;
@@ -35,16 +26,6 @@ const SHARED_BYTES_PER_RANK: u64 = 32 << 20;
 /// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(crate) struct Cuda;
-
-/// Whether this process has started to build an engine, so that it may use a GPU.
-static HAS_ENGINE: AtomicBool = AtomicBool::new(false);
-/// Whether this process must exit without exit handlers, because its GPU may still wait for other ranks.
-static SKIPS_EXIT_HANDLERS: AtomicBool = AtomicBool::new(false);
-
-/// Makes this process exit without running exit handlers. CUDA's exit handlers wait for the GPU.
-pub(super) fn skip_exit_handlers() {
-    SKIPS_EXIT_HANDLERS.store(true, Ordering::Relaxed);
-}
 
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
@@ -173,7 +154,6 @@ impl Backend for Cuda {
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        HAS_ENGINE.store(true, Ordering::Relaxed);
         Ok(Box::new(build(args.network, args.initial, args.config, args.comm, &args.device)?))
     }
 
@@ -187,16 +167,6 @@ impl Backend for Cuda {
         let nvml = Reader::open()?;
         nvml.sample(&uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
         Ok(Some(Box::new(move || nvml.sample(&uuid).map(Sample::metrics).unwrap_or_default())))
-    }
-
-    fn about_to_exit(&self, _reason: &str) {
-        if HAS_ENGINE.load(Ordering::Relaxed) {
-            skip_exit_handlers();
-        }
-    }
-
-    fn may_run_exit_handlers(&self, limit: Duration) -> bool {
-        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && !warm::is_opening() && nccl::wait_for_aborts(limit)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::skip_exit_handlers, steps::split_batch, *};
-use crate::{Contribution, Distribution, Writers, distribution};
+use super::{steps::split_batch, *};
+use crate::{Distribution, StateDict, Writers, distribution};
 
 impl Engine for CudaEngine {
     fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
@@ -150,8 +150,10 @@ impl Engine for CudaEngine {
         self.read(State::parameters)
     }
 
-    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        self.set_from(values)
+    fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        check::check(self.program.network(), values)?;
+        self.device.wait_idle()?;
+        self.program.set_parameters(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -212,9 +214,9 @@ impl Engine for CudaEngine {
         }
     }
 
-    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+    fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
-        distribution.contribution(self, writers, &self.config.optimizer, |keep| {
+        distribution.state_dict(self, writers, &self.config.optimizer, |keep| {
             self.read(|state| state.gather_optimizer_state(self.comm.as_ref(), keep))
         })
     }
@@ -271,7 +273,6 @@ impl Engine for CudaEngine {
     }
 
     fn abandon(self: Box<Self>) {
-        skip_exit_handlers();
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
         // process ends. Collectives are not aborted: that would send garbage to ranks that still take part.
         std::mem::forget(self);
@@ -328,13 +329,6 @@ impl CudaEngine {
             }
         }
         Ok(())
-    }
-
-    /// See [`Engine::set_parameters`].
-    pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        check::check(self.program.network(), values)?;
-        self.device.wait_idle()?;
-        self.program.set_parameters(values)
     }
 
     /// Calls `look` with the state, after all launched work has finished, unless a step is known never to finish.

@@ -147,7 +147,7 @@ fn build(
         device,
     };
     // The threads of this pool draw the initial values.
-    thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
+    thread_pool(engine.config.threads)?.install(|| engine.set_parameters(&initial))?;
     Ok(engine)
 }
 

@@ -27,7 +27,7 @@ impl RunningLayout {
         for Norm { name, norm, input, .. } in norms {
             let channels = network.tensors[*input].channels;
             let stride = channels.next_multiple_of(STRIDE);
-            let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
+            let is_split = network.split_channels(*input).is_some();
             all.push((*norm, Self { name: name.clone(), offset, channels, stride, is_split }));
             offset += 2 * stride;
         }

@@ -5,7 +5,7 @@
 
 use super::placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId};
 use lockstep_kernels::TensorShape;
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,8 +138,6 @@ pub struct Parameter {
     pub role: Role,
     /// This rank's part of the parameter. `None` if every rank has the whole parameter.
     pub slice: Option<Slice>,
-    /// The axes over which the gradient is summed.
-    pub axes: Axes,
 }
 
 impl Parameter {
@@ -233,6 +231,11 @@ impl Network {
         self.part.as_ref().map_or(&Placement::Batch, |part| &part.placements[tensor])
     }
 
+    /// For an activation with split channels: this rank's channels, and the number of channels of the whole activation.
+    pub(crate) fn split_channels(&self, tensor: TensorId) -> Option<(Range<usize>, usize)> {
+        self.part.as_ref()?.channels(tensor)
+    }
+
     /// The axes over which the pictures of an activation are distributed, besides `data`.
     pub fn axes(&self, tensor: TensorId) -> Axes {
         Axes { model: *self.placement(tensor) == Placement::Batch, height: self.rows(tensor).is_some() }
@@ -304,59 +307,42 @@ impl Network {
                 Placement::Batch | Placement::Whole => None,
             };
             let own_part = split.and_then(|(dimension, tensor)| {
-                let (range, whole_channels) = self.part.as_ref()?.channels(tensor)?;
+                let (range, whole_channels) = self.split_channels(tensor)?;
                 Some((dimension, range, whole_channels))
             });
-            let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
-                let name = match op {
-                    Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => {
-                        Some(name)
-                    }
-                    Op::Gelu { bias, .. } => bias.as_ref(),
-                    _ => None,
-                };
-                if let Some(name) = name {
-                    let own_part = own_part.clone().filter(|(dimension, ..)| *dimension < shape.len());
-                    let slice = own_part.map(|(dimension, range, whole_channels)| {
-                        let mut whole = shape.clone();
-                        whole[dimension] = whole_channels;
-                        Slice { dimension, range, whole }
-                    });
-                    let axes = self.axes(output);
-                    let name = format!("{name}.{suffix}");
-                    parameters.push(Parameter { name, shape, role, slice, axes });
-                }
+            let mut push = |name: &str, suffix: &str, shape: Vec<usize>, role: Role| {
+                let own_part = own_part.clone().filter(|(dimension, ..)| *dimension < shape.len());
+                let slice = own_part.map(|(dimension, range, whole_channels)| {
+                    let mut whole = shape.clone();
+                    whole[dimension] = whole_channels;
+                    Slice { dimension, range, whole }
+                });
+                parameters.push(Parameter { name: format!("{name}.{suffix}"), shape, role, slice });
             };
-            match *op {
-                Op::Conv { input, output, kernel, groups, .. } => {
-                    let [inputs, outputs] = [input, output].map(|tensor| self.tensors[tensor].channels);
-                    push("weight", vec![outputs, inputs / groups, kernel, kernel], Role::ConvWeight);
+            let channels = |tensor: &TensorId| self.tensors[*tensor].channels;
+            match op {
+                Op::Conv { name, input, output, kernel, groups, .. } => {
+                    let shape = vec![channels(output), channels(input) / groups, *kernel, *kernel];
+                    push(name, "weight", shape, Role::ConvWeight);
                 }
-                Op::BatchNorm { output, .. } => {
-                    let channels = vec![self.tensors[output].channels];
+                Op::BatchNorm { name, output, .. } => {
+                    let channels = vec![channels(output)];
                     let ends_branch =
-                        self.ops.iter().any(|o| matches!(o, Op::Add { branch, .. } if *branch == output));
-                    push("weight", channels.clone(), Role::Gamma { ends_branch });
-                    push("bias", channels.clone(), Role::Beta);
-                    push("running_mean", channels.clone(), Role::RunningMean);
-                    push("running_var", channels, Role::RunningVar);
+                        self.ops.iter().any(|o| matches!(o, Op::Add { branch, .. } if branch == output));
+                    push(name, "weight", channels.clone(), Role::Gamma { ends_branch });
+                    push(name, "bias", channels.clone(), Role::Beta);
+                    push(name, "running_mean", channels.clone(), Role::RunningMean);
+                    push(name, "running_var", channels, Role::RunningVar);
                 }
-                Op::Linear { input, output, .. } => {
-                    let (inputs, outputs) = (self.tensors[input].len(), self.tensors[output].len());
-                    push("weight", vec![outputs, inputs], Role::LinearWeight);
-                    push("bias", vec![outputs], Role::LinearBias);
+                Op::Linear { name, input, output } => {
+                    let [inputs, outputs] = [input, output].map(|tensor| self.tensors[*tensor].len());
+                    push(name, "weight", vec![outputs, inputs], Role::LinearWeight);
+                    push(name, "bias", vec![outputs], Role::LinearBias);
                 }
-                Op::Gelu { bias: Some(_), output, .. } => {
-                    push("bias", vec![self.tensors[output].channels], Role::Beta);
+                Op::Gelu { bias: Some(name), output, .. } => {
+                    push(name, "bias", vec![channels(output)], Role::Beta);
                 }
-                Op::Gelu { bias: None, .. }
-                | Op::Relu { .. }
-                | Op::Add { .. }
-                | Op::MaxPool { .. }
-                | Op::GlobalAveragePool { .. }
-                | Op::Redistribute { .. }
-                | Op::Halo { .. }
-                | Op::MeanOfRows { .. } => {}
+                _ => {}
             }
         }
         parameters
@@ -387,14 +373,8 @@ impl Network {
                     let shape = Self::windows(from, [kernel, stride, padding], to.channels);
                     (shape.height, shape.width)
                 }
-                Op::BatchNorm { .. }
-                | Op::Relu { .. }
-                | Op::Gelu { .. }
-                | Op::Add { .. }
-                | Op::Redistribute { .. }
-                | Op::Halo { .. }
-                | Op::MeanOfRows { .. } => (from.height, from.width),
                 Op::GlobalAveragePool { .. } | Op::Linear { .. } => (1, 1),
+                _ => (from.height, from.width),
             };
         }
         Self { image_size, tensors, ..self.clone() }

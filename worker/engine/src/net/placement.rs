@@ -6,7 +6,7 @@ use std::ops::Range;
 pub type TensorId = usize;
 
 /// Placement of an activation on the ranks of a model group, which share one copy of the network.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
     /// Each rank has its own pictures, as in data parallelism: `Shard` of the batch.
     Batch,
@@ -41,7 +41,7 @@ pub struct Axes {
 }
 
 /// The rows of an activation that each rank of a height group has.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rows {
     /// Number of rows of the whole activation.
     pub whole: usize,

@@ -17,7 +17,7 @@ use crate::{
     net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds},
 };
 use lockstep_protocol::spec::{ShardSpec, Split};
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 
 /// The part of `network` that `rank` computes under `plan`.
 ///
@@ -45,8 +45,6 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         part,
         local_ids: vec![network.input(); network.tensors.len()],
         whole_ids: vec![network.input()],
-        redistributed: HashMap::new(),
-        extended: HashMap::new(),
     };
     // By operation of the whole network: the number of local operations so far.
     let mut ends = Vec::new();
@@ -176,10 +174,6 @@ struct Lowering<'a> {
     local_ids: Vec<TensorId>,
     /// By tensor of the local network: the tensor's ID in the whole network.
     whole_ids: Vec<TensorId>,
-    /// Outputs of [`Op::Redistribute`] so far.
-    redistributed: HashMap<(TensorId, Placement), TensorId>,
-    /// Outputs of [`Op::Halo`] so far.
-    extended: HashMap<(TensorId, Rows, bool), TensorId>,
 }
 
 impl Lowering<'_> {
@@ -192,15 +186,8 @@ impl Lowering<'_> {
                 let placement = self.part.placements[branch].clone();
                 (vec![branch, self.redistribute(self.local_ids[shortcut], &placement)], placement)
             }
-            Op::BatchNorm { input, .. }
-            | Op::Relu { input, .. }
-            | Op::Gelu { input, .. }
-            | Op::MaxPool { input, .. }
-            | Op::GlobalAveragePool { input, .. }
-            | Op::Redistribute { input, .. }
-            | Op::Halo { input, .. }
-            | Op::MeanOfRows { input, .. } => {
-                let input = self.without_partial(self.local_ids[input]);
+            _ => {
+                let input = self.without_partial(self.local_ids[op.inputs()[0]]);
                 (vec![input], self.part.placements[input].clone())
             }
         };
@@ -236,17 +223,16 @@ impl Lowering<'_> {
             return (inputs, Some(output_rows));
         }
         let input = inputs[0];
-        let key = (input, reached.clone(), lowest);
-        let extended = match self.extended.get(&key) {
-            Some(extended) => *extended,
-            None => {
-                let placement = self.part.placements[input].clone();
-                let output = self.add_tensor(self.whole_ids[input], placement, Some(reached));
-                self.local.ops.push(Op::Halo { input, output, lowest });
-                self.extended.insert(key, output);
-                output
-            }
-        };
+        let existing = self.find_output(|op, output| {
+            let is_same = matches!(op, Op::Halo { input: of, lowest: l, .. } if (*of, *l) == (input, lowest));
+            is_same && self.part.rows[output].as_ref() == Some(&reached)
+        });
+        let extended = existing.unwrap_or_else(|| {
+            let placement = self.part.placements[input].clone();
+            let output = self.add_tensor(self.whole_ids[input], placement, Some(reached));
+            self.local.ops.push(Op::Halo { input, output, lowest });
+            output
+        });
         (vec![extended], Some(output_rows))
     }
 
@@ -285,15 +271,21 @@ impl Lowering<'_> {
         if self.part.placements[tensor] == *placement {
             return tensor;
         }
-        let key = (tensor, placement.clone());
-        if let Some(existing) = self.redistributed.get(&key) {
-            return *existing;
-        }
-        let rows = self.part.rows[tensor].clone();
-        let output = self.add_tensor(self.whole_ids[tensor], placement.clone(), rows);
-        self.local.ops.push(Op::Redistribute { input: tensor, output });
-        self.redistributed.insert(key, output);
-        output
+        let existing = self.find_output(|op, output| {
+            let is_of_tensor = matches!(op, Op::Redistribute { input, .. } if *input == tensor);
+            is_of_tensor && self.part.placements[output] == *placement
+        });
+        existing.unwrap_or_else(|| {
+            let rows = self.part.rows[tensor].clone();
+            let output = self.add_tensor(self.whole_ids[tensor], placement.clone(), rows);
+            self.local.ops.push(Op::Redistribute { input: tensor, output });
+            output
+        })
+    }
+
+    /// The output of the operation for which `is_same` returns true, if there is one so far.
+    fn find_output(&self, is_same: impl Fn(&Op, TensorId) -> bool) -> Option<TensorId> {
+        self.local.ops.iter().find(|op| is_same(op, op.output())).map(Op::output)
     }
 
     /// Adds an activation to the local network: this rank's part of `whole`.

@@ -13,7 +13,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, LogLine},
     reason::ReasonKind,
 };
-use std::{fs, io, time::Duration};
+use std::{fs, io, path::Path, time::Duration};
 
 impl Watch {
     /// Writes the remaining records after every rank has ended. The last record tells how the attempt ended.
@@ -131,37 +131,35 @@ impl Watch {
     /// Writes the last records. A full disk delays the write, but no record is lost.
     async fn write(&self, events: &[AttemptEvent]) {
         let path = agent_events_path(&self.stored);
-        let mut written = 0;
-        let mut records = None;
-        let mut failures = 0_u64;
-        loop {
-            let mut try_write = || -> io::Result<()> {
-                let records = match &mut records {
-                    Some(records) => records,
-                    None => {
-                        fs::create_dir_all(&self.dir)?;
-                        records.insert(Records::append_to(&path)?)
-                    }
-                };
-                while written < events.len() {
-                    // `records` keeps bytes that cannot be written now, and writes them in the next call.
-                    written += 1;
-                    records.append(&events[written - 1])?;
+        let open = || fs::create_dir_all(&self.dir).and_then(|()| Records::append_to(&path));
+        let mut records = retry(&path, open).await;
+        for event in events {
+            // `records` keeps bytes that cannot be written now, and writes them in the next call.
+            if let Err(error) = records.append(event) {
+                tracing::warn!(%error, path = %path.display(), "a record of the end of an attempt is not written yet");
+            }
+        }
+        retry(&path, || records.sync()).await;
+    }
+}
+
+/// Calls `write`, which writes to `path`, once a second until it succeeds.
+async fn retry<T>(path: &Path, mut write: impl FnMut() -> io::Result<T>) -> T {
+    let mut failures = 0_u64;
+    loop {
+        match write() {
+            Ok(written) => {
+                if failures > 0 {
+                    tracing::info!(failures, path = %path.display(), "the file with the end of an attempt can be written again");
                 }
-                records.sync()
-            };
-            match try_write() {
-                Ok(()) if failures > 0 => {
-                    return tracing::info!(failures, path = %path.display(), "the end of an attempt is written");
+                return written;
+            }
+            Err(error) => {
+                if failures == 0 {
+                    tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; retrying every second");
                 }
-                Ok(()) => return,
-                Err(error) => {
-                    if failures == 0 {
-                        tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; retrying every second");
-                    }
-                    failures += 1;
-                    tokio::time::sleep(Duration::from_secs(1)).await;
-                }
+                failures += 1;
+                tokio::time::sleep(Duration::from_secs(1)).await;
             }
         }
     }

@@ -45,15 +45,11 @@ pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
-    /// Whether the rank has recorded the results of a step.
-    is_training: bool,
 }
 
 impl RecordSink for RecordSummary {
     fn record(&mut self, event: AttemptEvent) {
         self.reported.record(&event);
-        // Every rank reports this metric for each step. Metrics of the machine are reported before the first step, too.
-        self.is_training |= matches!(&event, AttemptEvent::Metrics { columns, .. } if columns.iter().any(|c| c.name == "step_ms"));
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }
@@ -65,8 +61,8 @@ pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
-    /// Filled after the first step, so that new spares do not delay it. Then `None`.
-    spares: Option<Arc<Spares>>,
+    /// Where spares for the next attempt are started at this time.
+    next_spares: Option<(Instant, Arc<Spares>)>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
     /// The attempt's ending, if it was decided before all ranks had ended.
@@ -93,7 +89,7 @@ impl Watch {
             dir: stored.attempt_dir(),
             stored,
             lease: context.lease.clone(),
-            spares: Some(context.spares.clone()),
+            next_spares: Some((Instant::now() + context.spare_delay, context.spares.clone())),
             orders,
             last_read: Instant::now(),
             decided: None,
@@ -208,9 +204,7 @@ impl Policy for Watch {
                 // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
             }
-            if ranks.ranks.iter().any(|rank| rank.sink.is_training)
-                && let Some(spares) = self.spares.take()
-            {
+            if let Some((_, spares)) = self.next_spares.take_if(|(at, _)| Instant::now() >= *at) {
                 spares.fill();
             }
         }

@@ -2,16 +2,18 @@
 
 use super::StoredAttempt;
 use crate::inspect;
-use lockstep_host::write_atomically;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::{DATASET_NOTE, DatasetNote, PicturesFingerprint},
 };
 use std::{
-    fs, io,
+    fs::{self, Permissions},
+    io::{self, Write},
+    os::unix::fs::PermissionsExt,
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
 };
+use tempfile::NamedTempFile;
 
 pub(in super::super) fn read_note(path: &Path) -> Option<DatasetNote> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
@@ -66,7 +68,7 @@ pub(super) fn check(
         )),
         // The caller no longer waits for this check, and another check may have begun, so no note is stored.
         (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
-        (None, _) => store_note(stored, own),
+        (None, _) => store_note(stored, &own),
     }
 }
 
@@ -92,28 +94,25 @@ fn take_fingerprint(
 
 /// Stores the note of a job's first start. Agents of one attempt may share the job's folder and arrive at the same
 /// time: the first note counts, and the other agent compares its dataset with the note.
-fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
+fn store_note(stored: &StoredAttempt, own: &DatasetNote) -> Result<(), String> {
     let note = stored.job_dir.join(DATASET_NOTE);
-    // The first rank of this machine is unique among agents.
-    let first_rank = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
-    let temporary = stored.job_dir.join(format!("dataset.{first_rank}.json"));
-    let json = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
-    write_atomically(&temporary, &json).map_err(|e| format!("{}: {e}", temporary.display()))?;
-    let stored = match fs::hard_link(&temporary, &note) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
-            Some(first_note) if first_note.fingerprint != own.fingerprint => {
-                let _ = fs::remove_file(&temporary);
-                return Err(describe_difference(stored, &own, &first_note.in_words()));
-            }
-            Some(_) => fs::remove_file(&temporary),
-            // The note was written only partly.
-            None => fs::rename(&temporary, &note),
-        },
-        Ok(()) => fs::remove_file(&temporary),
-        // The file system does not support links.
-        Err(_) => fs::rename(&temporary, &note),
+    let failed = |e: io::Error| format!("{}: {e}", note.display());
+    let write = || -> io::Result<NamedTempFile> {
+        let mut file = tempfile::Builder::new()
+            .permissions(Permissions::from_mode(0o644))
+            .tempfile_in(&stored.job_dir)?;
+        file.write_all(&serde_json::to_vec(own)?)?;
+        Ok(file)
     };
-    stored.map_err(|e| format!("{}: {e}", note.display()))
+    let Err(not_stored) = write().map_err(failed)?.persist_noclobber(&note) else { return Ok(()) };
+    match read_note(&note) {
+        Some(first_note) if first_note.fingerprint != own.fingerprint => {
+            Err(describe_difference(stored, own, &first_note.in_words()))
+        }
+        Some(_) => Ok(()),
+        // The note was written only partly, or the file system can only replace files.
+        None => not_stored.file.persist(&note).map(drop).map_err(|e| failed(e.error)),
+    }
 }
 
 /// The error if two machines of a job have different datasets. `other` describes the dataset of the other machine.

@@ -1,8 +1,8 @@
 //! A simulated engine, whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Contribution, Engine, EngineError, EvalResult, OptimizerState, StepResult, Writers};
-use lockstep_host::tensors::{HostTensor, NamedTensors, fit::Shapes};
+use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StateDict, StepResult, Writers};
+use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource, fit::Shapes};
 use lockstep_protocol::spec::Precision;
 use std::sync::{
     Arc,
@@ -79,8 +79,10 @@ impl Engine for Scripted {
         self.copied.fetch_add(1, Ordering::Relaxed);
         Ok(self.weights.clone())
     }
-    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        self.weights = values.clone();
+    fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+        for (name, tensor) in &mut self.weights {
+            values.read(name, 0, &mut tensor.values);
+        }
         Ok(())
     }
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
@@ -102,13 +104,13 @@ impl Engine for Scripted {
     fn set_averaged(&mut self, _: &NamedTensors) -> Result<(), EngineError> {
         Ok(())
     }
-    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+    fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError> {
         if !writers.contains(self.replica) {
-            return Ok(Contribution::Replica);
+            return Ok(None);
         }
         let mut state = self.own_state()?;
         writers.retain(&mut state, |rank| rank == self.replica);
-        Ok(writers.contribution(state))
+        Ok(Some(state))
     }
     fn precision(&self) -> Precision {
         self.precision

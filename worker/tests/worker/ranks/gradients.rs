@@ -61,9 +61,7 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         all().map(|result| result.loss * result.samples as f32).sum::<f32>() / samples
     };
     let losses = (0..weights.len()).map(loss).collect();
-    let Some((_, Some(Contribution::Whole(state)))) = of_ranks.into_iter().next() else {
-        panic!("rank 0 has all")
-    };
+    let Some((_, Some(Some(state)))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
     (losses, state.optimizer.unwrap().slots)
 }
 

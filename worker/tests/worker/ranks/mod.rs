@@ -15,15 +15,12 @@ mod sharded;
 
 use crate::pytorch;
 use lockstep_comm::{
-    CommError, ProcessGroup, SingleRank, Values, ValuesMut,
-    rendezvous::{RendezvousConfig, Store, loopback::rendezvous_config},
-    ring::Ring,
-    shm::ShmProcessGroup,
+    ProcessGroup, SingleRank, rendezvous::loopback::on_connected_ranks, shm::ShmProcessGroup,
 };
 use lockstep_data::loader::Batch;
 use lockstep_engine::{
-    Contribution, Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StateDict,
-    StepResult, Writers, build_cpu, build_cpu_with,
+    Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StateDict, StepResult, Writers,
+    build_cpu, build_cpu_with,
     net::{Network, init, resnet},
     plan::Plan,
     slots,
@@ -31,14 +28,7 @@ use lockstep_engine::{
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
-use std::{
-    net::TcpListener,
-    sync::{
-        Arc,
-        atomic::{AtomicU16, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 const SIDE: usize = 8;
 const PICTURE: usize = SIDE * SIDE * 3;
@@ -88,16 +78,6 @@ fn part_of_rank(step: usize, all: usize, (rank, ranks): (u32, u32)) -> Batch {
     part_of(all, pictures(step, from, from + own))
 }
 
-/// A port on which no process listens, outside the system's range of ports for clients.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = (std::process::id() % 10_000) as u16;
-    (0..10_000)
-        .map(|_| 11_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000)
-        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
-        .expect("one of 10 000 ports is free")
-}
-
 /// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     run_ranks(ranks, true, body)
@@ -108,21 +88,8 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
     if ranks == 1 {
         return vec![body(Arc::new(SingleRank))];
     }
-    let port = free_port();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = (0..ranks)
-            .map(|rank| {
-                scope.spawn(move || {
-                    let rendezvous = rendezvous_config(port, rank, ranks);
-                    let store = Store::join(RendezvousConfig { timeout: TIMEOUT, ..rendezvous }).unwrap();
-                    let ring = Ring::connect(&store, TIMEOUT).unwrap();
-                    store.barrier("connected").unwrap();
-                    body(if shared { ShmProcessGroup::meet(&store, ring).unwrap() } else { ring })
-                })
-            })
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_connected_ranks(ranks, TIMEOUT, |_, ring| {
+        body(if shared { ShmProcessGroup::meet(ring).unwrap() } else { ring })
     })
 }
 
@@ -143,9 +110,9 @@ fn run_plan<T: Send>(
         let result = body(&mut *engine, part);
         (result, engine.state_dict(&Writers::default()).unwrap())
     });
-    let (results, contributions): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
-    let Some(Contribution::Whole(state)) = contributions.into_iter().next() else { panic!("rank 0 has all") };
-    (results, *state)
+    let (results, states): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
+    let Some(Some(state)) = states.into_iter().next() else { panic!("rank 0 has all") };
+    (results, state)
 }
 
 /// Each rank's losses of `steps` steps, and its parameters after them.
@@ -281,51 +248,6 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
     assert_eq!(ranks[0].0, ranks[1].1);
 }
 
-/// Hides a group's second ring and its shared memory.
-struct OneRing(Arc<dyn ProcessGroup>);
-
-impl ProcessGroup for OneRing {
-    fn rank(&self) -> u32 {
-        self.0.rank()
-    }
-    fn size(&self) -> u32 {
-        self.0.size()
-    }
-    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
-        self.0.all_reduce(values)
-    }
-    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
-        self.0.reduce_scatter(input, output)
-    }
-    fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
-        self.0.all_gather(input, output)
-    }
-    fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
-        self.0.all_to_all(input, output)
-    }
-    fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
-        self.0.broadcast(values)
-    }
-    fn barrier(&self) -> Result<(), CommError> {
-        self.0.barrier()
-    }
-    fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
-        self.0.send(values, to)
-    }
-    fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
-        self.0.recv(values, from)
-    }
-    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
-        self.0.split(color)
-    }
-    fn abort(&self, reason: &str) {
-        self.0.abort(reason);
-    }
-    fn timeout(&self) -> Duration {
-        self.0.timeout()
-    }
-}
-
 #[test]
 fn an_engine_uses_only_its_own_group_of_ranks() {
     let weights = |comm: Arc<dyn ProcessGroup>, seed: usize| {
@@ -355,11 +277,10 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
 }
 
 #[test]
-fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
-    let weights = |shared: bool, single: bool| {
+fn shared_memory_and_rings_give_the_same_bits() {
+    let weights = |shared: bool| {
         run_ranks(2, shared, move |comm| {
             let rank = comm.rank();
-            let comm: Arc<dyn ProcessGroup> = if single { Arc::new(OneRing(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
             let response = engine.exchange();
             assert_eq!(response.contains("share memory with one copy of the weights"), shared, "{response}");
@@ -369,9 +290,8 @@ fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
     };
-    let of_shared = weights(true, false);
-    assert_eq!(of_shared, weights(false, false));
-    assert_eq!(of_shared, weights(false, true));
+    let of_shared = weights(true);
+    assert_eq!(of_shared, weights(false));
     assert_eq!(of_shared[0], of_shared[1]);
 }
 

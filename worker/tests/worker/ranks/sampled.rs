@@ -92,11 +92,8 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
     });
     let (results, logits) =
         (results.collect(), of_ranks.iter().flat_map(|(_, logits)| logits.clone()).collect());
-    let whole = |(_, contribution): (_, Contribution)| match contribution {
-        Contribution::Whole(state) => *state,
-        Contribution::Part(_) | Contribution::Replica => panic!("rank 0 has all"),
-    };
-    let states = of_ranks.into_iter().next().unwrap().0.into_iter().map(whole).collect();
+    let of_first = of_ranks.into_iter().next().unwrap().0;
+    let states = of_first.into_iter().map(|(_, state)| state.expect("rank 0 has all")).collect();
     Run { results, states, logits }
 }
 

@@ -1,11 +1,14 @@
 //! Tests of [`Engine::undo_unfinished_steps`]: after a lost rank interrupted a step, training continues with the same bits.
 
 use super::resnet20;
-use crate::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, test_ranks::on_ranks, unfused};
-use lockstep_comm::{ProcessGroup, ring::Ring};
+use crate::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfused};
+use lockstep_comm::{ProcessGroup, rendezvous::loopback::on_connected_ranks, ring::Ring};
 use lockstep_data::loader::Batch;
 use lockstep_protocol::spec::OptimizerKind;
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Number of moments, from the step's beginning to its end, at which the step is interrupted.
 const MOMENTS: u32 = 8;
@@ -43,7 +46,7 @@ impl Rank {
 
 /// Runs `work` on two ranks and returns their results.
 fn on_two_ranks<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> Vec<T> {
-    on_ranks(2, |ring| {
+    on_connected_ranks(2, Duration::from_secs(60), |_, ring| {
         let network = resnet20(12);
         let config = EngineConfig {
             optimizer: Optimizer { kind, ..Optimizer::default() },

@@ -2,7 +2,7 @@
 //! within the same bounds.
 
 use super::{split_head::on_gpus, *};
-use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
+use crate::{StateDict, StepResult, Writers, plan::Mesh};
 use lockstep_comm::ProcessGroup;
 
 /// Number of pictures of each set of ranks that share the rows of these pictures.
@@ -136,10 +136,7 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
     });
     engine.set_image_size(network.image_size).unwrap();
     let logits = engine.predict(&case.batch(network, 99, false, set)).unwrap();
-    let state = match engine.state_dict(&Writers::default()).unwrap() {
-        Contribution::Whole(state) => Some(*state),
-        Contribution::Part(_) | Contribution::Replica => None,
-    };
+    let state = engine.state_dict(&Writers::default()).unwrap();
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 

@@ -1,7 +1,7 @@
 //! Compares ranks on two GPUs that divide the optimizer's state with ranks that each have the whole state, and with the CPU engine.
 
 use super::{split_head::on_ranks, *};
-use crate::{AverageOn, Contribution, StateDict, Writers, cuda::steps::split_batch};
+use crate::{AverageOn, StateDict, Writers, cuda::steps::split_batch};
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_protocol::spec::OptimizerKind;
 
@@ -51,10 +51,8 @@ fn trained(
     let (losses, checksum, states) = results.next().unwrap();
     let (other_losses, other_checksum, other_states) = results.next().unwrap();
     assert_eq!(checksum, other_checksum, "both ranks have the same weights");
-    let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
-    let [Contribution::Replica, Contribution::Part(other_part)] = other_states else {
-        panic!("rank 1 has a part")
-    };
+    let [Some(state), Some(mut part)] = states else { panic!("rank 0 has all") };
+    let [None, Some(other_part)] = other_states else { panic!("rank 1 has a part") };
     part.parameters.extend(other_part.parameters);
     let other_slots = other_part.optimizer.unwrap().slots;
     part.optimizer.as_mut().unwrap().slots.extend(other_slots);
@@ -64,7 +62,7 @@ fn trained(
         part == state,
         "the ranks' parts together are not the whole state; missing or different: {missing:?}"
     );
-    (losses.iter().zip(other_losses).map(|(a, b)| (a + b) / 2.0).collect(), *state)
+    (losses.iter().zip(other_losses).map(|(a, b)| (a + b) / 2.0).collect(), state)
 }
 
 #[test]

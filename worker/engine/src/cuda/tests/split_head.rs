@@ -1,11 +1,10 @@
 //! Compares GPUs that split the head's classes or other operators with one rank that has the whole network.
 
 use super::*;
-use crate::{Contribution, Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
+use crate::{Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
-    rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
-    ring::Ring,
+    rendezvous::{Store, loopback::on_connected_ranks},
 };
 use lockstep_protocol::spec::{ShardSpec, Split};
 use std::time::Duration;
@@ -32,20 +31,10 @@ pub(super) fn on_ranks<T: Send>(
     size: u32,
     work: impl Fn(Arc<dyn ProcessGroup>, Arc<Store>) -> T + Sync,
 ) -> Vec<T> {
-    let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
-    let rank = |number: u32| {
-        let rendezvous = rendezvous_config(port, number, size);
-        let store = Arc::new(Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap());
-        let ring = Ring::connect(&store, timeout).unwrap();
-        store.barrier("connected").unwrap();
+    on_connected_ranks(size, Duration::from_secs(120), |store, ring| {
         let result = work(ring, store.clone());
         store.barrier("done").unwrap();
         result
-    };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads: Vec<_> = (0..size).map(|number| scope.spawn(move || rank(number))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
@@ -188,10 +177,7 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
     let batch = Batch { mixed_labels: Vec::new(), ..batch };
     let logits = engine.predict(&batch).unwrap();
     let evaluated = engine.eval_step(&batch).unwrap();
-    let state = match engine.state_dict(&Writers::default()).unwrap() {
-        Contribution::Whole(state) => Some(*state),
-        Contribution::Part(_) | Contribution::Replica => None,
-    };
+    let state = engine.state_dict(&Writers::default()).unwrap();
     let evaluated = [evaluated.loss_sum, evaluated.correct as f64];
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
@@ -421,8 +407,8 @@ fn check_continuation(case: Case) {
         let mut engine = case.engine(comm.clone());
         engine.train_step(&case.step(0, Some(rank)), LR).unwrap();
         let (parameters, slots) = match engine.state_dict(&Writers::default()).unwrap() {
-            Contribution::Whole(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
-            Contribution::Part(_) | Contribution::Replica => (None, None),
+            Some(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
+            None => (None, None),
         };
         // Rank 0 sends the parameters and slots of rank 1 to rank 1.
         let (network, mut own) = (case.network(), engine.own_state().unwrap());

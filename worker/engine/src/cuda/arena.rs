@@ -19,9 +19,9 @@ impl Allocation {
 /// A best-fit allocator of offsets.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
-    /// Gaps, by offset; adjacent gaps are merged.
-    free: Vec<Allocation>,
-    /// Maximum number of bytes in use so far.
+    /// Free ranges below `peak`, by offset; adjacent gaps are merged.
+    gaps: Vec<Allocation>,
+    /// End of the highest allocation so far, in bytes: the memory that the arena needs.
     pub(super) peak: usize,
 }
 
@@ -29,29 +29,29 @@ pub(super) struct Arena {
 const ALIGN: usize = 256;
 
 impl Arena {
-    /// Whether a gap fits `bytes`, so that no more memory is needed.
+    /// Whether an allocation of `bytes` fits into a gap, so that the arena does not grow.
     pub(super) fn fits(&self, bytes: usize) -> bool {
-        self.free.iter().any(|gap| gap.bytes >= bytes.next_multiple_of(ALIGN).max(ALIGN))
+        self.gaps.iter().any(|gap| gap.bytes >= bytes.next_multiple_of(ALIGN).max(ALIGN))
     }
 
     /// Allocates `bytes` in the smallest gap that fits.
     pub(super) fn alloc(&mut self, bytes: usize) -> Allocation {
         let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);
-        let large_enough = (0..self.free.len()).filter(|&gap| self.free[gap].bytes >= bytes);
-        if let Some(gap) = large_enough.min_by_key(|&gap| self.free[gap].bytes) {
-            let allocation = Allocation { offset: self.free[gap].offset, bytes };
-            self.free[gap].offset += bytes;
-            self.free[gap].bytes -= bytes;
-            if self.free[gap].bytes == 0 {
-                self.free.remove(gap);
+        let large_enough = (0..self.gaps.len()).filter(|&gap| self.gaps[gap].bytes >= bytes);
+        if let Some(gap) = large_enough.min_by_key(|&gap| self.gaps[gap].bytes) {
+            let allocation = Allocation { offset: self.gaps[gap].offset, bytes };
+            self.gaps[gap].offset += bytes;
+            self.gaps[gap].bytes -= bytes;
+            if self.gaps[gap].bytes == 0 {
+                self.gaps.remove(gap);
             }
             return allocation;
         }
         // No gap fits: extends the gap at the end, if there is one.
-        let offset = match self.free.last() {
+        let offset = match self.gaps.last() {
             Some(last) if last.offset + last.bytes == self.peak => {
                 let offset = last.offset;
-                self.free.pop();
+                self.gaps.pop();
                 offset
             }
             _ => self.peak,
@@ -62,15 +62,15 @@ impl Arena {
 
     /// Frees an allocation.
     pub(super) fn free(&mut self, allocation: Allocation) {
-        let at = self.free.partition_point(|gap| gap.offset < allocation.offset);
-        self.free.insert(at, allocation);
-        if at + 1 < self.free.len() && allocation.offset + allocation.bytes == self.free[at + 1].offset {
-            self.free[at].bytes += self.free[at + 1].bytes;
-            self.free.remove(at + 1);
+        let at = self.gaps.partition_point(|gap| gap.offset < allocation.offset);
+        self.gaps.insert(at, allocation);
+        if at + 1 < self.gaps.len() && allocation.offset + allocation.bytes == self.gaps[at + 1].offset {
+            self.gaps[at].bytes += self.gaps[at + 1].bytes;
+            self.gaps.remove(at + 1);
         }
-        if at > 0 && self.free[at - 1].offset + self.free[at - 1].bytes == allocation.offset {
-            self.free[at - 1].bytes += self.free[at].bytes;
-            self.free.remove(at);
+        if at > 0 && self.gaps[at - 1].offset + self.gaps[at - 1].bytes == allocation.offset {
+            self.gaps[at - 1].bytes += self.gaps[at].bytes;
+            self.gaps.remove(at);
         }
     }
 }

@@ -75,7 +75,7 @@ pub(super) enum Region {
     NormValues,
     /// Sums that a convolution computes for the following batch norm.
     ChannelSums,
-    /// Sums that NCCL reduces over ranks.
+    /// Batch norm's sums, if NCCL reduces them over ranks.
     StatisticsSums,
     /// If ranks divide the optimizer's state: the sum of squares of each bucket's gradients, float64.
     BucketSquares,
@@ -171,7 +171,7 @@ impl Arg {
         if reads_old { Arg::InOut(operand) } else { Arg::Out(operand) }
     }
 
-    /// The same argument as [`Arg::Unused`].
+    /// The same memory as [`Arg::Unused`]. Numbers stay unchanged.
     pub(super) fn unused(self) -> Self {
         match self {
             Arg::In(operand) | Arg::Out(operand) | Arg::InOut(operand) => Arg::Unused(operand),
@@ -269,18 +269,19 @@ pub(super) enum EventId {
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// The ReLU's mask of the batch norm with this index: one bit per value.
+    /// The mask of the ReLU that is fused with the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// The argmax of the pooled batch norm with this index, or of the max pooling that computes the tensor with this index: one byte per
-    /// value.
+    /// One byte per value: the argmax of the pooling that is fused with the batch norm with this index, or of the max pooling that
+    /// computes the tensor with this index.
     Argmax(usize),
-    /// Memory of a split head or of cosines, except the logits (an [`Content::Activation`]) and their gradient (a [`Content::Gradient`]).
+    /// Memory of a split head or of a margin's cosines, except the logits (an [`Content::Activation`]) and their gradient (a
+    /// [`Content::Gradient`]).
     Head,
-    /// With shared rows: whole pictures, or the gradient of this rank's rows from another rank's windows.
+    /// If ranks share the rows of pictures: whole pictures, or the part of the gradient of this rank's rows that another rank has computed.
     Rows,
     /// Channels of an activation, or of its gradient, that ranks exchange.
     Channels,
-    /// Sums that stages exchange.
+    /// Sums of squares of gradients that stages exchange.
     Stages,
     /// Matrices that Muon orthogonalises.
     Update,
@@ -355,7 +356,7 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Adds values over the ranks of a group, in place.
+    /// Sums values over the ranks of a group, in place.
     pub(super) fn all_reduce(
         stream: StreamId,
         group: Group,

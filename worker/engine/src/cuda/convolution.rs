@@ -36,7 +36,7 @@ pub(super) struct Convolution {
     /// output channels from an equal range of input channels.
     pub(super) groups: usize,
     /// Whether a forward convolution also computes the sums of y and of y * y per channel, for the following batch norm.
-    /// cuDNN supports this for float16.
+    /// cuDNN supports this only for float16.
     pub(super) sums: bool,
 }
 
@@ -71,7 +71,8 @@ impl std::fmt::Display for Convolution {
     }
 }
 
-/// A convolution's tensors, NHWC and KRSC (w has the input channels of one group): operands of a command, or addresses.
+/// A convolution's tensors, NHWC and KRSC (w has the input channels of one group): operands of a command, or addresses. In a backward
+/// direction, `y` is dy, and `x` or `w` is the gradient that the convolution computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tensors<P> {
     pub(super) x: P,

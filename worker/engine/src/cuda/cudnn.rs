@@ -97,13 +97,13 @@ impl Cudnn {
     }
 
     /// Plans for `convolution` with the engines that `heuristics` propose ([`FAST_ENGINES`] or [`FALLBACK_ENGINES`]), the likely fastest
-    /// first. Each plan is built on demand, which may compile a kernel. With `deterministic`, only plans that give the same bits in every
-    /// run, according to cuDNN.
+    /// first. Each plan is built on demand, which may compile a kernel. With `is_deterministic`, only plans that give the same bits in
+    /// every run, according to cuDNN.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
         max_workspace_bytes: usize,
-        deterministic: bool,
+        is_deterministic: bool,
         heuristics: &[Heuristic],
     ) -> Result<impl Iterator<Item = Plan>, CudaError> {
         let graph = self.graph(convolution)?;
@@ -113,7 +113,7 @@ impl Cudnn {
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
                 if !accepted.iter().any(|(_, known)| *known == choice)
-                    && is_acceptable(&config, convolution.dtype, deterministic)
+                    && is_acceptable(&config, convolution.dtype, is_deterministic)
                 {
                     accepted.push((config, choice));
                 }
@@ -266,7 +266,7 @@ pub(super) struct Plan {
     pub(super) choice: Choice,
 }
 
-// IDs of the tensors in an operation graph. Any different numbers are valid.
+// IDs of the tensors in an operation graph. Any distinct numbers are valid.
 const X: i64 = 1;
 const W: i64 = 2;
 const Y: i64 = 3;
@@ -341,9 +341,9 @@ fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
     Ok(Choice { engine: index[0], knobs })
 }
 
-/// Whether an engine accumulates in float32 and, if `deterministic`, computes the same bits in every run. For float32 tensors, it
-/// must also use neither tensor cores, which round their inputs to 10 bits (TF32), nor other inexact methods.
-fn is_acceptable(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
+/// Whether a configuration's engine accumulates in float32 and, if `is_deterministic`, computes the same bits in every run. For float32
+/// tensors, it must also use neither tensor cores, which round their inputs to 10 bits (TF32), nor other inexact methods.
+fn is_acceptable(config: &Descriptor, dtype: DType, is_deterministic: bool) -> bool {
     use sys::cudnnBackendNumericalNote_t as Note;
     let Ok(engine) = engine_of(config) else { return false };
     let mut notes = [i32::MAX; 16];
@@ -359,6 +359,6 @@ fn is_acceptable(config: &Descriptor, dtype: DType, deterministic: bool) -> bool
             || has(Note::CUDNN_NUMERICAL_NOTE_WINOGRAD)
             || has(Note::CUDNN_NUMERICAL_NOTE_FFT));
     is_exact
-        && !(deterministic && has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC))
+        && !(is_deterministic && has(Note::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC))
         && !has(Note::CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION)
 }

@@ -46,7 +46,7 @@ impl Engine for CudaEngine {
         let (height, stages) = (self.plan.mesh.height as u32, self.plan.mesh.stage as u32);
         let Prologue { parts, gradient_scale } =
             Prologue::of(micro_batches, &self.config, self.comm.size() / (height * stages))?;
-        // Gradients are added over all ranks, and the `height` ranks that share rows compute the same loss.
+        // The `height` ranks that share the rows of their pictures compute the same loss, and gradients are summed over all ranks.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
             self.pending_steps.push_back(PendingStep::Empty);
@@ -183,12 +183,12 @@ impl Engine for CudaEngine {
         self.read(State::optimizer_state)
     }
 
-    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+    fn set_optimizer_state(&mut self, new_state: &OptimizerState) -> Result<(), EngineError> {
         let network = self.program.network();
         let shapes = crate::optimizer::state_shapes(&self.config.optimizer, network);
-        check::check_shapes(network, &to.slots, shapes)?;
+        check::check_shapes(network, &new_state.slots, shapes)?;
         self.device.wait_idle()?;
-        self.program.state.set_optimizer_state(to)
+        self.program.state.set_optimizer_state(new_state)
     }
 
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
@@ -331,7 +331,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Calls `look` with the state, after all launched work has finished, unless a step is known never to finish.
+    /// Calls `look` with the state. First waits for all launched work, unless a step will never finish ([`State::is_unfinished`]).
     fn read<T>(&self, look: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         if !self.program.state.is_unfinished {

@@ -93,7 +93,7 @@ impl JpegDecoder {
         let drawn = image::RgbImage::from_fn(width, height, |x, y| {
             image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
         });
-        // Each with its file, its stored form, the expected pixels and the subsampling.
+        // For each picture: its file, the file's description (`Stored`), the expected pixels and the subsampling.
         let mut pictures = Vec::new();
         for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
             let mut file = Vec::new();

@@ -256,7 +256,7 @@ fn compile_each(
     write: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
-    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let (next_case, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let compile_one = |capability, dtype| {
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
@@ -266,7 +266,7 @@ fn compile_each(
         write(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
     let compile_remaining = || {
-        while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+        while let Some(&(capability, dtype)) = cases.get(next_case.fetch_add(1, Ordering::Relaxed)) {
             if let Err(error) = compile_one(capability, dtype) {
                 failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
             }
@@ -329,13 +329,13 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
         let outcome = match result::compile_program(program, options) {
             Ok(()) => {
                 let mut size = 0;
-                let sized = nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result();
+                let size_result = nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result();
                 let mut image = vec![0u8; size];
-                let read = sized
+                let copied = size_result
                     .and_then(|()| nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result());
-                match read {
+                match copied {
                     Ok(()) if size > 0 => Ok(image),
-                    read => Err(compile_error(format!("there is no machine code: {read:?}"))),
+                    copied => Err(compile_error(format!("there is no machine code: {copied:?}"))),
                 }
             }
             Err(error) => {

@@ -75,8 +75,8 @@ impl ParameterLayout {
         self.shape.iter().product()
     }
 
-    /// For weights of a convolution: calls `visit` with the index of every value in torchvision's order and on the GPU. The values of other
-    /// parameters have the same order in both.
+    /// For weights of a convolution: calls `visit` with two indices of every value: in torchvision's order, and on the GPU. The values
+    /// of other parameters have the same order in both.
     fn for_each_index(&self, visit: impl FnMut(usize, usize)) {
         match (self.order, &self.shape[..]) {
             (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
@@ -127,15 +127,15 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
-    /// channels of the input and of the logits on the GPU. `is_folded` is that of [`super::program::StepPlan`]. Each range that is reduced
-    /// together can be divided into `parts` equal parts.
+    /// channels of the input and of the logits on the GPU. `is_folded` is as in [`super::program::StepPlan`]. Each range that is reduced
+    /// together can be divided into `part_count` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
         padded_in: usize,
         padded_classes: usize,
         is_folded: bool,
-        parts: usize,
+        part_count: usize,
     ) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
@@ -165,7 +165,7 @@ impl Layout {
                         let has_logits = network.has_logits(op.output());
                         (Order::Rows, if has_logits { padded_classes } else { *out } * inputs)
                     }
-                    // Padded to the same length on every rank.
+                    // A split bias is padded to the same length on every rank.
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
@@ -192,12 +192,12 @@ impl Layout {
         for parameter in matrices {
             layout.push(parameter);
             if layout.len - bucket_start >= MIN_BUCKET_LEN {
-                layout.pad(bucket_start, parts);
+                layout.pad(bucket_start, part_count);
                 layout.buckets.push(bucket_start..layout.len);
                 bucket_start = layout.len;
             }
         }
-        layout.pad(bucket_start, parts);
+        layout.pad(bucket_start, part_count);
         layout.matrix_len = layout.len;
         if layout.matrix_len > bucket_start {
             layout.buckets.push(bucket_start..layout.matrix_len);
@@ -210,7 +210,7 @@ impl Layout {
                 layout.split_vector_len = layout.len - layout.matrix_len;
             }
         }
-        layout.pad(layout.matrix_len, parts);
+        layout.pad(layout.matrix_len, part_count);
         layout.trained_len = layout.len;
         fixed_vectors.into_iter().for_each(|parameter| layout.push(parameter));
         layout
@@ -223,7 +223,7 @@ impl Layout {
         [plane(0), plane(self.split_matrix_len)]
     }
 
-    /// The ranges of split parameters, then the ranges of parameters that every rank has whole: a range of matrices, and a range of
+    /// For the split parameters, then for the parameters that every rank has whole: the range of their matrices, and the range of their
     /// vectors.
     pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
         let vectors = self.matrix_len + self.split_vector_len;
@@ -241,9 +241,9 @@ impl Layout {
         self.parameters.push(parameter);
     }
 
-    /// Pads the values from `from` on, so that they consist of `parts` equal parts, each a multiple of [`ALIGN`].
-    fn pad(&mut self, from: usize, parts: usize) {
-        self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
+    /// Pads the values from `from` on, so that they consist of `part_count` equal parts, each a multiple of [`ALIGN`].
+    fn pad(&mut self, from: usize, part_count: usize) {
+        self.len = from + (self.len - from).next_multiple_of(ALIGN * part_count);
         if let Some(last) = self.parameters.last_mut() {
             last.aligned_end = self.len;
         }
@@ -340,8 +340,8 @@ impl Layout {
     }
 
     /// Converts `tensors`, which `check.rs` must have checked, to the order of the flat buffers, and calls `write` for each piece with the
-    /// offset of its first value. `optimizer_slot` is as for [`Layout::export`]. `buffer` holds one piece at a time, so that large matrices
-    /// are never whole in host memory.
+    /// offset of its first value. `optimizer_slot` is as for [`Layout::export`]. `buffer` holds one piece at a time, so that the large
+    /// matrix of a linear layer is never whole in host memory.
     pub(super) fn import(
         &self,
         optimizer_slot: Option<&str>,
@@ -398,7 +398,7 @@ impl Layout {
     }
 }
 
-/// Calls `visit` with the index of every value in OIHW and in KRSC with padded inputs.
+/// Calls `visit` with two indices of every value: in OIHW, and in KRSC with padded inputs.
 fn for_each_krsc_index(
     out: usize,
     inputs: usize,
@@ -421,7 +421,7 @@ fn for_each_krsc_index(
     }
 }
 
-/// Calls `visit` with the index of every value in `[out][inputs][7][7]` and in [`Order::Folded`].
+/// Calls `visit` with two indices of every value: in `[out][inputs][7][7]`, and in [`Order::Folded`].
 fn for_each_folded_index(out: usize, inputs: usize, mut visit: impl FnMut(usize, usize)) {
     for o in 0..out {
         for i in 0..inputs {

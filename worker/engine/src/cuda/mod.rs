@@ -73,8 +73,8 @@ const MAX_STEPS_AHEAD: usize = 2;
 /// Checks that GPUs support the plan of a job that samples classes (`loss.sample_share`).
 ///
 /// # Errors
-/// The plan has several model groups, or a step has several micro-batches. A sample includes only the labels of one model group and of one
-/// micro-batch.
+/// There is one rank, the ranks do not all share one copy of the network, or a step has several micro-batches. A sample includes only the
+/// labels of one model group and of one micro-batch.
 fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
     if ranks > 1 && model == ranks && accumulate == 1 {
         return Ok(());
@@ -100,7 +100,7 @@ fn build(
     libraries::check_loadable(&needed).map_err(CudaError::Missing)?;
     let mut plan = gpu.plan.clone();
     if plan.cuts.is_empty() {
-        // Networks for other image sizes have the same cuts. If there are no valid cuts, `part_of` below reports the error.
+        // These cuts also apply to the network at other image sizes. If there are no valid cuts, `part_of` below reports the error.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let groups = Groups::split(plan.mesh, comm.as_ref())?;
@@ -111,7 +111,7 @@ fn build(
     let part = plan::part_of(&network, &plan, comm.rank())?;
     config.loss.check_part(&part).map_err(EngineError::Parameters)?;
     let initial = PartOf::new(initial, &network, &part)?;
-    // The ranks over which gradients and statistics are reduced.
+    // The ranks of this rank's stage, over which gradients and statistics are reduced. Stages are combined with data parallelism only.
     let stage_ranks = match &groups {
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
         _ => comm.clone(),
@@ -200,7 +200,8 @@ struct CudaEngine {
     has_old_weights: bool,
     /// Number of steps started on the GPU, modulo 2^32 as in the GPU's count of finished steps.
     started_steps: u32,
-    /// The step after which the first average of the weights was created; `None` without an average, and if the average was given.
+    /// The step after which the first average of the weights was created; `None` without an average, and if the average was set
+    /// from a checkpoint.
     first_average_step: Option<u32>,
     recovery_stream: RecoveryStream,
     /// End of the newest finished step on the GPU's clock, in nanoseconds; `None` if the next step does not directly follow it.

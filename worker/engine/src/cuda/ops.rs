@@ -46,7 +46,7 @@ pub(super) use norm::{Gradient, NormBackward, NormForward, NormSite, Reduce, SMA
 pub(super) use optimizer::{FlatParameters, Gradients, NORM_PARTS, Rates, Update};
 pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
-pub(super) use sample::{Rows, SampleClasses};
+pub(super) use sample::{ParameterRows, SampleClasses};
 pub(super) use split_loss::SplitLogits;
 pub(super) use step::StatisticsCopy;
 pub(super) use through::{OutputGradient, ROW_PADDING, TILE_CHANNELS, TILE_ROWS};
@@ -128,7 +128,7 @@ impl Ops {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 
-    /// Whether kernels with their own matrix multiplication run on a GPU of this compute capability, and compute in `dtype`.
+    /// Whether a GPU of this compute capability runs kernels with their own matrix multiplication that compute in `dtype`.
     pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
         capability == WGMMA_CAPABILITY && dtype != DType::F32
     }

@@ -17,7 +17,9 @@ pub(super) struct GpuDataset {
     validation: Option<Buffer>,
     pub(super) height: usize,
     pub(super) width: usize,
+    /// Width in pixels of the border that is added to a picture before it is cropped.
     pub(super) crop_padding: usize,
+    /// Whether the border mirrors the picture; else it is black.
     pub(super) reflects: bool,
 }
 
@@ -65,9 +67,9 @@ pub(super) struct Staging {
     pub(super) input: Buffer,
     stream: OwnedStream,
     /// By slot: recorded when the slot's batch is in `gpu`.
-    copied: Vec<Event>,
+    uploaded: Vec<Event>,
     /// By slot: recorded when the slot's batch is in `input`.
-    taken: Vec<Event>,
+    consumed: Vec<Event>,
     /// Number of batches sent so far.
     sent_count: usize,
 }
@@ -85,8 +87,8 @@ impl Staging {
             gpu: device.alloc(SLOTS * bytes)?,
             input: device.zeros(bytes)?,
             stream: OwnedStream::new()?,
-            copied: events()?,
-            taken: events()?,
+            uploaded: events()?,
+            consumed: events()?,
             sent_count: 0,
         })
     }
@@ -95,9 +97,9 @@ impl Staging {
         self.format
     }
 
-    /// Whether [`Staging::send`] would return without waiting for a step, which may wait for other ranks.
+    /// Whether the host may write to the next slot, so that [`Staging::send`] does not wait for a step, which may wait for other ranks.
     pub(super) fn is_free(&self) -> Result<bool, CudaError> {
-        if self.sent_count < SLOTS { Ok(true) } else { self.copied[self.sent_count % SLOTS].has_passed() }
+        if self.sent_count < SLOTS { Ok(true) } else { self.uploaded[self.sent_count % SLOTS].has_passed() }
     }
 
     /// Copies `batch` to [`Staging::input`] for the next step on `main`.
@@ -112,19 +114,19 @@ impl Staging {
         let slot = self.sent_count % SLOTS;
         let (offset, bytes) = (slot * self.bytes, size_of_val(values));
         if self.sent_count >= SLOTS {
-            self.copied[slot].wait()?;
-            self.stream.0.wait(&self.taken[slot])?;
+            self.uploaded[slot].wait()?;
+            self.stream.0.wait(&self.consumed[slot])?;
         }
         self.host.write(offset, values);
         if bytes > 0 {
             self.stream.0.upload(&self.gpu, &self.host, offset, bytes)?;
         }
-        self.copied[slot].record(self.stream.0)?;
-        main.wait(&self.copied[slot])?;
+        self.uploaded[slot].record(self.stream.0)?;
+        main.wait(&self.uploaded[slot])?;
         if bytes > 0 {
             main.copy(&self.input, &self.gpu, offset, bytes)?;
         }
-        self.taken[slot].record(main)?;
+        self.consumed[slot].record(main)?;
         self.sent_count += 1;
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Float32 numbers in two planes of 16 bits: the number rounded to the nearest bfloat16 (halves away from zero), and the signed integer
-//! difference between the float32 bits and this bfloat16. If the GPU computes in bfloat16, split weights are stored in planes. Kernels
-//! compute with the first plane, so no low-precision copy is needed. `PlanarWeights` in `optimizer.cu` accesses both planes.
+//! difference between the float32 bits and this bfloat16. If the GPU computes in bfloat16, weights that ranks split are stored in planes.
+//! Kernels compute with the first plane, so no low-precision copy is needed. `PlanarWeights` in `optimizer.cu` accesses both planes.
 
 use rayon::prelude::*;
 

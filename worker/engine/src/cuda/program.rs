@@ -1,8 +1,8 @@
 //! The step as a sequence of launches on the GPU.
 //!
 //! `fuse.rs` decides which operations are fused, and [`StepPlan`] has everything that follows only from the network.
-//! [`emitter`] emits the commands of both directions from [`Facts`], `verify` checks the list, and [`execute`] launches it. Every
-//! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
+//! [`emitter`] emits the commands of the forward and the backward pass from [`Facts`], `verify` checks the list, and [`execute`] launches
+//! it. Every emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
     arena::{Allocation, Arena},
@@ -55,7 +55,7 @@ pub(super) struct MicroBatch {
     pub(super) is_last: bool,
     /// Whether no picture is padding, which statistics would have to ignore.
     pub(super) is_full: bool,
-    /// `None` if both passes run, one after the other.
+    /// The pass through a pipeline stage; `None` without stages, where both passes run one after the other.
     pub(super) pass: Option<StagePass>,
 }
 
@@ -187,7 +187,7 @@ impl Program {
 
     /// Number of values of a picture of the largest prepared size.
     pub(super) fn max_picture_values(&self) -> usize {
-        // Also for ranks that share rows, which receive whole pictures.
+        // Ranks that share rows receive whole pictures, too.
         let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
         self.networks.iter().map(values).max().unwrap_or(0)
     }
@@ -240,7 +240,7 @@ impl Program {
             label_smoothing: self.config.loss.label_smoothing,
             has_class_weights: self.class_weights.is_some(),
             accumulates: self.accumulated_gradients.is_some(),
-            dynamic_scale: self.dynamic_scale.unwrap_or(false),
+            has_dynamic_scale: self.dynamic_scale.unwrap_or(false),
             statistics: self
                 .reducer
                 .as_ref()
@@ -391,9 +391,9 @@ impl Program {
         Ok(())
     }
 
-    /// Updates the average after step `steps`, the newest started step; see [`crate::Engine::average`].
-    pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
-        let kernels = self.state.average_kernels(device, &self.ops, decay, steps)?;
+    /// Updates the average after step `step`, the newest started step; see [`crate::Engine::average`].
+    pub(super) fn average(&mut self, device: &Device, decay: f64, step: u32) -> Result<(), CudaError> {
+        let kernels = self.state.average_kernels(device, &self.ops, decay, step)?;
         self.launch(kernels)
     }
 
@@ -405,12 +405,14 @@ impl Program {
             (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
         let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
-            Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
+            Command::Alloc { content: Content::Activation(stored), at } if *stored == tensor => {
+                Some(at.offset)
+            }
             _ => None,
         });
         let (rows, classes) = (self.plan.picture_count(tensor), head.own_classes().len());
-        let chunk = self.plan.chunk_classes();
-        let mut values = vec![0f32; rows * self.plan.chunks() * chunk];
+        let chunk_classes = self.plan.chunk_classes();
+        let mut values = vec![0f32; rows * self.plan.chunk_count() * chunk_classes];
         read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; classes];
@@ -418,7 +420,8 @@ impl Program {
             self.state.weights.read(bias.offset, &mut biases)?;
         }
         let value = |row: usize, class: usize| {
-            values[(class / chunk * rows + row) * chunk + class % chunk] + biases[class]
+            values[(class / chunk_classes * rows + row) * chunk_classes + class % chunk_classes]
+                + biases[class]
         };
         Ok((0..rows * classes).map(|index| value(index / classes, index % classes)).collect())
     }

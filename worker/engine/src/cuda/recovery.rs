@@ -38,7 +38,7 @@ pub(super) struct RecoveryStream {
 }
 
 impl RecoveryStream {
-    /// Creates a stream that can read `bytes` at a time.
+    /// Creates a stream that can read at most `bytes` bytes at a time.
     pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
         Ok(Self {
             stream: OwnedStream::with_highest_priority()?,
@@ -83,6 +83,7 @@ impl CudaEngine {
         wait(deadline, "an update", || Ok(!self.is_updating(deadline)?))?;
         let finished_steps = self.finished_steps(deadline)?;
         self.recover_statistics(finished_steps, deadline)?;
+        // The average's first values may be those of an unfinished step.
         if self.first_average_step.is_some_and(|step| is_after(step, finished_steps)) {
             self.program.state.leak_average();
         }
@@ -136,7 +137,7 @@ impl CudaEngine {
     }
 }
 
-/// Whether the number of steps `step` is larger than `other`. Both are modulo 2^32, and their distance is less than 2^31.
+/// Whether the step with number `step` follows the step `other`. Numbers are modulo 2^32, and their distance is less than 2^31.
 fn is_after(step: u32, other: u32) -> bool {
     step.wrapping_sub(other).cast_signed() > 0
 }

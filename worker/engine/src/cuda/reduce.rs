@@ -61,7 +61,7 @@ pub(super) struct Reducer {
     abort_flag: Pinned,
     /// The stream on which gradients are reduced, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
-    /// By bucket, then for the vectors: recorded when the gradients are complete.
+    /// For each bucket of matrices, and last for all vectors: recorded when the gradients are complete.
     pub(super) ready: Vec<Event>,
     /// Recorded when all reductions are done.
     pub(super) done: Event,
@@ -112,15 +112,16 @@ impl Reducer {
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
                 let (statistics, exchange_bytes, sequence_bytes) = Statistics::peer_memory(channels, world);
-                let allowed = if exchanges_between_kernels {
+                let permission = if exchanges_between_kernels {
                     Err("GPUs that split operators, share rows of pictures or have stages exchange data between kernels anyway".into())
                 } else if std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_some() {
                     Err("LOCKSTEP_NO_PEER_MEMORY is set".into())
                 } else {
                     Ok(())
                 };
-                let name = name("statistics");
-                let peers = Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, 256, allowed)?;
+                let (name, flag_bytes) = (name("statistics"), 256);
+                let peers =
+                    Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, flag_bytes, permission)?;
                 device.bind()?;
                 match peers {
                     Ok(peers) => {
@@ -182,7 +183,7 @@ impl Reducer {
         }
     }
 
-    /// Starts a collective on `count` values.
+    /// Starts a collective. `count` is as in `command::Command::Collective`.
     pub(super) fn collective(
         &self,
         stream: Stream,
@@ -225,7 +226,7 @@ impl Reducer {
         self.communicators.iter().any(|(other, _)| *other == group)
     }
 
-    /// Whether gradients are added over several ranks.
+    /// Whether gradients are summed over several ranks.
     pub(super) fn reduces_gradients(&self) -> bool {
         self.has_group(Group::World)
     }

@@ -73,7 +73,9 @@ pub(super) struct Record {
     pub(super) sequence: u32,
     /// Sum of the losses of this rank's pictures.
     pub(super) loss_sum: f32,
+    /// Number of correct predictions.
     pub(super) correct: u32,
+    /// Number of this rank's pictures.
     pub(super) samples: u32,
     /// L2 norm of the gradient.
     pub(super) grad_norm: f32,
@@ -111,7 +113,7 @@ impl Inputs {
         batch: usize,
         micro_batches_in_flight: usize,
     ) -> Result<Self, CudaError> {
-        let bytes = 4 * Self::words(batch);
+        let bytes = 4 * Self::control_words(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
             control: device.zeros(bytes * micro_batches_in_flight)?,
@@ -122,8 +124,8 @@ impl Inputs {
         })
     }
 
-    /// Number of `u32` words of a slot for at most `batch` pictures.
-    pub(super) fn words(batch: usize) -> usize {
+    /// Number of `u32` words of a control block with its arrays, for at most `batch` pictures.
+    pub(super) fn control_words(batch: usize) -> usize {
         (CONTROL_WORDS + 4 * batch).next_multiple_of(64)
     }
 
@@ -134,7 +136,7 @@ impl Inputs {
 
     /// Writes a micro-batch to the next slot, which must be free ([`Inputs::has_room`]).
     pub(super) fn send(&mut self, control: Control, batch: &Batch) {
-        let mut words = vec![0u32; Self::words(self.batch)];
+        let mut words = vec![0u32; Self::control_words(self.batch)];
         words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
         let mut next_list = || lists.next().into_iter().flatten();

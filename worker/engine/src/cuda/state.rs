@@ -66,7 +66,7 @@ pub(super) struct State {
     pub(super) weights: Buffer,
     optimizer: Optimizer,
     /// The optimizer's slots, each as long as the weights. If ranks divide the optimizer's state, a slot has only this rank's part of each
-    /// reduced range, one part after another.
+    /// of [`Layout::reduced_ranges`], one part after another.
     pub(super) optimizer_slots: Vec<Buffer>,
     /// This rank among the ranks that divide the optimizer's state. `None` if each rank has the whole state.
     pub(super) share: Option<Share>,
@@ -217,7 +217,8 @@ impl State {
         Ok(all)
     }
 
-    /// Replaces the parameters; `values` must have been checked. Returns a kernel that the caller must launch, if any.
+    /// Replaces the parameters; `values` must have been checked (`check.rs`). Returns the kernel that updates the low-precision copy, if
+    /// there is a copy; the caller must launch it.
     pub(super) fn set_parameters(
         &mut self,
         ops: &Ops,
@@ -242,14 +243,14 @@ impl State {
         statistics
     }
 
-    /// The kernels that update the average after step `steps`, the newest started step; see [`crate::Engine::average`]. They do nothing if
-    /// the GPU has not finished this step, because its update was refused.
+    /// The kernels that update the average after step `step`, the newest started step; see [`crate::Engine::average`]. If the step's update
+    /// was refused, the GPU has not finished the step, and the kernels do nothing.
     pub(super) fn average_kernels(
         &mut self,
         device: &Device,
         ops: &Ops,
         decay: f64,
-        steps: u32,
+        step: u32,
     ) -> Result<Vec<Kernel>, CudaError> {
         let is_first = self.average.is_none();
         if is_first {
@@ -263,13 +264,13 @@ impl State {
         ];
         let mut kernels = Vec::from(averaged.map(|(average, values, bytes)| {
             let operand = |region| Operand::new(region, bytes.start, bytes.len());
-            ops.average(operand(average), operand(values), bytes.len() as u64 / 4, decay, steps)
+            ops.average(operand(average), operand(values), bytes.len() as u64 / 4, decay, step)
         }));
         if planar_bytes > 0 {
             let [nearest, differences] = self.layout.planes(0..self.planar_len);
             let average = Operand::new(Region::AverageWeights, 0, planar_bytes);
             let length = self.planar_len as u64;
-            kernels.push(ops.average_planes(average, [differences, nearest], length, decay, steps));
+            kernels.push(ops.average_planes(average, [differences, nearest], length, decay, step));
         }
         Ok(kernels)
     }
@@ -282,7 +283,8 @@ impl State {
         device.synchronize()
     }
 
-    /// Discards an average whose step will never finish. Its memory is leaked, because freeing it would wait for the GPU.
+    /// Discards an average that was created after a step that will never finish. Its memory is leaked, because freeing it would wait for
+    /// the GPU.
     pub(super) fn leak_average(&mut self) {
         std::mem::forget(self.average.take());
     }
@@ -297,7 +299,7 @@ impl State {
         self.average.as_ref().map(read_tensors).transpose()
     }
 
-    /// Replaces the average; `values` must have been checked.
+    /// Replaces the average; `values` must have been checked (`check.rs`).
     pub(super) fn write_average(
         &mut self,
         device: &Device,
@@ -335,7 +337,7 @@ impl State {
         self.running_values.write(statistics)
     }
 
-    /// Replaces weights and running statistics. Returns a kernel that the caller must launch, if any.
+    /// Replaces weights and running statistics. Returns a kernel like [`State::set_parameters`].
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
         let (planar, others) = weights.split_at(self.planar_len);
@@ -372,8 +374,8 @@ impl State {
         Ok(scaler[0])
     }
 
-    /// Kernels that check all weights, biases, running statistics, optimizer slots and the average. [`Region::CheckResult`] is set if
-    /// a value is not finite.
+    /// Kernels that check whether all weights, biases, running statistics, optimizer slots and the average are finite. They set
+    /// [`Region::CheckResult`] to 1 if a value is not finite.
     pub(super) fn finite_check_kernels(&self, ops: &Ops) -> Vec<Kernel> {
         let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();
@@ -457,21 +459,21 @@ impl State {
         Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaler()?.updates.into() }))
     }
 
-    /// Replaces the optimizer's state by `to`, which must have all slots of all parameters.
-    pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+    /// Replaces the optimizer's state by `new_state`, which must have all slots of all parameters.
+    pub(super) fn set_optimizer_state(&mut self, new_state: &OptimizerState) -> Result<(), EngineError> {
         let mut piece_buffer = self.staging()?;
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             let Some(share) = self.share else {
                 let write = |at: usize, piece: &[f32]| buffer.write_at(4 * at, piece);
-                self.layout.import(Some(name), &to.slots, piece_buffer.values(), write)?;
+                self.layout.import(Some(name), &new_state.slots, piece_buffer.values(), write)?;
                 continue;
             };
-            let flat = self.layout.flatten(Some(name), &to.slots)?;
+            let flat = self.layout.flatten(Some(name), &new_state.slots)?;
             let own: Vec<f32> = self.layout.own_ranges(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }
         // No run has more than `u32::MAX` updates, and Adam's bias corrections are 1 long before that number.
-        let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
+        let updates = u32::try_from(new_state.updates).unwrap_or(u32::MAX);
         let scaler = self.read_scaler()?;
         Ok(self.scaler.write(&[Scaler { updates, ..scaler }])?)
     }

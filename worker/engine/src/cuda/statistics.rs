@@ -1,4 +1,4 @@
-//! How the ranks of a group add up batch norm's sums. A step's commands depend on this.
+//! How batch norm's sums are reduced over the ranks of a group. A step's commands depend on this.
 
 use super::{
     command::{Operand, Region},
@@ -27,9 +27,10 @@ pub(super) enum Statistics {
     Local,
     /// Each rank has its own statistics, and ranks exchange other values between kernels.
     LocalWithExchanges,
-    /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slot of the forward pass, then of the backward pass.
+    /// Kernels of a batch norm reduce sums over ranks through peer memory. By batch norm: the slot of the forward pass, then of the
+    /// backward pass.
     PeerMemory(Vec<[ExchangeSlot; 2]>),
-    /// NCCL adds sums between two kernels of the batch norm.
+    /// NCCL reduces sums over ranks, between two kernels of the batch norm.
     Nccl,
 }
 
@@ -92,18 +93,18 @@ mod tests {
     fn exchanges_do_not_share_memory() {
         let (channels, world) = ([64, 8, 256], 3);
         let (statistics, bytes, sequences) = Statistics::peer_memory(&channels, world);
-        let (mut offset, mut counted) = (0, 0);
+        let (mut offset, mut sequence_offset) = (0, 0);
         for (norm, channels) in channels.into_iter().enumerate() {
             for pass in [NormPass::Forward, NormPass::Backward] {
                 let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, pass) else {
                     panic!("{norm} has no exchange");
                 };
-                assert_eq!((at, sequence.offset, sequence.bytes), (offset, counted, 8 * channels));
-                // Two slots of each rank's sums and sums of squares, 8 bytes each.
+                assert_eq!((at, sequence.offset, sequence.bytes), (offset, sequence_offset, 8 * channels));
+                // Two copies of each rank's two sums per channel, 8 bytes each.
                 offset += (2 * world * 2 * channels * 8).next_multiple_of(256) as u64;
-                counted += 8 * channels;
+                sequence_offset += 8 * channels;
             }
         }
-        assert_eq!((bytes as u64, sequences), (offset, counted));
+        assert_eq!((bytes as u64, sequences), (offset, sequence_offset));
     }
 }

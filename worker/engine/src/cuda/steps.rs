@@ -4,13 +4,13 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: passes of later stages, and backward passes of a stage.
+/// The input of passes that read no pictures: all backward passes, and the forward passes of all stages but the first.
 const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-/// Time limit in which the ring must also detect the end of a rank that NCCL has detected.
+/// How long to wait for the ring to detect an ended rank, after NCCL has reported a failure.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
 impl CudaEngine {
-    /// The phase and the control block of a micro-batch. The phase has no stage pass.
+    /// The phase and the control block of a micro-batch. With stages, the caller adds the pass to the phase.
     pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
         let StepPart { batch, is_first, is_last, stat_pictures } = *part;
         let control = Control {
@@ -170,14 +170,14 @@ impl CudaEngine {
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
         // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for
         // the host.
-        let from = self.last_end.unwrap_or(begin);
+        let step_begin = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {
             loss: if record.samples > 0 { record.loss_sum / divisor } else { 0.0 },
             correct: record.correct,
             samples: record.samples,
             grad_norm: record.grad_norm,
-            step_secs: end.saturating_sub(from) as f64 / 1e9,
+            step_secs: end.saturating_sub(step_begin) as f64 / 1e9,
             all_reduce_secs: reduced.saturating_sub(backward) as f64 / 1e9,
             axis_secs: None,
             loss_scale: self.program.dynamic_scale.map(|_| record.loss_scale),
@@ -190,7 +190,7 @@ impl CudaEngine {
             return Ok(());
         }
         self.program.gather_weights()?;
-        // The next read of the weights reports an error of the GPU.
+        // An error of the GPU also ends this wait, and the next read of the weights reports the error.
         self.wait_on_gpu(|program| program.main_stream.0.is_idle().unwrap_or(true))
     }
 
@@ -266,7 +266,8 @@ pub(super) fn split_batch(batch: &Batch, max_pictures: usize, network: &Network)
     let picture_len = network.tensors[network.input()].len();
     let part = |from: usize| {
         let to = (from + max_pictures).min(batch.labels.len());
-        // The range of this part in an array of `len` values, which may be empty.
+        // The range of this part in an array of `len` values with `size` values per picture. Batches leave out arrays that they do
+        // not need, so `len` may be 0.
         let range = |len: usize, size: usize| if len == 0 { 0..0 } else { from * size..to * size };
         Batch {
             images: batch.images[range(batch.images.len(), picture_len)].to_vec(),

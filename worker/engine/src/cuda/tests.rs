@@ -42,8 +42,8 @@ fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
 }
 
-/// One residual block and a linear layer. With the weights of [`initial`], values are far from zero, so rounding switches no ReLU, which
-/// would change a gradient by 1e-3.
+/// One residual block and a linear layer. With the weights of [`initial`], the inputs of ReLUs are far from zero, so rounding
+/// does not change whether a gradient passes a ReLU, which would change a gradient by 1e-3.
 fn small_network(classes: usize) -> Arc<Network> {
     Arc::new(residual_block(16, classes))
 }
@@ -86,14 +86,14 @@ fn initial(network: &Network) -> NamedTensors {
     if network.arch.contains(' ') {
         for (name, tensor) in all.iter_mut().filter(|(name, _)| name.contains("bn") && name.ends_with("bias"))
         {
-            let last = network.ops.iter().any(|op| {
+            let ends_branch = network.ops.iter().any(|op| {
                 matches!(op, crate::net::Op::Add { branch, .. }
                     if network.ops.iter().any(|op| matches!(op, crate::net::Op::BatchNorm { name: norm, output, .. }
                         if output == branch && *name == format!("{norm}.bias"))))
             });
-            let (size, every) = if last { (12.0, 3) } else { (4.5, 2) };
+            let (size, period) = if ends_branch { (12.0, 3) } else { (4.5, 2) };
             for (channel, value) in tensor.values.iter_mut().enumerate() {
-                *value = if channel % every == 0 { -size } else { size };
+                *value = if channel % period == 0 { -size } else { size };
             }
         }
     }

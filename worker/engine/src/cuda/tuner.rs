@@ -28,8 +28,8 @@ const PASS_BYTES_PER_MS: f32 = 3e9;
 const RUNS: usize = 4;
 /// A plan whose first run takes more than this many times the best plan's time is not timed further.
 const TOO_SLOW_FACTOR: f32 = 3.0;
-/// Time after which no further candidates are tried, if a plan has been found. The likely fastest candidates come first. For convolutions
-/// with many groups, some later candidates take seconds.
+/// Time after which no further candidates for a convolution are tried, if a plan has been found. The likely fastest candidates come first.
+/// For convolutions with many groups, some later candidates take seconds.
 const MAX_SEARCH_TIME: Duration = Duration::from_millis(2500);
 
 /// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
@@ -56,7 +56,8 @@ impl Tuner {
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, is_deterministic }
     }
 
-    /// Whether a convolution has a plan. A convolution with sums has a plan only if that is faster than a separate pass for the sums.
+    /// Whether a convolution has a plan. A convolution with sums has a plan only if the plan is faster than a separate pass for
+    /// the sums.
     pub(super) fn has_plan(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }
@@ -68,7 +69,7 @@ impl Tuner {
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
     }
 
-    /// The largest workspace of all plans for weight gradients, and of all other plans.
+    /// The largest workspace in bytes of all plans for weight gradients, then of all other plans.
     pub(super) fn workspace_bytes(&self) -> [usize; 2] {
         let (weights, others): (Vec<_>, Vec<_>) =
             self.plans.iter().partition(|(convolution, _)| convolution.direction == Direction::Weight);
@@ -160,7 +161,7 @@ fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
 
 /// Memory in which plans are timed.
 struct Bench {
-    /// That of [`Tuner`].
+    /// See [`Tuner::is_deterministic`].
     is_deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,
@@ -196,7 +197,7 @@ impl Bench {
         })
     }
 
-    /// The fastest plan and its milliseconds.
+    /// The fastest plan and its time in milliseconds.
     fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
@@ -239,8 +240,8 @@ impl Bench {
     }
 
     /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch overhead is longer than a short kernel.
-    /// `best` is the time of the best plan so far in milliseconds. A plan that is much slower is not timed in a graph. Fails for a plan
-    /// that cannot be captured.
+    /// `best` is the time in milliseconds of the best plan so far, if there is one. A plan that is much slower is not timed in a graph.
+    /// Fails for a plan that cannot be captured.
     fn time(
         &self,
         cudnn: &Cudnn,

@@ -93,7 +93,7 @@ pub(super) fn is_sound() -> bool {
     is_usable
 }
 
-/// Opens the parts that are not among the parts `earlier`.
+/// Opens the parts that `earlier` does not have.
 fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
     let Some(parts) = earlier.filter(|parts| parts.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
@@ -128,7 +128,9 @@ fn load_engines(cudnn: &Cudnn) {
         groups: 1,
         sums: false,
     };
-    if let Ok(mut plans) = cudnn.candidates(&convolution, usize::MAX, false, FAST_ENGINES) {
+    let (max_workspace_bytes, is_deterministic) = (usize::MAX, false);
+    let plans = cudnn.candidates(&convolution, max_workspace_bytes, is_deterministic, FAST_ENGINES);
+    if let Ok(mut plans) = plans {
         drop(plans.next());
     }
 }

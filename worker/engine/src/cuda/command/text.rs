@@ -36,7 +36,7 @@ impl Names {
         }
     }
 
-    /// A list of operands, with parts of the same name joined.
+    /// A list of operands, with consecutive parts of the same whole joined.
     fn list(&self, operands: &[Operand]) -> String {
         let mut all: Vec<Name> = Vec::new();
         for name in operands.iter().map(|operand| self.name(*operand)) {
@@ -54,7 +54,7 @@ impl Names {
     }
 }
 
-/// The commands as text, one per line; `title` names the parts of the step.
+/// The commands as text, one per line. `title` returns the line with which a part of the step begins.
 pub(in crate::cuda) fn to_text(
     commands: &[Command],
     names: &Names,

@@ -226,7 +226,7 @@ impl Check {
         Ok(())
     }
 
-    /// Notes that the command at `position` reads `operand`.
+    /// Checks that the command at `position` may read `operand`, and notes the read.
     fn read(&mut self, operand: Operand, position: Position) -> Result<(), String> {
         self.check_allocated(operand)?;
         let clock = self.clocks[position.stream];
@@ -244,7 +244,7 @@ impl Check {
         Ok(())
     }
 
-    /// Notes that the command at `position` writes `operand`.
+    /// Checks that the command at `position` may write `operand`, and notes the write.
     fn write(&mut self, operand: Operand, position: Position) -> Result<(), String> {
         self.check_allocated(operand)?;
         let clock = self.clocks[position.stream];

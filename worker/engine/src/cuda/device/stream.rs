@@ -143,7 +143,7 @@ impl Stream {
         unsafe { result::stream::begin_capture(self.0, mode) }.map_err(CudaError::driver("capturing a step"))
     }
 
-    /// Ends [`Stream::begin_capture`].
+    /// Ends the capture, and returns the captured work as a graph, ready to be launched.
     pub(in crate::cuda) fn end_capture(self) -> Result<Graph, CudaError> {
         // SAFETY: capture began on this stream; the graph is destroyed after it is instantiated.
         unsafe {

@@ -147,7 +147,7 @@ impl Cropping {
             _ => ((0, 0), (1, 0), (0, 1)),
         };
         let (left, top) = (picture.left as i32, picture.top as i32);
-        let mut add = |entries: &[i32]| {
+        let mut append_table = |entries: &[i32]| {
             let at = tables.len() as u32;
             tables.extend_from_slice(entries);
             at
@@ -163,10 +163,10 @@ impl Cropping {
             row_down: down.1,
             first_column: inputs.start,
             column_count: inputs.end - inputs.start,
-            row_table: add(&picture.rows.entries),
+            row_table: append_table(&picture.rows.entries),
             row_taps: picture.rows.taps,
             row_shift: picture.rows.shift,
-            column_table: add(&picture.columns.entries),
+            column_table: append_table(&picture.columns.entries),
             column_taps: picture.columns.taps,
             column_shift: picture.columns.shift,
             flip: picture.flip.into(),

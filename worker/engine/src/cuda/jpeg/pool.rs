@@ -15,15 +15,15 @@ struct State<T> {
     free: Vec<T>,
     in_use: usize,
     /// Number of requests so far.
-    requested: u64,
+    request_count: u64,
     /// Number of requests that got an object.
-    served: u64,
+    served_count: u64,
     is_closed: bool,
 }
 
 impl<T> Pool<T> {
     pub(super) fn new(objects: Vec<T>) -> Self {
-        let state = State { free: objects, in_use: 0, requested: 0, served: 0, is_closed: false };
+        let state = State { free: objects, in_use: 0, request_count: 0, served_count: 0, is_closed: false };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -38,16 +38,16 @@ impl<T> Pool<T> {
     /// Waits for a free object after all earlier requests have been served. `None` if the pool is closed.
     pub(super) fn take(&self) -> Option<Borrowed<'_, T>> {
         let mut state = self.lock();
-        let number = state.requested;
-        state.requested += 1;
+        let number = state.request_count;
+        state.request_count += 1;
         loop {
             if state.is_closed {
                 return None;
             }
-            if state.served == number
+            if state.served_count == number
                 && let Some(object) = state.free.pop()
             {
-                state.served += 1;
+                state.served_count += 1;
                 state.in_use += 1;
                 // Another object may be free for the next request.
                 self.changed.notify_all();
@@ -117,7 +117,7 @@ mod tests {
                     drop(taken);
                 });
                 // Wait until this request is queued before the next one starts.
-                while pool.lock().requested <= number {
+                while pool.lock().request_count <= number {
                     thread::yield_now();
                 }
             }
@@ -132,7 +132,7 @@ mod tests {
         thread::scope(|scope| {
             let taken = pool.take().unwrap();
             let waiting = scope.spawn(|| pool.take().is_none());
-            while pool.lock().requested < 2 {
+            while pool.lock().request_count < 2 {
                 thread::yield_now();
             }
             let closing = scope.spawn(|| pool.close());

@@ -90,10 +90,10 @@ impl DeviceDecoder for HostDecoder {
     fn decode<'a>(
         &self,
         size: (u32, u32),
-        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
-        then: &mut dyn FnMut(&[Option<&[u8]>]),
+        take_pictures: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        use_results: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String> {
-        let pictures = next(self.max_pictures.unwrap_or(64));
+        let pictures = take_pictures(self.max_pictures.unwrap_or(64));
         if pictures.is_empty() {
             return Ok(());
         }
@@ -108,7 +108,7 @@ impl DeviceDecoder for HostDecoder {
             let refused = self.refused_every.is_some_and(|every| number % every == 0);
             outputs.push((!refused).then(|| crop(&memory, &tables, &cropping, size)));
         }
-        then(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
+        use_results(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
         Ok(())
     }
 }

@@ -31,16 +31,16 @@ impl Ops {
     }
 
     /// Zeros the pictures of `y` that are padding. `y` has `batch` pictures from each of `ranks` ranks, with `values` values each.
-    /// `controls` has the control blocks of the ranks, of `words` `u32`s each.
+    /// `controls` has the control blocks of the ranks, of `control_words` `u32`s each.
     pub(in crate::cuda) fn clear_padding(
         &self,
         y: Operand,
         controls: Operand,
-        words: u32,
+        control_words: u32,
         [ranks, batch]: [u32; 2],
         values: usize,
     ) -> Kernel {
-        let numbers = [words, batch, values as u32 / 8].map(Arg::U32);
+        let numbers = [control_words, batch, values as u32 / 8].map(Arg::U32);
         let args = [&[Arg::InOut(y), Arg::In(controls)][..], &numbers].concat();
         kernel("clear_padded_pictures", plain([ranks * batch, 1, 1], [256, 1, 1]), args)
     }

@@ -12,7 +12,8 @@ pub(in crate::cuda) enum GatherMode {
     Augmented { crop_padding: u32, reflects: bool },
     /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32, reflects: bool },
-    /// The pictures with the control block's indices, not augmented. Augmentation parameters with bit 31 crop and flip for a view.
+    /// The pictures with the control block's indices, not augmented. Exception: pictures whose augmentation parameters have bit 31 are the
+    /// views that an evaluation averages, and are shifted and flipped.
     Indexed,
     /// The first pictures in order, not augmented, for a batch that the host has made.
     InOrder,
@@ -30,7 +31,7 @@ pub(in crate::cuda) struct BatchInput {
     /// 1 or 3.
     pub(in crate::cuda) channels: u32,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
-    pub(in crate::cuda) to: Operand,
+    pub(in crate::cuda) output: Operand,
     /// Number of output channels, 4 or 8 (4 if folded). Channels past the first `channels` are zeros.
     pub(in crate::cuda) padded: u32,
     /// Whether the output is [folded](Ops::fold_border).
@@ -81,7 +82,7 @@ impl Ops {
             Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::In(Operand::whole(Region::Normalisation)),
-            Arg::out(p.to, p.is_folded),
+            Arg::out(p.output, p.is_folded),
             Arg::U32(p.padded),
             Arg::U32(p.is_folded.into()),
         ]);
@@ -103,8 +104,8 @@ impl Ops {
         args.extend(scale_args(rows, Region::ScaleRows));
         args.extend(scale_args(columns, Region::ScaleColumns));
         args.extend([Arg::U32(band), Arg::U32(rows.span(band))]);
-        let blocks = plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]);
-        let geometry = Geometry { shared_bytes: shared_bytes(band), ..blocks };
+        let without_memory = plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]);
+        let geometry = Geometry { shared_bytes: shared_bytes(band), ..without_memory };
         kernel(names[1], geometry, args)
     }
 
@@ -112,7 +113,7 @@ impl Ops {
     pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
         let args = [
             Arg::In(PICTURES),
-            Arg::out(p.to, p.is_folded),
+            Arg::out(p.output, p.is_folded),
             Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::U32(p.side),
@@ -150,24 +151,24 @@ mod tests {
         FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
     };
 
-    /// Scales `lines` lines of `source` to `to` pixels each, as the kernel does. Lines begin `line` values apart, and the pixels of a line
-    /// are `step` values apart.
+    /// Scales `lines` lines of `source` to `scaled_len` pixels each, as the kernel does. Lines begin `line_stride` values apart, and the
+    /// pixels of a line are `pixel_stride` values apart.
     fn scaled(
         source: &[u8],
         table: &ScaleTable,
         lines: usize,
-        line: usize,
-        step: usize,
-        to: usize,
+        line_stride: usize,
+        pixel_stride: usize,
+        scaled_len: usize,
     ) -> Vec<u8> {
-        let mut out = vec![0; lines * to];
+        let mut out = vec![0; lines * scaled_len];
         for l in 0..lines {
             for (o, entry) in table.entries.chunks_exact(2 + table.taps as usize).enumerate() {
                 let mut sum = 1 << (table.shift - 1);
                 for (k, w) in entry[2..2 + entry[1] as usize].iter().enumerate() {
-                    sum += i32::from(source[l * line + (entry[0] as usize + k) * step]) * w;
+                    sum += i32::from(source[l * line_stride + (entry[0] as usize + k) * pixel_stride]) * w;
                 }
-                let at = if step == 1 { l * to + o } else { o * lines + l };
+                let at = if pixel_stride == 1 { l * scaled_len + o } else { o * lines + l };
                 out[at] = (sum >> table.shift).min(255) as u8;
             }
         }

@@ -9,7 +9,7 @@ const LABEL_LOGIT_BYTES: usize = 16;
 /// Converts products of features and weights to scaled cosines, or the gradient of scaled cosines to the gradient of the products.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Cosines {
-    /// T, in chunks of classes: each `[rows, chunk]`.
+    /// T, in chunks of classes: each `[rows, chunk_classes]`.
     pub(in crate::cuda) values: Operand,
     /// Result of [`Ops::row_factors`] for features.
     pub(in crate::cuda) row_factors: Operand,
@@ -19,8 +19,8 @@ pub(in crate::cuda) struct Cosines {
     pub(in crate::cuda) label_logits: Operand,
     pub(in crate::cuda) rows: u32,
     /// Number of classes of a chunk, a multiple of 8.
-    pub(in crate::cuda) chunk: u32,
-    pub(in crate::cuda) chunks: u32,
+    pub(in crate::cuda) chunk_classes: u32,
+    pub(in crate::cuda) chunk_count: u32,
 }
 
 impl SplitLogits {
@@ -45,13 +45,13 @@ impl Ops {
 
     /// Scales all values by the factors of their row and class. Traffic: the values twice.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
-        let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
+        let groups = u64::from(p.rows) * u64::from(p.chunk_classes / 8) * u64::from(p.chunk_count);
         let args = [
             Arg::InOut(p.values),
             Arg::In(p.row_factors),
             Arg::In(p.class_factors),
             Arg::U32(p.rows),
-            Arg::U32(p.chunk),
+            Arg::U32(p.chunk_classes),
             Arg::U64(groups),
             Arg::In(p.label_logits),
         ];
@@ -70,10 +70,10 @@ impl Ops {
         let args = [
             Arg::InOut(p.logits),
             Arg::In(p.controls),
-            Arg::U32(p.words),
+            Arg::U32(p.control_words),
             Arg::U32(p.batch),
             Arg::U32(p.rows()),
-            Arg::U32(p.chunk),
+            Arg::U32(p.chunk_classes),
             Arg::U32(p.classes),
             Arg::U32(p.first_class),
             Arg::In(p.sample),

@@ -43,7 +43,7 @@ pub(in crate::cuda) struct NormSite {
     pub(in crate::cuda) mean: Operand,
     /// 1 / standard deviation of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) inv_std: Operand,
-    /// y = scale x + bias; written by the forward pass, read by the application and by the backward pass.
+    /// y = scale x + bias. The statistics kernels write both; the kernels that apply the batch norm and the backward pass read them.
     pub(in crate::cuda) scale: Operand,
     pub(in crate::cuda) bias: Operand,
     /// Gradients of gamma and beta: sums over this rank's pictures, even if statistics are synchronised.
@@ -63,7 +63,7 @@ pub(in crate::cuda) enum Reduce {
     /// continues from there.
     StoreSums { sums: Operand },
     /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this site's byte
-    /// offset in every rank's exchange buffer, where it has 2 slots x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
+    /// offset in every rank's exchange buffer, where it has 2 copies x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
     /// and sequences are zero at first and are never reset. The forward and the backward pass of a site may share them. All ranks must
     /// launch the same shapes.
     Exchange { peers: Operand, at: u64, sequence: Operand },

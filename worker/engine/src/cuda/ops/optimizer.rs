@@ -79,7 +79,8 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// 8 bytes for each parameter: `f32 rate, decay` (LARS, LAMB), or `FilterNorms` of `muon.cu` for each filter.
     pub(in crate::cuda) per_parameter: Operand,
-    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms. [`Ops::partials`] on a GPU that has all parameters.
+    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms. On a GPU that has all
+    /// parameters, this is [`Ops::partials`].
     pub(in crate::cuda) squares: Operand,
 }
 
@@ -216,9 +217,9 @@ impl Ops {
         kernel("accumulate_gradients", self.per_item(length / 8, 8), args)
     }
 
-    /// to (T) += more (T): two gradients of one activation; `length` values, a multiple of 8.
-    pub(in crate::cuda) fn add(&self, to: Operand, more: Operand, length: u64) -> Kernel {
-        let args = [Arg::InOut(to), Arg::In(more), Arg::U64(length)];
+    /// to (T) += added (T): two gradients of one activation; `length` values, a multiple of 8.
+    pub(in crate::cuda) fn add(&self, to: Operand, added: Operand, length: u64) -> Kernel {
+        let args = [Arg::InOut(to), Arg::In(added), Arg::U64(length)];
         kernel("add", self.per_item(length / 8, 8), args)
     }
 

@@ -23,8 +23,8 @@ impl Pool {
 }
 
 impl Ops {
-    /// The geometry of a kernel whose threads compute strips of output rows, and its arguments for them. A strip has enough rows to reuse
-    /// input rows, and few enough for several strips per thread.
+    /// The geometry of a kernel whose threads compute strips of output rows, and the kernel's arguments for the strips. A strip has enough
+    /// rows to reuse input rows, and few enough for several strips per thread.
     fn strips(&self, pool: Pool, threads: u32, per_multiprocessor: u32) -> (Geometry, [Arg; 6]) {
         let (height, width) = pool.output_size();
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);

@@ -12,13 +12,13 @@ const THREADS: u32 = 1024;
 pub(in crate::cuda) struct SampleClasses {
     /// This field and the following fields up to `first_class` are those of [`super::SplitLogits`].
     pub(in crate::cuda) controls: Operand,
-    pub(in crate::cuda) words: u32,
+    pub(in crate::cuda) control_words: u32,
     pub(in crate::cuda) batch: u32,
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) classes: u32,
     pub(in crate::cuda) first_class: u32,
     /// Number of this rank's classes that are drawn at random.
-    pub(in crate::cuda) drawn: u32,
+    pub(in crate::cuda) drawn_count: u32,
     pub(in crate::cuda) seed: u64,
     /// The sample, [`SampleClasses::bytes`] long.
     pub(in crate::cuda) sample: Operand,
@@ -37,7 +37,7 @@ impl SampleClasses {
 
 /// All rows of a parameter, and memory for the rows of a sample.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Rows {
+pub(in crate::cuda) struct ParameterRows {
     pub(in crate::cuda) all: Operand,
     pub(in crate::cuda) sampled: Operand,
     /// Bytes of a row: 4, or a multiple of 16.
@@ -46,7 +46,7 @@ pub(in crate::cuda) struct Rows {
     pub(in crate::cuda) capacity: usize,
 }
 
-impl Rows {
+impl ParameterRows {
     /// Whether the kernels copy elements of 16 bytes, otherwise of 4.
     fn is_wide(&self) -> bool {
         self.row_bytes.is_multiple_of(16)
@@ -67,12 +67,12 @@ impl Ops {
     pub(in crate::cuda) fn sample_classes(&self, p: SampleClasses) -> Kernel {
         let args = [
             Arg::In(p.controls),
-            Arg::U32(p.words),
+            Arg::U32(p.control_words),
             Arg::U32(p.batch),
             Arg::U32(p.ranks),
             Arg::U32(p.first_class),
             Arg::U32(p.classes),
-            Arg::U32(p.drawn),
+            Arg::U32(p.drawn_count),
             Arg::U64(p.seed),
             // The number of updates determines the random classes.
             Arg::In(SCALER),
@@ -80,12 +80,12 @@ impl Ops {
             Arg::Out(p.label_positions),
             Arg::Out(p.scratch),
         ];
-        let blocks = 1 + p.drawn.div_ceil(THREADS).clamp(1, self.multiprocessors);
+        let blocks = 1 + p.drawn_count.div_ceil(THREADS).clamp(1, self.multiprocessors);
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
     }
 
     /// Gathers the rows of a sample, followed by zeros. Traffic: these rows once.
-    pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
+    pub(in crate::cuda) fn gather_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let (width, length) = (rows.width(), rows.length());
         let args =
             [Arg::In(rows.all), Arg::Out(rows.sampled), Arg::In(sample), Arg::U32(width), Arg::U64(length)];
@@ -93,7 +93,7 @@ impl Ops {
     }
 
     /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
-    pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
+    pub(in crate::cuda) fn scatter_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(rows.width())];
         let name = if rows.is_wide() { "scatter_rows" } else { "scatter_values" };
         kernel(name, self.per_item(rows.length(), 8), args)

@@ -15,7 +15,7 @@ const ROW_BYTES: usize = 32;
 /// The logits of one rank's classes for all pictures of the group. The pictures' labels are in the control blocks.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SplitLogits {
-    /// In the activations' format, one `[rows, chunk]` array for each chunk of classes, before the bias is added.
+    /// In the activations' format, one `[rows, chunk_classes]` array for each chunk of classes, before the bias is added.
     pub(in crate::cuda) logits: Operand,
     /// float32, for this rank's classes and padding; may be absent.
     pub(in crate::cuda) bias: Operand,
@@ -26,7 +26,7 @@ pub(in crate::cuda) struct SplitLogits {
     /// Control blocks of all ranks of the group.
     pub(in crate::cuda) controls: Operand,
     /// Number of `u32` words of one control block.
-    pub(in crate::cuda) words: u32,
+    pub(in crate::cuda) control_words: u32,
     /// Number of pictures of each rank.
     pub(in crate::cuda) batch: u32,
     /// Number of ranks of the group.
@@ -40,8 +40,8 @@ pub(in crate::cuda) struct SplitLogits {
     /// Index of this rank's first class among all classes.
     pub(in crate::cuda) first_class: u32,
     /// Number of classes of a chunk, a multiple of 8.
-    pub(in crate::cuda) chunk: u32,
-    pub(in crate::cuda) chunks: u32,
+    pub(in crate::cuda) chunk_classes: u32,
+    pub(in crate::cuda) chunk_count: u32,
 }
 
 impl SplitLogits {
@@ -51,12 +51,12 @@ impl SplitLogits {
 
     /// Number of thread blocks that together read one row's classes in one chunk.
     fn blocks_per_chunk(&self) -> u32 {
-        self.chunk.div_ceil(CLASSES_PER_BLOCK).max(1)
+        self.chunk_classes.div_ceil(CLASSES_PER_BLOCK).max(1)
     }
 
     /// Bytes of the partial results of [`Ops::class_records`].
     pub(in crate::cuda) fn part_bytes(&self) -> usize {
-        self.rows() as usize * (self.chunks * self.blocks_per_chunk()) as usize * PART_BYTES
+        self.rows() as usize * (self.chunk_count * self.blocks_per_chunk()) as usize * PART_BYTES
     }
 
     /// Bytes of this rank's records.
@@ -86,12 +86,12 @@ impl Ops {
             Arg::In(p.logits),
             Arg::In(p.bias),
             Arg::Out(parts),
-            Arg::U32(p.chunk),
+            Arg::U32(p.chunk_classes),
             Arg::U32(blocks_per_chunk),
             Arg::U32(p.classes),
             Arg::In(p.sample),
         ];
-        let part_count = p.chunks * blocks_per_chunk;
+        let part_count = p.chunk_count * blocks_per_chunk;
         let class_parts = kernel("class_parts", plain([part_count, rows, 1], [256, 1, 1]), args);
         let args = [
             Arg::In(parts),
@@ -99,9 +99,9 @@ impl Ops {
             Arg::In(p.logits),
             Arg::In(p.bias),
             Arg::In(p.controls),
-            Arg::U32(p.words),
+            Arg::U32(p.control_words),
             Arg::U32(p.batch),
-            Arg::U32(p.chunk),
+            Arg::U32(p.chunk_classes),
             Arg::U32(p.classes),
             Arg::U32(p.first_class),
             Arg::In(p.sample),
@@ -126,7 +126,7 @@ impl Ops {
         let args = [
             Arg::In(records),
             Arg::In(p.controls),
-            Arg::U32(p.words),
+            Arg::U32(p.control_words),
             Arg::U32(p.batch),
             Arg::U32(p.ranks),
             Arg::U32(p.rank),
@@ -155,7 +155,7 @@ impl Ops {
             Arg::In(p.bias),
             Arg::In(class_rows),
             Arg::U32(p.rows()),
-            Arg::U32(p.chunk),
+            Arg::U32(p.chunk_classes),
             Arg::U32(p.classes),
             Arg::U32(p.first_class),
             Arg::F32(smoothing / p.all_classes as f32),
@@ -164,7 +164,7 @@ impl Ops {
             Arg::out(dbias, accumulate),
             Arg::U32(accumulate.into()),
         ];
-        let grid = [p.chunk.div_ceil(256), p.chunks, 1];
+        let grid = [p.chunk_classes.div_ceil(256), p.chunk_count, 1];
         kernel("class_gradient", plain(grid, [256, 1, 1]), args)
     }
 

@@ -8,8 +8,9 @@ pub(in crate::cuda) struct StatisticsCopy {
     /// Running statistics of all batch norms, padded to whole groups of 4 float32.
     pub(in crate::cuda) running: Operand,
     /// The copy, with the length of `running`.
-    pub(in crate::cuda) kept: Operand,
-    /// `u32` for each of [`Ops::statistics_copy_blocks`]: number of finished steps at the time of the copy. Initially no valid number.
+    pub(in crate::cuda) kept_values: Operand,
+    /// For each of the [`Ops::statistics_copy_blocks`], a `u32`: the number of finished steps when the block copied; at first a number that
+    /// no step has.
     pub(in crate::cuda) kept_steps: Operand,
     /// Number of finished steps so far: the counter of [`Ops::record`].
     pub(in crate::cuda) finished_steps: Operand,
@@ -22,11 +23,11 @@ impl Ops {
     pub(in crate::cuda) fn fetch(&self, slots: u32, words: u32, copy: Option<StatisticsCopy>) -> Kernel {
         let none = StatisticsCopy {
             running: Operand::NONE,
-            kept: Operand::NONE,
+            kept_values: Operand::NONE,
             kept_steps: Operand::NONE,
             finished_steps: Operand::NONE,
         };
-        let StatisticsCopy { running, kept, kept_steps, finished_steps } = copy.unwrap_or(none);
+        let StatisticsCopy { running, kept_values, kept_steps, finished_steps } = copy.unwrap_or(none);
         let args = [
             Arg::Out(CONTROL),
             Arg::In(Operand::whole(Region::InputRing)),
@@ -35,7 +36,7 @@ impl Ops {
             Arg::U32(slots),
             Arg::U32(words),
             Arg::In(running),
-            Arg::InOut(kept),
+            Arg::InOut(kept_values),
             Arg::InOut(kept_steps),
             Arg::In(finished_steps),
             Arg::U32((running.bytes / size_of::<[f32; 4]>()) as u32),

@@ -1,4 +1,4 @@
-//! Batch norm backward that also computes its own incoming gradient, that of the next 1x1 convolution's input; see `norm_through.cu`.
+//! Batch norm backward that also computes its incoming gradient: the gradient of the next 1x1 convolution's input; see `norm_through.cu`.
 
 use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, norm::shape_args};
 

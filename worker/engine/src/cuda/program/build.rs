@@ -37,9 +37,15 @@ impl Program {
         }
         let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
-        let parts = share.unwrap_or(Share::WHOLE).ranks;
-        let layout =
-            Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.is_folded, parts);
+        let part_count = share.unwrap_or(Share::WHOLE).ranks;
+        let layout = Layout::new(
+            &network,
+            &plan.ops,
+            plan.padded_input,
+            plan.padded_classes,
+            plan.is_folded,
+            part_count,
+        );
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
             (_, DType::F32 | DType::Bf16) => (1.0, None),
@@ -65,7 +71,7 @@ impl Program {
             (1, 1) => None,
             _ => {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
-                // Ranks may have parts of different sizes.
+                // Leaves out split parameters, whose parts may have different sizes on the ranks.
                 let buckets: Vec<usize> = layout.buckets.iter().map(|bucket| bucket.len()).collect();
                 let vectors = layout.trained_len - layout.matrix_len - layout.split_vector_len;
                 let gradients = format!("{} {buckets:?} {vectors}", dtype.name());
@@ -119,7 +125,7 @@ impl Program {
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
         // A split head has separate kernels and does not copy its logits.
-        let (padded, logits) = match &plan.head {
+        let (padded_classes, logits_bytes) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes),
             Some(_) => (0, 4),
         };
@@ -127,7 +133,7 @@ impl Program {
             let bytes = (plan.model_ranks + 1) * inputs.control.bytes;
             buffers.insert(Region::GroupControls, device.zeros(bytes)?);
         }
-        let scratch = ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32);
+        let scratch = ops.scratch_bytes(config.batch_size as u32, padded_classes as u32, count as u32);
         buffers.insert(Region::Scratch, device.zeros(scratch)?);
         let class_weights = config.loss.class_weights.as_ref().map(|weights| device.upload(&weights[..]));
         let mut program = Self {
@@ -152,7 +158,7 @@ impl Program {
             side_begin: Event::new()?,
             side_end: Event::new()?,
             weight_gradients_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
-            evaluated_logits: device.zeros(logits)?,
+            evaluated_logits: device.zeros(logits_bytes)?,
             dynamic_scale,
             config: config.clone(),
             state,
@@ -166,8 +172,9 @@ impl Program {
             networks: vec![network],
             plan,
         };
-        program.tune_convolutions(device, true)?;
-        let bytes = program.arena_bytes(true)?;
+        let trains = true;
+        program.tune_convolutions(device, trains)?;
+        let bytes = program.arena_bytes(trains)?;
         program.allocate(device, bytes)?;
         Ok(program)
     }
@@ -180,14 +187,14 @@ impl Program {
         training: &[Arc<Network>],
         evaluation: &[Arc<Network>],
     ) -> Result<(), EngineError> {
-        let own = self.plan.network.clone();
+        let current = self.plan.network.clone();
         let is_odd = |network: &&Arc<Network>| self.plan.is_folded && !network.image_size.is_multiple_of(2);
         if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
             let odd = odd.image_size;
             let text = format!(
                 "the image size {odd} is odd, but in a run with the size {} the GPU reads 2x2 pixels at once. Choose even sizes \
                  (data.image_size, data.validation_size), or set parallel.device = \"cpu\"",
-                own.image_size
+                current.image_size
             );
             return Err(CudaError::Unsupported(text).into());
         }
@@ -202,7 +209,7 @@ impl Program {
                 bytes = bytes.max(self.arena_bytes(trains)?);
             }
         }
-        self.plan.set_network(own);
+        self.plan.set_network(current);
         self.allocate(device, bytes)
     }
 
@@ -219,6 +226,7 @@ impl Program {
             if !trains {
                 continue;
             }
+            // In training, a head that samples multiplies only the sampled classes.
             let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
             let sampled = self.plan.sampled_convolution().filter(|_| is_head);
             convolutions.extend(sampled);

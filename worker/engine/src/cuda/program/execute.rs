@@ -32,8 +32,8 @@ impl Program {
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,
             Command::Collective { stream, kind, group, from, to, count, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
-                let ends = [address(*from)?, address(*to)?];
-                reducer.collective(self.stream(*stream)?, (*kind, *group), ends, *count, *dtype)?;
+                let from_and_to = [address(*from)?, address(*to)?];
+                reducer.collective(self.stream(*stream)?, (*kind, *group), from_and_to, *count, *dtype)?;
             }
             Command::Exchange { stream, group, sends, receives, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;

@@ -1,5 +1,5 @@
-//! The facts that determine a step's commands: the plan of the step, the settings, and what commands depend on about the GPU and the
-//! ranks. Emission itself needs no GPU.
+//! The facts that determine a step's commands: the plan of the step, the settings, and those properties of the GPU and of the ranks
+//! on which commands depend. Emission itself needs no GPU.
 
 use super::StepPlan;
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
 };
 use lockstep_kernels::optimizer::ParameterPolicy;
 
-/// A range of parameters, with their gradients, optimizer state and rates.
+/// A range of parameters that the optimizer updates at once, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UpdatedRange {
     pub(super) flat: ops::FlatParameters,
@@ -41,7 +41,7 @@ pub(in crate::cuda) struct Facts<'a> {
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
     /// Whether loss scaling is dynamic.
-    pub(in crate::cuda) dynamic_scale: bool,
+    pub(in crate::cuda) has_dynamic_scale: bool,
     /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
     pub(in crate::cuda) statistics: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network but different pictures, including this rank.
@@ -218,7 +218,7 @@ impl Facts<'_> {
         let bytes = RunningLayout::padded_bytes(end);
         ops::StatisticsCopy {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
-            kept: Operand::new(Region::KeptStatistics, 0, bytes),
+            kept_values: Operand::new(Region::KeptStatistics, 0, bytes),
             kept_steps: Operand::whole(Region::KeptSteps),
             finished_steps: Operand::new(Region::ResultCounter, 0, 4),
         }

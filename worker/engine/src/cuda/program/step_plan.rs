@@ -1,5 +1,5 @@
-//! What depends only on the network and the settings in a step: fused operations, their convolutions, sizes of tensors. Planning needs no
-//! GPU, so tests can emit a step on any machine.
+//! The part of a step that depends only on the network and the settings: fused operations, their convolutions, sizes of tensors. Planning
+//! needs no GPU, so tests can emit a step on any machine.
 
 use super::{Convolution, DType, Direction, ops::MAX_ROW_SUM_CHANNELS};
 use crate::{
@@ -13,7 +13,8 @@ use std::{ops::Range, sync::Arc};
 /// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines
 /// require.
 const INPUT_MULTIPLE: usize = 4;
-/// The classes are padded to a multiple of this number: the last linear layer runs as a 1x1 convolution.
+/// The classes are padded to a multiple of this number, because kernels read 8 logits at a time, and the last
+/// linear layer runs as a 1x1 convolution, whose channels cuDNN's tensor-core engines want in multiples of 8.
 const CLASSES_MULTIPLE: usize = 8;
 /// Number of channels that a thread of our kernels reads at a time.
 const CHANNELS_PER_LOAD: usize = 8;
@@ -31,8 +32,8 @@ pub(in crate::cuda) struct SplitHead {
     /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
     pub(in crate::cuda) bounds: Vec<usize>,
     /// Number of chunks of the logits in memory, each `[pictures, classes of a chunk]`.
-    pub(in crate::cuda) chunks: usize,
-    /// `None` if training steps compute all classes.
+    pub(in crate::cuda) chunk_count: usize,
+    /// The classes that a training step samples; `None` if training steps compute all classes.
     pub(in crate::cuda) sampled_classes: Option<SampledClasses>,
 }
 
@@ -40,11 +41,11 @@ pub(in crate::cuda) struct SplitHead {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SampledClasses {
     /// Number of classes drawn at random.
-    pub(in crate::cuda) drawn: usize,
+    pub(in crate::cuda) drawn_count: usize,
     /// Maximum number of sampled classes.
     pub(in crate::cuda) capacity: usize,
     /// Number of chunks into which these classes are divided.
-    pub(in crate::cuda) chunks: usize,
+    pub(in crate::cuda) chunk_count: usize,
     pub(in crate::cuda) seed: u64,
 }
 
@@ -53,8 +54,8 @@ impl SplitHead {
     fn for_network(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
-        let chunks = chunk_count(network, max_classes(&bounds));
-        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled_classes: None })
+        let chunk_count = count_chunks(network, max_classes(&bounds));
+        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunk_count, sampled_classes: None })
     }
 
     /// This rank's classes.
@@ -69,7 +70,7 @@ impl SplitHead {
 }
 
 /// Number of chunks into which `classes` classes are divided.
-fn chunk_count(network: &Network, classes: usize) -> usize {
+fn count_chunks(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
     (classes * inputs).div_ceil(MAX_CHUNK_WEIGHTS).max(1)
 }
@@ -95,9 +96,9 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) padded_classes: usize,
     /// Number of ranks that share this rank's copy of the network.
     pub(super) model_ranks: usize,
-    /// This rank's index among these ranks.
+    /// This rank's index among the ranks that share its copy.
     pub(super) model_rank: usize,
-    /// `None` if this rank has all classes.
+    /// The split of the classes over ranks; `None` if this rank has all classes.
     pub(super) head: Option<SplitHead>,
     /// Whether the ranks that share a copy also split other operators than the last layer, or split the last layer over its inputs.
     pub(super) splits_operators: bool,
@@ -158,7 +159,7 @@ impl StepPlan {
         // The same number on every rank.
         let padded_classes = match &head {
             None => network.classes.next_multiple_of(CLASSES_MULTIPLE),
-            Some(head) => head.max_classes().next_multiple_of(CLASSES_MULTIPLE * head.chunks),
+            Some(head) => head.max_classes().next_multiple_of(CLASSES_MULTIPLE * head.chunk_count),
         };
         Ok(Self {
             network,
@@ -186,10 +187,11 @@ impl StepPlan {
             // In the worst case none of the group's labels, two for each picture, is among the drawn classes. The capacity is the same on
             // every rank.
             let capacity = loss.drawn_count(head.max_classes()) + 2 * head.ranks * self.batch;
-            let drawn = loss.drawn_count(head.own_classes().len());
-            let chunks = chunk_count(&self.network, capacity);
-            let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunks);
-            head.sampled_classes = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
+            let drawn_count = loss.drawn_count(head.own_classes().len());
+            let chunk_count = count_chunks(&self.network, capacity);
+            let capacity = capacity.next_multiple_of(CLASSES_MULTIPLE * chunk_count);
+            head.sampled_classes =
+                Some(SampledClasses { drawn_count, capacity, chunk_count, seed: loss.seed });
         }
         self
     }
@@ -247,13 +249,13 @@ impl StepPlan {
     }
 
     /// Number of chunks of the logits in memory.
-    pub(super) fn chunks(&self) -> usize {
-        self.head.as_ref().map_or(1, |head| head.chunks)
+    pub(super) fn chunk_count(&self) -> usize {
+        self.head.as_ref().map_or(1, |head| head.chunk_count)
     }
 
     /// Number of classes of a chunk.
     pub(super) fn chunk_classes(&self) -> usize {
-        self.padded_classes / self.chunks()
+        self.padded_classes / self.chunk_count()
     }
 
     /// Whether split weights are stored in two planes of 16 bits; see [`crate::cuda::planes`].
@@ -265,7 +267,7 @@ impl StepPlan {
     /// and once for the update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are
     /// summed over micro-batches or ranks, if classes are sampled, or if other weights are split.
     pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
-        self.chunks() > 1
+        self.chunk_count() > 1
             && !self.splits_operators
             && !accumulates
             && data_ranks == 1
@@ -275,7 +277,7 @@ impl StepPlan {
     /// The forward convolution of a chunk of sampled classes.
     pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
         let (sampled, convolution) = (self.sampled_classes()?, self.convolution(self.ops.last()?)?);
-        Some(Convolution { out_c: sampled.capacity / sampled.chunks, ..convolution })
+        Some(Convolution { out_c: sampled.capacity / sampled.chunk_count, ..convolution })
     }
 
     /// Number of values per picture in memory, including padding.

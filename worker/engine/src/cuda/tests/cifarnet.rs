@@ -13,9 +13,9 @@ fn cifarnet(side: usize, channels: usize) -> Arc<Network> {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_cifarnet_matches_the_cpu_engine() {
+    // GELUs are smooth, but rounding may change which pixel of a pooling's window is the maximum.
     for (kind, lr, bound) in [(OptimizerKind::Nesterov, 0.01, 1e-2), (OptimizerKind::Muon, 0.05, 0.1)] {
         let network = cifarnet(24, 3);
-        // GELUs are smooth, but a rounding may change which pixel is a maximum.
         let optimizer = Optimizer { kind, momentum: 0.85, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(32) };
         let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));

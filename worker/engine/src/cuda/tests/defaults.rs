@@ -62,16 +62,16 @@ fn gpu_default_networks_are_close_to_the_cpu_engine() {
         let network = network(arch, stem, side);
         for counts in [&[batch][..], &[batch, batch - 13]] {
             let cpu = CpuStep::compute(&network, batch, counts, 0);
-            for (precision, near, gradient) in
+            for (precision, bound, gradient) in
                 [(Precision::Fp32, 1e-4, 4e-2), (Precision::Fp16, 2e-2, 0.5), (Precision::Bf16, 8e-2, 1.0)]
             {
                 let apart = cpu.compare_with(&default_in(precision));
                 // With ResNet-50's default initialisation, 16-bit gradients are too inexact to test an engine. So the test
                 // compares the errors with every fusion and in deterministic mode.
-                let fixed = cpu.compare_with(&DeviceConfig { precision, ..deterministic() });
-                let gradient = f64::max(gradient, 1.5 * fixed.gradient);
+                let deterministic_mode = cpu.compare_with(&DeviceConfig { precision, ..deterministic() });
+                let gradient = f64::max(gradient, 1.5 * deterministic_mode.gradient);
                 let all = [apart.logits, apart.loss, apart.statistics];
-                let is_near = all.iter().all(|difference| *difference < near) && apart.gradient < gradient;
+                let is_near = all.iter().all(|difference| *difference < bound) && apart.gradient < gradient;
                 if !is_near {
                     let (name, difference) = (&apart.name, apart.gradient);
                     failures.push(format!(
@@ -94,7 +94,8 @@ fn gpu_default_losses_follow_the_cpu_engine() {
         let (network, config) = (network(arch, stem, side), config(batch));
         let initial = init::initial_parameters(&network, true, 1);
         let expected = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 20, 0.002);
-        for (precision, near) in [(Precision::Fp32, 1e-3), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)] {
+        for (precision, bound) in [(Precision::Fp32, 1e-3), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
+        {
             let mut gpu = cuda_as(&initial, &network, &config, default_in(precision));
             let actual = losses(gpu.as_mut(), &network, batch, 20, 0.002);
             let worst = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
@@ -102,7 +103,7 @@ fn gpu_default_losses_follow_the_cpu_engine() {
                 "{arch:?}, {precision:?}: 20 losses at most {worst:.1e} apart, last {} / {}",
                 actual[19], expected[19]
             );
-            assert!(worst < near, "{arch:?}, {precision:?}: {worst}");
+            assert!(worst < bound, "{arch:?}, {precision:?}: {worst}");
         }
     }
 }

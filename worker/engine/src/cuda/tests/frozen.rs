@@ -74,14 +74,14 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_match_the_cpu_engine() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_frozen_batch_norms_in_16_bits_are_close_to_the_cpu_engine() {
-    for (precision, near, gradient_bound) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
+    for (precision, bound, gradient_bound) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
             // Rounding changes signs of ReLUs. Values of a window are often equal, so the pooling may choose another maximum.
             let gradient_bound = if network.arch.contains("pooling") { 0.6 } else { gradient_bound };
             let network = freeze_norms(&network);
             let [loss, gradient] = compare(&network, &[32], precision, 0);
             assert!(
-                loss < near && gradient < gradient_bound,
+                loss < bound && gradient < gradient_bound,
                 "{} {precision:?}: {loss} {gradient}",
                 network.arch
             );

@@ -1,4 +1,4 @@
-//! Tests of kept gradients, and of the times of layers and kernels.
+//! Tests of the gradients that a step keeps on request, and of the times of layers and kernels.
 
 use super::*;
 use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
@@ -7,7 +7,7 @@ use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_gradients_match_the_cpu_engine() {
-    for (precision, near) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
+    for (precision, bound) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
         for (network, accumulate) in operations()
             .into_iter()
             .filter(|net| net.arch.contains("stem 3x3") && !net.arch.contains("256"))
@@ -40,7 +40,7 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
             assert_eq!(actual.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
             let (gradient, name) = worst_difference(&actual, &expected);
             eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
-            assert!(gradient < near, "{} {precision:?}: {name} is {gradient} apart", network.arch);
+            assert!(gradient < bound, "{} {precision:?}: {name} is {gradient} apart", network.arch);
         }
     }
 }
@@ -54,11 +54,11 @@ fn gpu_timing_a_step_does_not_change_its_bits() {
             let network = network(Arch::ResNet50, Stem::Imagenet, 64);
             let config = EngineConfig { accumulate, ..config(16) };
             let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
-            let run = |timed: bool| {
+            let run = |is_timed: bool| {
                 let mut engine = cuda(&network, &config, precision);
                 let (mut results, mut times) = (Vec::new(), Vec::new());
                 for number in 0..6 {
-                    if timed && number == 3 {
+                    if is_timed && number == 3 {
                         engine.time_layers();
                     }
                     results.extend(engine.start_step(&step, 0.01).unwrap());

@@ -140,16 +140,16 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
                 let model = ModelSpec { arch, stem, ..ModelSpec::default() };
                 let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
                 let config = EngineConfig { accumulate, ..config(16) };
-                let [resident, sent] = [true, false].map(|resident| {
+                let [resident, sent] = [true, false].map(|is_resident| {
                     let mut data = source(path, side, mixing);
                     let mut engine = cuda(&network, &config, precision);
                     let format = engine.take_data(&data).unwrap();
                     assert_eq!(format, BatchFormat::AugmentParams);
-                    data.set_format(if resident { format } else { BatchFormat::Normalised });
+                    data.set_format(if is_resident { format } else { BatchFormat::Normalised });
                     let plan = EpochPlan { accumulate, ..EpochPlan::of(16) };
                     let batches: Vec<Batch> =
                         data.epoch(plan).take(8 * accumulate).map(Result::unwrap).collect();
-                    assert!(batches.iter().all(|b| b.mix_params.is_some() == resident));
+                    assert!(batches.iter().all(|b| b.mix_params.is_some() == is_resident));
                     let steps = batches.chunks(accumulate);
                     let losses: Vec<f32> =
                         steps.map(|step| engine.train_step(step, 0.02).unwrap().loss).collect();
@@ -194,12 +194,12 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
                 (results, engine.eval_step(&checked).unwrap())
             });
             // After scaling, a byte may be rounded differently.
-            let near = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
+            let tolerance = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
             for (step, (actual, expected)) in actual.0.iter().zip(&expected.0).enumerate() {
                 let loss_difference = (actual.loss - expected.loss).abs() / expected.loss;
                 eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", actual.loss, expected.loss);
                 assert!(
-                    loss_difference < near,
+                    loss_difference < tolerance,
                     "{side} px, {mixing:?}, step {step}: {actual:?} / {expected:?}"
                 );
                 assert_eq!(actual.samples, expected.samples);

@@ -103,13 +103,16 @@ fn expected_update(
     let is_weight = before.shape.len() > 1;
     let is_decayed = is_weight || optimizer.decay_norm_and_bias;
     let decay = if is_decayed { f64::from(optimizer.weight_decay) } else { 0.0 };
-    let power = |beta: f64| 1.0 - beta.powi(updates as i32);
-    let (lr, mean, square) = (f64::from(lr), power(optimizer.beta1), power(optimizer.beta2));
+    let bias_correction = |beta: f64| 1.0 - beta.powi(updates as i32);
+    let [correction1, correction2] = [optimizer.beta1, optimizer.beta2].map(bias_correction);
+    let lr = f64::from(lr);
     let w = before.values.iter().map(|w| f64::from(*w));
     let r: Vec<f64> = m
         .iter()
         .zip(v)
-        .map(|(m, v)| f64::from(*m) / mean / ((f64::from(*v) / square).sqrt() + optimizer.epsilon))
+        .map(|(m, v)| {
+            f64::from(*m) / correction1 / ((f64::from(*v) / correction2).sqrt() + optimizer.epsilon)
+        })
         .zip(w.clone())
         .map(|(r, w)| r + decay * w)
         .collect();

@@ -70,9 +70,9 @@ impl Run {
     }
 
     fn next_batches(&mut self) -> Vec<Batch> {
-        let each = self.engine.config.accumulate;
+        let accumulate = self.engine.config.accumulate;
         self.started += 1;
-        self.batches[(self.started - 1) * each..][..each].to_vec()
+        self.batches[(self.started - 1) * accumulate..][..accumulate].to_vec()
     }
 
     fn average(&mut self) {
@@ -154,8 +154,8 @@ fn continue_run(state: &StateDict, from: usize, mut run: Run) -> StateDict {
     run.start_steps(STEPS - from).engine.own_state().unwrap()
 }
 
-/// Whether a command could wait for a lost rank.
-fn waits_for_others(command: &Command) -> bool {
+/// Whether a command announces the update. Before it, and only before it, a step can wait for a lost rank.
+fn announces_update(command: &Command) -> bool {
     command.accesses().contains(&(UPDATING, Access::Write))
 }
 
@@ -172,7 +172,7 @@ fn gpu_steps_that_wait_for_a_lost_rank_do_not_change_the_state() {
         let uninterrupted = uninterrupted_run(kind, precision, 1);
         assert!(uninterrupted[FINISHED - 1].0 != uninterrupted[FINISHED].0);
         let mut run = Run::new(kind, precision, 1).start_steps(FINISHED);
-        let gate = run.start_up_to(waits_for_others);
+        let gate = run.start_up_to(announces_update);
         // Starts another step after the blocked one, as a graph.
         run.start();
         // All earlier steps have finished.

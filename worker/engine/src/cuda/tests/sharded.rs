@@ -18,13 +18,13 @@ fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks:
     (0..accumulate).map(micro_batch).collect()
 }
 
-/// Mean losses of the steps, and the state after them. Training starts from `from` if it is given.
+/// Mean losses of the steps, and the state after them. Training continues from `checkpoint` if it is given.
 fn trained(
     network: &Arc<Network>,
     config: &EngineConfig,
     gpu: &DeviceConfig,
     lr: f32,
-    from: Option<&StateDict>,
+    checkpoint: Option<&StateDict>,
 ) -> (Vec<f32>, StateDict) {
     let work = |comm: Arc<dyn ProcessGroup>, store: Arc<Store>| {
         let rank = comm.rank();
@@ -32,8 +32,8 @@ fn trained(
         let config = EngineConfig { batch_size: BATCH / 2, ..config.clone() };
         let initial = initial(network);
         let mut engine = crate::cuda::build(network.clone(), &initial, config.clone(), comm, &gpu).unwrap();
-        if let Some(from) = from {
-            engine.load_state_dict(from).unwrap();
+        if let Some(checkpoint) = checkpoint {
+            engine.load_state_dict(checkpoint).unwrap();
         }
         let mut losses = Vec::new();
         for number in 0..STEPS {

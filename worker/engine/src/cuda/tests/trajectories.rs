@@ -120,7 +120,7 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
     let mut cpu = job.cpu(job.config.threads);
     let on_cores = pictures_for(cpu.as_mut(), 100);
     let mut failures = Vec::new();
-    for (precision, near) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 1e-2), (Precision::Bf16, 8e-2)] {
+    for (precision, bound) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 1e-2), (Precision::Bf16, 8e-2)] {
         for deterministic in [true, false] {
             let mut gpu = job.gpu(precision, deterministic);
             let on_gpu = pictures_for(gpu.as_mut(), 100);
@@ -148,7 +148,7 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
                  validation loss of the same weights {gpu_loss:.5}, on cores {cpu_loss:.5}"
             );
             eprintln!("{line}");
-            if difference > near || (gpu_loss - cpu_loss).abs() > near * cpu_loss {
+            if difference > bound || (gpu_loss - cpu_loss).abs() > bound * cpu_loss {
                 failures.push(line);
             }
         }
@@ -212,16 +212,17 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
     let runs: usize = std::env::var("RUNS").map_or(30, |runs| runs.parse().unwrap());
     let lr = |run: usize, runs: usize| LR * (1.0 + SPREAD * (2.0 * run as f32 / (runs - 1) as f32 - 1.0));
     let job = Job::new();
-    let (next, results) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let (next_run, results) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let pictures = pictures_for(job.cpu(1).as_mut(), EPOCH);
     std::thread::scope(|scope| {
         // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
-                while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS)
+                while let Some(run) =
+                    Some(next_run.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS)
                 {
-                    let ended = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
-                    results.lock().unwrap().push(ended);
+                    let result = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
+                    results.lock().unwrap().push(result);
                 }
             });
         }

@@ -54,10 +54,10 @@ fn gpu_unfused_operations_in_float32_match_the_cpu_engine() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_unfused_operations_in_16_bits_are_close_to_the_cpu_engine() {
-    for (precision, near) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
+    for (precision, bound) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for (arch, logits, gradient) in compare(precision, 1) {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
-            assert!(logits < near && gradient < 0.3, "{arch} {precision:?}: {logits} {gradient}");
+            assert!(logits < bound && gradient < 0.3, "{arch} {precision:?}: {logits} {gradient}");
         }
     }
 }

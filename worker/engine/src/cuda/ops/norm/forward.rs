@@ -1,4 +1,4 @@
-//! Forward: statistics and their application, in two launches or one.
+//! Batch norm forward: computes the statistics of x, then applies them to x, in one launch or in two.
 
 use super::{
     Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut, kernel, per_channel, plain, shape_args,
@@ -10,7 +10,7 @@ pub(in crate::cuda) struct NormForward {
     pub(in crate::cuda) x: Operand,
     pub(in crate::cuda) y: Operand,
     pub(in crate::cuda) shortcut: Shortcut,
-    pub(in crate::cuda) relu: bool,
+    pub(in crate::cuda) has_relu: bool,
     /// One bit per value: bit k of byte `[row, group]` is y > 0 of channel 8 * group + k. May be absent.
     pub(in crate::cuda) mask: Operand,
     pub(in crate::cuda) control: Operand,
@@ -37,7 +37,7 @@ impl Ops {
         };
         let mut args = vec![Arg::In(p.x)];
         args.extend(p.shortcut.args());
-        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
+        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.has_relu.into())]);
         args.extend(shape_args(p.control, p.shape));
         args.extend(p.site.forward_args(p.reduce));
         args.extend(p.reduce.args());
@@ -56,8 +56,8 @@ impl Ops {
         kernel("norm_statistics", self.sum_over_rows(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from the sums of x and of x * x over the real pictures, float32 `[C]` each, of an all-reduce or of a
-    /// convolution's epilogue.
+    /// Computes the statistics from the sums of x (`sum`) and of x * x (`square`) over the real pictures, float32 `[C]` each, which an
+    /// all-reduce or a convolution has computed.
     pub(in crate::cuda) fn norm_finish(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(sum), Arg::In(square)];
         args.extend(shape_args(p.control, p.shape));
@@ -76,7 +76,7 @@ impl Ops {
         };
         let mut args = [p.x, sum, square].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
-        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
+        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.has_relu.into())]);
         args.extend(shape_args(p.control, p.shape));
         args.extend(p.site.forward_args(p.reduce));
         let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, per_multiprocessor);
@@ -95,7 +95,7 @@ impl Ops {
         args.extend([
             Arg::Out(p.y),
             Arg::Out(p.mask),
-            Arg::U32(p.relu.into()),
+            Arg::U32(p.has_relu.into()),
             Arg::U32(p.shape.rows()),
             Arg::U32(p.shape.channels),
         ]);

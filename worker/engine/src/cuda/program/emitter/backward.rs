@@ -35,7 +35,10 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op, micro_batch)?,
             FusedOp::Redistribute { input, .. } | FusedOp::Halo { input, .. }
-                if self.plan.network.is_pictures(*input) => {}
+                if self.plan.network.is_pictures(*input) =>
+            {
+                // Pictures need no gradient.
+            }
             FusedOp::Redistribute { input, output } => self.redistribute_backward(*input, *output)?,
             FusedOp::Halo { input, output, .. } => self.halo_backward(*input, *output)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_backward(*input, *output)?,
@@ -96,11 +99,11 @@ impl<'a> GraphEmitter<'a> {
             self.gradients[input].push(Gradient::Whole(dx));
         }
         // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
-        let mut read = if dgrad_in_norm { Vec::new() } else { vec![dy] };
+        let mut used = if dgrad_in_norm { Vec::new() } else { vec![dy] };
         if self.remaining_readers[input] == 0 {
-            read.extend(self.activations[input].take());
+            used.extend(self.activations[input].take());
         }
-        self.free_after_weight_gradient(read);
+        self.free_after_weight_gradient(used);
         Ok(())
     }
 
@@ -272,19 +275,19 @@ impl<'a> GraphEmitter<'a> {
     /// If NCCL reduces the backward pass's sums, and not the kernels: reduces the sums over all ranks, and returns them.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::StoreSums { sums } = reduce else { return None };
-        self.add_statistics(sums, node);
+        self.reduce_statistics(sums, node);
         Some(sums)
     }
 
     /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
     /// once.
-    pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
+    pub(super) fn free_after_weight_gradient(&mut self, allocations: Vec<Allocation>) {
         if !self.uses_side_stream() {
-            read.into_iter().for_each(|allocation| self.free(allocation));
+            allocations.into_iter().for_each(|allocation| self.free(allocation));
             return;
         }
         self.record(StreamId::Side, EventId::WeightGradient(self.weight_gradient_count));
-        self.pending_weight_gradients.push_back((self.weight_gradient_count, read));
+        self.pending_weight_gradients.push_back((self.weight_gradient_count, allocations));
         self.weight_gradient_count += 1;
     }
 

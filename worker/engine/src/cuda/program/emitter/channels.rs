@@ -27,7 +27,7 @@ impl GraphEmitter<'_> {
 
     /// The group's control block, which follows the control blocks of the ranks.
     fn group_control(&self) -> Operand {
-        let bytes = 4 * self.words() as usize;
+        let bytes = 4 * self.control_words() as usize;
         Operand::new(Region::GroupControls, self.plan.model_ranks * bytes, bytes)
     }
 
@@ -40,13 +40,14 @@ impl GraphEmitter<'_> {
             && let Some(at) = at
         {
             let pictures = [plan.model_ranks, plan.batch].map(|count| count as u32);
-            let (y, words, values) = (at.operand(), self.words(), plan.values_per_picture(tensor));
-            self.push(self.facts.ops.clear_padding(y, CONTROLS, words, pictures, values));
+            let (y, control_words) = (at.operand(), self.control_words());
+            let values = plan.values_per_picture(tensor);
+            self.push(self.facts.ops.clear_padding(y, CONTROLS, control_words, pictures, values));
         }
     }
 
-    /// Adds a batch norm's sums over the ranks that have other pictures of the same channels.
-    pub(super) fn add_statistics(&mut self, sums: Operand, node: &Norm) {
+    /// All-reduces a batch norm's sums over the ranks that have other pictures of the same channels.
+    pub(super) fn reduce_statistics(&mut self, sums: Operand, node: &Norm) {
         let group = match self.plan.network.placement(node.input) {
             Placement::Batch => Group::World,
             _ => Group::Data,
@@ -97,10 +98,10 @@ impl GraphEmitter<'_> {
             [Partial, Batch] => {
                 self.collective(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
             }
-            [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
+            [Partial, Whole] => self.reduce_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
                 let sum = self.alloc_bytes(x.bytes, Content::Channels);
-                self.add_in_group(x, sum, all_rows * all_channels(bounds));
+                self.reduce_in_group(x, sum, all_rows * all_channels(bounds));
                 self.copy_own_channels(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
             }
@@ -120,25 +121,27 @@ impl GraphEmitter<'_> {
     }
 
     /// Sums `values` values of `x` over the group into `y`.
-    fn add_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
+    fn reduce_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
         let dtype = self.plan.dtype;
+        // A copy: the factor is 1.
         self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
         let at = y.operand().part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Model, at, dtype));
     }
 
-    /// Copies this rank's channels of `x` to `y`.
+    /// Copies this rank's channels of `x` to `y`, which then has no other values.
     fn copy_own_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+        let keeps_others = false;
         let (own, first) = (channels_of(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
         let from = ChannelRows { memory: x.operand(), channels: all_channels(bounds), first };
         let to = ChannelRows { memory: y.operand(), channels: own, first: 0 };
-        self.push(self.facts.ops.copy_channels(from, to, [rows, own], false));
+        self.push(self.facts.ops.copy_channels(from, to, [rows, own], keeps_others));
     }
 
     /// From batch to channels: each rank sends to every other rank the receiver's channels of the sender's pictures (`rows` rows).
     fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
-        let own = rows * channels_of(bounds, rank);
+        let (own, keeps_others) = (rows * channels_of(bounds, rank), false);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for peer in 0..self.plan.model_ranks {
             let channels = channels_of(bounds, peer);
@@ -155,7 +158,7 @@ impl GraphEmitter<'_> {
             let to = ChannelRows { memory, channels, first };
             let from =
                 ChannelRows { memory: x.operand(), channels: all_channels(bounds), first: bounds[peer] };
-            self.push(self.facts.ops.copy_channels(from, to, [rows, channels], false));
+            self.push(self.facts.ops.copy_channels(from, to, [rows, channels], keeps_others));
         }
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
         parts.into_iter().for_each(|part| self.free_now(part));
@@ -185,7 +188,8 @@ impl GraphEmitter<'_> {
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
         for (index, (rank, from)) in all.into_iter().enumerate() {
             let to = ChannelRows { memory: y.operand(), channels: all_channels(bounds), first: bounds[rank] };
-            self.push(self.facts.ops.copy_channels(from, to, [rows, from.channels], index > 0));
+            let keeps_others = index > 0;
+            self.push(self.facts.ops.copy_channels(from, to, [rows, from.channels], keeps_others));
         }
         parts.into_iter().for_each(|part| self.free_now(part));
     }

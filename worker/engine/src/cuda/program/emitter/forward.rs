@@ -25,7 +25,7 @@ impl<'a> GraphEmitter<'a> {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
         let copy = begins_step.then(|| facts.statistics_copy());
-        self.push(facts.ops.fetch(rings::SLOTS as u32, self.words(), copy));
+        self.push(facts.ops.fetch(rings::SLOTS as u32, self.control_words(), copy));
         self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
@@ -33,13 +33,13 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
-        let (pictures, to) = (plan.batch as u32, allocation.operand());
+        let (pictures, output) = (plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
         if plan.is_folded {
-            self.push(facts.ops.fold_border(to, pictures, side));
+            self.push(facts.ops.fold_border(output, pictures, side));
         }
-        let batch = ops::BatchInput { pictures, side, channels, to, padded, is_folded: plan.is_folded };
+        let batch = ops::BatchInput { pictures, side, channels, output, padded, is_folded: plan.is_folded };
         let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 return self.push(facts.ops.pad_channels(batch));
@@ -231,7 +231,7 @@ impl<'a> GraphEmitter<'a> {
     /// If NCCL reduces the sums, and not the kernels: reduces the sums that a kernel has stored, and computes the statistics of all ranks.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::StoreSums { sums } = norm.reduce else { return };
-        self.add_statistics(sums, node);
+        self.reduce_statistics(sums, node);
         let shape = self.whole_shape(node.input);
         let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };
         let [sum, square] = halves(sums);
@@ -240,8 +240,8 @@ impl<'a> GraphEmitter<'a> {
 
     /// The kernel's description of a batch norm without the operations that are fused with it.
     pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
-        let alone = Norm { shortcut: None, ..node.clone() };
-        self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
+        let without_shortcut = Norm { shortcut: None, ..node.clone() };
+        self.norm(&without_shortcut, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
     /// A batch norm that applies running statistics: in evaluation, or frozen in training, which keeps the ReLU's mask for the backward
@@ -292,7 +292,7 @@ impl<'a> GraphEmitter<'a> {
             x: x.operand(),
             y,
             shortcut,
-            relu: node.relu,
+            has_relu: node.relu,
             mask,
             control: self.control_of(node.input),
             shape: self.shape(node.input),

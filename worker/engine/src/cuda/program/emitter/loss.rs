@@ -96,14 +96,14 @@ pub(super) fn unsplit_logits(loss: &ops::CrossEntropy) -> ops::SplitLogits {
         sample: Operand::NONE,
         label_positions: Operand::NONE,
         controls: CONTROL,
-        words: 0,
+        control_words: 0,
         batch: loss.pictures,
         ranks: 1,
         rank: 0,
         all_classes: loss.classes,
         classes: loss.classes,
         first_class: 0,
-        chunk: loss.padded,
-        chunks: 1,
+        chunk_classes: loss.padded,
+        chunk_count: 1,
     }
 }

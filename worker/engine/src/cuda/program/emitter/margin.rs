@@ -31,15 +31,15 @@ impl GraphEmitter<'_> {
             factors
         };
         let row_factors = row_factors_of(x, batch, 1.0);
-        let class_factors = row_factors_of(part.w, part.chunks * out_c, margin.scale);
+        let class_factors = row_factors_of(part.w, part.chunk_count * out_c, margin.scale);
         let cosines = ops::Cosines {
             values,
             row_factors,
             class_factors,
             label_logits: Operand::NONE,
             rows: batch as u32,
-            chunk: out_c as u32,
-            chunks: part.chunks as u32,
+            chunk_classes: out_c as u32,
+            chunk_count: part.chunk_count as u32,
         };
         self.push(ops.scale_cosines(cosines));
         if trains {

@@ -135,13 +135,13 @@ impl<'a> GraphEmitter<'a> {
         let mut sum = incoming
             .next()
             .ok_or_else(|| EngineError::Parameters(format!("nothing reads tensor {tensor}")))?;
-        for more in incoming {
-            let to = self.alloc(tensor, Content::Gradient);
-            let operands = [sum, more, to].map(Allocation::operand);
+        for gradient in incoming {
+            let new_sum = self.alloc(tensor, Content::Gradient);
+            let operands = [sum, gradient, new_sum].map(Allocation::operand);
             self.push(self.facts.ops.add_forward(operands, self.length(tensor)));
             self.free(sum);
-            self.free(more);
-            sum = to;
+            self.free(gradient);
+            sum = new_sum;
         }
         Ok(sum)
     }

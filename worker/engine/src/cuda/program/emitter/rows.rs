@@ -1,7 +1,7 @@
-//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach. The
-//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and
-//! computes the same values as the other ranks. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of the control
-//! block), because gradients are summed over all ranks.
+//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that the operation's windows
+//! reach. The backward pass sends the gradients of these rows back. After the global pooling, all ranks that share a picture have the
+//! features of the whole picture and compute the same values. The gradients of these values are multiplied by 1 / ranks (`grad_scale` of
+//! the control block), because gradients are summed over all ranks.
 
 use super::*;
 use crate::net::Rows;
@@ -14,15 +14,15 @@ struct Halo<'a> {
 }
 
 impl Halo<'_> {
-    /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
+    /// For each other rank: the rows that it receives from this rank in the forward pass, and the rows that this rank receives from it.
     fn peers(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
-        let given = |from: usize, to: usize| self.own.rows_to_send(from, self.reached, to);
-        let with_peer = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
+        let sent = |from: usize, to: usize| self.own.rows_to_send(from, self.reached, to);
+        let with_peer = move |peer: usize| (peer as u32, [sent(self.rank, peer), sent(peer, self.rank)]);
         (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(with_peer)
     }
 }
 
-/// The same rows of each picture's activation, or of the activation's gradient, in memory.
+/// A range of rows of an activation, the same range for each picture, or of the activation's gradient, in memory.
 struct Lines {
     at: Allocation,
     rows: Range<isize>,
@@ -75,9 +75,9 @@ impl<'a> GraphEmitter<'a> {
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for (peer, [given, taken]) in halo.peers() {
-            sends.extend(x.pieces(peer, &given, self.plan.batch));
-            receives.extend(y.pieces(peer, &taken, self.plan.batch));
+        for (peer, [rows_for_peer, rows_of_peer]) in halo.peers() {
+            sends.extend(x.pieces(peer, &rows_for_peer, self.plan.batch));
+            receives.extend(y.pieces(peer, &rows_of_peer, self.plan.batch));
         }
         self.exchange_rows(sends, receives);
         Ok(())
@@ -110,12 +110,12 @@ impl<'a> GraphEmitter<'a> {
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
         self.take_rows(&dy, &dx, 0.0);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        for (peer, [given, taken]) in halo.peers() {
-            sends.extend(dy.pieces(peer, &taken, batch));
-            if !given.is_empty() {
-                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::Rows);
-                let part = Lines { at, rows: given.clone(), ..dx };
-                receives.extend(part.pieces(peer, &given, batch));
+        for (peer, [rows_for_peer, rows_of_peer]) in halo.peers() {
+            sends.extend(dy.pieces(peer, &rows_of_peer, batch));
+            if !rows_for_peer.is_empty() {
+                let at = self.alloc_bytes(batch * rows_for_peer.len() * dx.row_bytes, Content::Rows);
+                let part = Lines { at, rows: rows_for_peer.clone(), ..dx };
+                receives.extend(part.pieces(peer, &rows_for_peer, batch));
                 parts.push(part);
             }
         }

@@ -18,7 +18,9 @@ pub(super) struct SampledHead {
     weights: Allocation,
     /// The sampled biases, float32.
     bias: Allocation,
+    /// Gradient of `weights`; `None` before the backward pass.
     gradient: Option<Allocation>,
+    /// Gradient of `bias`; `None` before the loss.
     bias_gradient: Option<Allocation>,
 }
 
@@ -41,19 +43,19 @@ impl GraphEmitter<'_> {
         let (facts, plan) = (self.facts, self.plan);
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled_classes()) else { return };
         self.gather_controls();
-        let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
+        let (capacity, label_count) = (sampled.capacity, 2 * head.ranks * plan.batch);
         let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
         let [label_positions, scratch] =
-            [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
+            [1, 2].map(|words| self.alloc_bytes(4 * words * label_count, Content::Head));
         let own = head.own_classes();
         self.push(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
-            words: self.words(),
+            control_words: self.control_words(),
             batch: plan.batch as u32,
             ranks: head.ranks as u32,
             classes: own.len() as u32,
             first_class: own.start as u32,
-            drawn: sampled.drawn as u32,
+            drawn_count: sampled.drawn_count as u32,
             seed: sampled.seed,
             sample: sample.operand(),
             label_positions: label_positions.operand(),
@@ -73,7 +75,7 @@ impl GraphEmitter<'_> {
         let (plan, memory) = (self.plan, self.sampled_head.as_ref()?);
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
-            chunks: plan.sampled_classes()?.chunks,
+            chunk_count: plan.sampled_classes()?.chunk_count,
             w: memory.weights.operand(),
             bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
             sample: memory.sample.operand(),
@@ -181,8 +183,8 @@ impl GraphEmitter<'_> {
     }
 
     /// The kernels' description of the rows.
-    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::Rows {
-        ops::Rows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
+    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::ParameterRows {
+        ops::ParameterRows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.

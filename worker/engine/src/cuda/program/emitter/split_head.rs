@@ -1,5 +1,6 @@
-//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features
-//! of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
+//! The last layer, if each rank of a model group has some of the classes, and the loss, also of a rank that has all of many classes. Every
+//! rank multiplies the features of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits
+//! are not exchanged.
 
 use super::{loss::unsplit_logits, *};
 
@@ -18,12 +19,15 @@ impl GraphEmitter<'_> {
         name: &str,
         [input, output]: [TensorId; 2],
     ) -> Result<(), EngineError> {
-        let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
+            return Ok(());
+        };
         let [.., bytes] = convolution.bytes();
-        let (x, y) = (self.activation(input)?, self.alloc_bytes(chunks * bytes, Content::Activation(output)));
+        let (x, y) =
+            (self.activation(input)?, self.alloc_bytes(chunk_count * bytes, Content::Activation(output)));
         self.activations[output] = Some(y);
-        for chunk in 0..chunks {
-            let tensors = chunk_tensors(&convolution, (chunk, chunks), x.operand(), w, y.operand());
+        for chunk in 0..chunk_count {
+            let tensors = chunk_tensors(&convolution, (chunk, chunk_count), x.operand(), w, y.operand());
             self.convolve(StreamId::Main, convolution, tensors);
         }
         Ok(())
@@ -36,23 +40,26 @@ impl GraphEmitter<'_> {
         name: &str,
         [input, output]: [TensorId; 2],
     ) -> Result<(), EngineError> {
-        let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
+            return Ok(());
+        };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
         let sampled_gradient = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
         let [bytes, ..] = convolution.bytes();
-        let parts = (chunks > 1).then(|| self.alloc_bytes(chunks * bytes, Content::Gradient(input)));
+        let parts =
+            (chunk_count > 1).then(|| self.alloc_bytes(chunk_count * bytes, Content::Gradient(input)));
         let dgrad = Convolution { direction: Direction::Input, ..convolution };
-        for chunk in 0..chunks {
-            let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunks), bytes));
-            let tensors = chunk_tensors(&dgrad, (chunk, chunks), to, w, dy.operand());
+        for chunk in 0..chunk_count {
+            let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunk_count), bytes));
+            let tensors = chunk_tensors(&dgrad, (chunk, chunk_count), to, w, dy.operand());
             self.convolve(StreamId::Main, dgrad, tensors);
         }
         if let Some(parts) = parts {
             let length = (bytes / self.plan.dtype.size()) as u64;
-            self.push(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
+            self.push(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunk_count as u32));
             self.free_now(parts);
         }
         let size = [convolution.batch, convolution.in_c];
@@ -68,11 +75,11 @@ impl GraphEmitter<'_> {
         let stream = self.weight_gradient_stream;
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
-        for chunk in 0..chunks {
-            let tensors = chunk_tensors(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
+        for chunk in 0..chunk_count {
+            let tensors = chunk_tensors(&wgrad, (chunk, chunk_count), x.operand(), dw, dy.operand());
             self.convolve(stream, wgrad, tensors);
         }
-        self.remove_along(stream, w, dw, [chunks * wgrad.out_c, wgrad.in_c]);
+        self.remove_along(stream, w, dw, [chunk_count * wgrad.out_c, wgrad.in_c]);
         self.free_after_weight_gradient(vec![x, dy]);
         Ok(())
     }
@@ -92,15 +99,15 @@ impl GraphEmitter<'_> {
             sample: part.sample,
             label_positions: part.label_positions,
             controls: CONTROLS,
-            words: self.words(),
+            control_words: self.control_words(),
             batch: plan.batch as u32,
             ranks: head.ranks as u32,
             rank: head.rank as u32,
             all_classes: plan.network.classes as u32,
             classes: own.len() as u32,
             first_class: own.start as u32,
-            chunk: part.convolution.out_c as u32,
-            chunks: part.chunks as u32,
+            chunk_classes: part.convolution.out_c as u32,
+            chunk_count: part.chunk_count as u32,
         })
     }
 
@@ -118,12 +125,14 @@ impl GraphEmitter<'_> {
         let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
         let records = self.alloc_bytes(bytes, Content::Head);
         self.push(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
-        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
-        if let Some(all) = all {
-            self.collective(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
+        let gathered =
+            (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
+        if let Some(gathered) = gathered {
+            let count = bytes / 4;
+            self.collective(Collective::AllGather, records.operand(), gathered.operand(), count, DType::F32);
         }
         let class_rows = micro_batch.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
-        let all_records = all.unwrap_or(records).operand();
+        let all_records = gathered.unwrap_or(records).operand();
         self.push(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
         if let Some(class_rows) = class_rows {
             let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
@@ -131,7 +140,7 @@ impl GraphEmitter<'_> {
             self.push(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, accumulate));
             self.convert_cosine_gradient(logits.operand());
         }
-        [parts, records].into_iter().chain(all).chain(class_rows).for_each(|at| self.free_now(at));
+        [parts, records].into_iter().chain(gathered).chain(class_rows).for_each(|at| self.free_now(at));
         Ok(())
     }
 
@@ -161,16 +170,16 @@ impl GraphEmitter<'_> {
             self.push(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
         }
-        let chunks = self.plan.chunks();
-        let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
+        let chunk_count = self.plan.chunk_count();
+        let at = self.alloc_bytes(8 * (chunk_count + 1), Content::Head);
         let sum_at = |index: usize| at.operand().part(8 * index, 8);
         self.for_each_chunk(|emitter, chunk, gradients| {
             emitter.push(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
         let length = split.length - split.matrix_length;
         let vectors = ops::Gradients { matrices: Operand::NONE, matrix_length: 0, length, ..split };
-        self.push(ops.gradient_squares(vectors, sum_at(chunks)));
-        Ok(Some(Squares { at, count: chunks + 1 }))
+        self.push(ops.gradient_squares(vectors, sum_at(chunk_count)));
+        Ok(Some(Squares { at, count: chunk_count + 1 }))
     }
 
     /// Collective: frees this rank's sums of squares, and returns the sums of all ranks of the model group.
@@ -222,8 +231,8 @@ impl GraphEmitter<'_> {
             is_float32: self.plan.dtype == DType::F32,
         };
         let weights = self.facts.matrix(self.plan.network.head());
-        for chunk in 0..self.plan.chunks() {
-            let position = (chunk, self.plan.chunks());
+        for chunk in 0..self.plan.chunk_count() {
+            let position = (chunk, self.plan.chunk_count());
             let y = piece(dy.operand(), position, of_y);
             let tensors = Tensors { x: x.operand(), w: at.operand(), y, channel_sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
@@ -255,18 +264,25 @@ impl GraphEmitter<'_> {
         }
         let convolution = self.plan.convolution(op)?;
         let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
-        let chunks = self.plan.chunks();
-        Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, label_positions: Operand::NONE })
+        let chunk_count = self.plan.chunk_count();
+        Some(HeadPart {
+            convolution,
+            chunk_count,
+            w,
+            bias,
+            sample: Operand::NONE,
+            label_positions: Operand::NONE,
+        })
     }
 
     /// Number of `u32` words of a control block.
-    pub(super) fn words(&self) -> u32 {
-        Inputs::words(self.plan.batch) as u32
+    pub(super) fn control_words(&self) -> u32 {
+        Inputs::control_words(self.plan.batch) as u32
     }
 
     /// Gathers the control blocks of all ranks of the model group.
     pub(super) fn gather_controls(&mut self) {
-        self.collective(Collective::AllGather, CONTROL, CONTROLS, self.words() as usize, DType::F32);
+        self.collective(Collective::AllGather, CONTROL, CONTROLS, self.control_words() as usize, DType::F32);
     }
 }
 
@@ -277,7 +293,7 @@ pub(super) const CONTROLS: Operand = Operand::whole(Region::GroupControls);
 pub(super) struct HeadPart {
     /// The forward convolution of a chunk.
     pub(super) convolution: Convolution,
-    pub(super) chunks: usize,
+    pub(super) chunk_count: usize,
     pub(super) w: Operand,
     /// [`Operand::NONE`] with a margin.
     pub(super) bias: Operand,

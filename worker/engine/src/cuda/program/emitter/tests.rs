@@ -93,8 +93,9 @@ impl Setting {
         (ranks, share): (Ranks, Option<Share>),
     ) -> Self {
         let plan = plan(network, batch, dtype, capability);
-        let (padded, parts) = ((plan.padded_input, plan.padded_classes), share.unwrap_or(Share::WHOLE).ranks);
-        let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.is_folded, parts);
+        let part_count = share.unwrap_or(Share::WHOLE).ranks;
+        let (padded_in, padded_classes) = (plan.padded_input, plan.padded_classes);
+        let layout = Layout::new(network, &plan.ops, padded_in, padded_classes, plan.is_folded, part_count);
         let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
@@ -118,7 +119,7 @@ impl Setting {
             label_smoothing: 0.1,
             has_class_weights: true,
             accumulates: self.accumulates,
-            dynamic_scale: true,
+            has_dynamic_scale: true,
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,

@@ -122,18 +122,18 @@ impl GraphEmitter<'_> {
         let bucket_squares = self.facts.share.map(|_| self.compute_bucket_squares(&updated));
         let stage_squares = self.exchange_squares_and_loss(gradients);
         // Sums of squares of all gradients, if ranks have different stages or divide the optimizer's state.
-        let other_ranks_squares = match stage_squares {
+        let squares_of_all_ranks = match stage_squares {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
         self.push(ops.stamp(Stamp::Reduced.operand(), UPDATING));
-        let is_dynamic = self.facts.dynamic_scale;
-        match (split_squares, other_ranks_squares) {
+        let is_dynamic = self.facts.has_dynamic_scale;
+        match (split_squares, squares_of_all_ranks) {
             (None, None) => self.push(ops.gradient_norm(gradients, is_dynamic)),
             (None, Some((squares, count))) => {
-                let none = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
-                self.push(ops.gradient_norm_of_parts(none, is_dynamic, squares, count as u32));
+                let no_gradients = gradients.part(0..0, layout.matrix_len..layout.matrix_len);
+                self.push(ops.gradient_norm_of_parts(no_gradients, is_dynamic, squares, count as u32));
             }
             // A network that is split in model groups has neither stages nor a divided optimizer state.
             (Some(Squares { at, count }), _) => {

@@ -174,7 +174,7 @@ fn ranges_of_a_region_are_distinguished() {
     }
 }
 
-/// The host can stop the update: the step reads a word in its memory after the last collective and before the first weight changes.
+/// The host can stop the update: after the last collective and before the first weight changes, the step reads a word in host memory.
 #[test]
 fn an_update_that_the_host_could_not_stop_is_refused() {
     for setting in settings() {

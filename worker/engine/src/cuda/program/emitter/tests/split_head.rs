@@ -22,7 +22,7 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
                     let setting = Setting::new(&part, 32, dtype, 90, ranks);
                     let setting = Setting { optimizer, data_ranks, accumulates, ..setting };
                     let head = setting.plan.head.as_ref().unwrap();
-                    assert_eq!((head.chunks, setting.plan.padded_classes % (8 * chunks)), (chunks, 0));
+                    assert_eq!((head.chunk_count, setting.plan.padded_classes % (8 * chunks)), (chunks, 0));
                     let mut all = Vec::new();
                     for phase in [Phase::Train(MicroBatch { is_full, ..ONLY }), Phase::Evaluate] {
                         for side_stream in [false, true] {
@@ -124,7 +124,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                     Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::PeerMemory) };
                 let loss = LossConfig { sample_share: 0.1, ..LossConfig::default() };
                 setting.plan = setting.plan.clone().with_loss(&loss);
-                assert_eq!(setting.plan.sampled_classes().unwrap().chunks, chunks);
+                assert_eq!(setting.plan.sampled_classes().unwrap().chunk_count, chunks);
                 for side_stream in [false, true] {
                     let commands = setting.emit_valid(Phase::Train(ONLY), side_stream).commands;
                     // Of the matrix: the trained weights, their low-precision copy, and the optimizer's slots.
@@ -176,7 +176,7 @@ fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
                     let corrected = match phase {
                         Phase::Evaluate => 0,
                         Phase::Train(_) if setting.plan.recomputes_head_gradient(accumulates, 1) => {
-                            1 + 2 * setting.plan.chunks()
+                            1 + 2 * setting.plan.chunk_count()
                         }
                         Phase::Train(_) => 2,
                     };

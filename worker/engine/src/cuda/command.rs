@@ -198,6 +198,7 @@ pub(super) struct Kernel {
     pub(super) args: Vec<Arg>,
 }
 
+/// Functions that launch several kernels also take a single kernel.
 impl IntoIterator for Kernel {
     type Item = Kernel;
     type IntoIter = std::iter::Once<Kernel>;

@@ -44,8 +44,9 @@ impl Engine for CudaEngine {
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         self.device.bind()?;
         let (height, stages) = (self.plan.mesh.height as u32, self.plan.mesh.stage as u32);
+        let ranks_with_different_pictures = self.comm.size() / (height * stages);
         let Prologue { parts, gradient_scale } =
-            Prologue::of(micro_batches, &self.config, self.comm.size() / (height * stages))?;
+            Prologue::of(micro_batches, &self.config, ranks_with_different_pictures)?;
         // The `height` ranks that share the rows of their pictures compute the same loss, and gradients are summed over all ranks.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {

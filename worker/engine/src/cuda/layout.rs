@@ -182,6 +182,7 @@ impl Layout {
                 match parameter.order {
                     Order::Vector if parameter.is_fixed => fixed_vectors.push(parameter),
                     Order::Vector => vectors.push(parameter),
+                    // Split matrices come first, so their position is already known.
                     _ if parameter.is_split => layout.push(parameter),
                     _ => matrices.push(parameter),
                 }

@@ -403,6 +403,7 @@ impl Program {
         self.main_stream.0.synchronize()?;
         let (tensor, input) =
             (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
+        // Emitting the commands again gives the offset at which the logits are in the arena.
         let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(stored), at } if *stored == tensor => {

@@ -87,6 +87,7 @@ impl CudaEngine {
         if self.first_average_step.is_some_and(|step| is_after(step, finished_steps)) {
             self.program.state.leak_average();
         }
+        // The results of all finished steps. Steps without pictures need no GPU, so they are finished, too.
         let mut results = take(&mut self.unreturned);
         while let Some(step) = self.pending_steps.front() {
             if matches!(step, PendingStep::OnGpu { .. }) && self.program.results.read_count == finished_steps

@@ -123,6 +123,7 @@ impl CudaEngine {
             return Ok(Input::Dataset { pictures, height: data.height, width: data.width, mode });
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
+        // A batch without pictures fits into a buffer for either format.
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
             let values = self.config.batch_size * self.program.max_picture_values();
             self.device.synchronize()?;

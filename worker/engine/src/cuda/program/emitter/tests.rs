@@ -76,8 +76,8 @@ struct Setting {
     optimizer: OptimizerKind,
     accumulates: bool,
     data_ranks: usize,
-    /// Whether convolutions compute statistics wherever possible.
-    sums: bool,
+    /// Whether convolutions compute the sums for batch norms wherever possible.
+    computes_sums: bool,
 }
 
 impl Setting {
@@ -105,8 +105,18 @@ impl Setting {
             Ranks::Nccl => Some(Statistics::Nccl),
         };
         let optimizer = OptimizerKind::Momentum;
-        let (accumulates, data_ranks, sums) = (false, 1, false);
-        Self { plan, layout, norms, statistics, share, capability, optimizer, accumulates, data_ranks, sums }
+        Self {
+            plan,
+            layout,
+            norms,
+            statistics,
+            share,
+            capability,
+            optimizer,
+            accumulates: false,
+            data_ranks: 1,
+            computes_sums: false,
+        }
     }
 
     fn with_facts<T>(&self, use_facts: impl FnOnce(&Facts<'_>) -> T) -> T {
@@ -123,7 +133,7 @@ impl Setting {
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
-            computes_sums: &|convolution| self.sums && convolution.groups == 1,
+            computes_sums: &|convolution| self.computes_sums && convolution.groups == 1,
             scaling: None,
         })
     }
@@ -178,8 +188,8 @@ fn check_commands(networks: &[Arc<Network>]) {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
             for ranks in [Ranks::Single, Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
                 let mut setting = Setting::new(network, 32, dtype, capability, ranks);
-                for (accumulates, sums) in [(false, false), (true, false), (false, true)] {
-                    (setting.accumulates, setting.sums) = (accumulates, sums);
+                for (accumulates, computes_sums) in [(false, false), (true, false), (false, true)] {
+                    (setting.accumulates, setting.computes_sums) = (accumulates, computes_sums);
                     for side_stream in [true, false] {
                         setting.emit_valid(Phase::Train(ONLY), side_stream);
                         setting.emit_valid(Phase::Evaluate, side_stream);
@@ -272,9 +282,12 @@ fn frozen_batch_norms_are_only_applied() {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 80)] {
             for ranks in [Ranks::Single, Ranks::Local] {
                 for accumulates in [false, true] {
-                    let sums = true;
-                    let setting =
-                        Setting { accumulates, sums, ..Setting::new(&network, 32, dtype, capability, ranks) };
+                    let computes_sums = true;
+                    let setting = Setting {
+                        accumulates,
+                        computes_sums,
+                        ..Setting::new(&network, 32, dtype, capability, ranks)
+                    };
                     let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
                     setting.emit_valid(Phase::Train(ONLY), false);
                     setting.emit_valid(Phase::Evaluate, true);
@@ -326,7 +339,8 @@ fn ranks_with_fewer_pictures_call_the_same_collectives() {
     for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
     {
         for ranks in [Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
-            let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+            let setting =
+                Setting { computes_sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
             let collectives = |is_full: bool| {
                 let emitted = setting.emit_valid(Phase::Train(MicroBatch { is_full, ..ONLY }), true);
                 collective_calls(&emitted.commands)
@@ -351,7 +365,7 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     net.linear("fc", x, 10);
     let network = Arc::new(net);
     for ranks in [Ranks::Single, Ranks::Nccl] {
-        let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+        let setting = Setting { computes_sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
         let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
         let with_sums =
             |c: &&Command| matches!(c, Command::Convolution { convolution, .. } if convolution.sums);

@@ -67,7 +67,7 @@ fn commands_of_split_operators_are_valid_and_match_other_ranks() {
                 let calls = |rank: usize| {
                     let part = part(network, [1, 1, model], rank, shards);
                     let setting = Setting::new(&part, PICTURES, dtype, 90, Ranks::Nccl);
-                    let setting = Setting { accumulates, data_ranks, sums: true, ..setting };
+                    let setting = Setting { accumulates, data_ranks, computes_sums: true, ..setting };
                     assert!(setting.plan.splits_operators);
                     setting.emit_valid(phase, false);
                     let commands = setting.emit_valid(phase, true).commands;

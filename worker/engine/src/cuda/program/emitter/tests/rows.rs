@@ -54,7 +54,8 @@ fn commands_of_ranks_that_share_rows_are_valid_and_match() {
                             Statistics::Nccl
                         };
                         let setting = setting(&part, dtype, statistics);
-                        let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
+                        let setting =
+                            Setting { accumulates, computes_sums: true, data_ranks: height, ..setting };
                         setting.emit_valid(phase, false);
                         let commands = setting.emit_valid(phase, true).commands;
                         let mut calls = collective_calls(&commands);

@@ -6,10 +6,9 @@
 //! [control block](self#control).
 //!
 //! # Control
-//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The other pictures are padding, which
-//! statistics and losses ignore, and whose gradients are zeros. `stat_pictures` is the number of
-//! pictures in batch norm's statistics, on all ranks if these are synchronised; `grad_scale` is 1 / (pictures of
-//! the whole step).
+//! Kernels read a micro-batch's control block (`Control` in `numbers.cu`) in device memory. The first `valid` pictures are real. The other
+//! pictures are padding, which statistics and losses ignore, and whose gradients are zeros. `stat_pictures` is the number of pictures in
+//! batch norm's statistics, on all ranks if these are synchronised; `grad_scale` is 1 / (pictures of the whole step).
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
@@ -71,7 +70,7 @@ const SCALER: Operand = Operand::whole(Region::Scaler);
 /// Loss and number of correct predictions.
 const TOTALS: Operand = Operand::whole(Region::Totals);
 
-/// Number of groups of 8 values, each of another row, that a thread loads at a time: 64 bytes.
+/// Number of groups of 8 values, each from a different row, that a thread loads at a time: 64 bytes.
 pub(super) fn in_flight(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => 2,

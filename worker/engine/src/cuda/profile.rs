@@ -17,27 +17,27 @@ pub(super) struct TimedCall {
 }
 
 /// A call whose time is not yet read.
-struct Call {
+struct RecordedCall {
     part: Part,
     name: String,
     begin: Event,
     end: Event,
 }
 
-/// The calls since profiling began.
-struct Calls {
+/// The calls since [`Profile::begin`].
+struct ActiveProfile {
     /// The part of the step to which the next call belongs.
     current_part: Part,
     /// All calls so far, in order.
-    calls: Vec<Call>,
+    calls: Vec<RecordedCall>,
 }
 
 /// The timed calls; `None` while profiling is off.
 #[derive(Default)]
-pub(super) struct Profile(Mutex<Option<Calls>>);
+pub(super) struct Profile(Mutex<Option<ActiveProfile>>);
 
 impl Profile {
-    fn lock(&self) -> MutexGuard<'_, Option<Calls>> {
+    fn lock(&self) -> MutexGuard<'_, Option<ActiveProfile>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -49,7 +49,7 @@ impl Profile {
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let mut profile = self.lock();
-        let Some(Calls { current_part, calls }) = profile.as_mut() else {
+        let Some(ActiveProfile { current_part, calls }) = profile.as_mut() else {
             drop(profile);
             return call();
         };
@@ -57,26 +57,26 @@ impl Profile {
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;
-        calls.push(Call { part: *current_part, name: name(), begin, end });
+        calls.push(RecordedCall { part: *current_part, name: name(), begin, end });
         Ok(result)
     }
 
     /// Assigns the following calls to `part`.
     pub(super) fn begin_part(&self, part: Part) {
-        if let Some(calls) = self.lock().as_mut() {
-            calls.current_part = part;
+        if let Some(profile) = self.lock().as_mut() {
+            profile.current_part = part;
         }
     }
 
     /// Starts profiling.
     pub(super) fn begin(&self) {
-        *self.lock() = Some(Calls { current_part: Part::Begin, calls: Vec::new() });
+        *self.lock() = Some(ActiveProfile { current_part: Part::Begin, calls: Vec::new() });
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
-        let calls = self.lock().take().map(|calls| calls.calls).unwrap_or_default();
-        let read_time = |Call { part, name, begin, end }: Call| {
+        let calls = self.lock().take().map(|profile| profile.calls).unwrap_or_default();
+        let read_time = |RecordedCall { part, name, begin, end }: RecordedCall| {
             Ok(TimedCall { part, name, millis: f64::from(begin.millis_to(&end)?) })
         };
         calls.into_iter().map(read_time).collect()

@@ -97,7 +97,7 @@ impl Phase {
 pub(super) enum Input {
     /// The whole dataset as bytes, on the GPU.
     Dataset { pictures: Ptr, height: usize, width: usize, mode: GatherMode },
-    /// The batch, cropped and scaled.
+    /// The batch, which the host has cropped and scaled.
     Staged { at: Ptr, format: BatchFormat },
 }
 

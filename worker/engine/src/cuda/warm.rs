@@ -29,13 +29,13 @@ pub(super) struct GpuParts {
 }
 
 /// The parts that were opened in advance and that no engine has taken yet.
-enum State {
+enum EarlyParts {
     Nothing,
     Opening(JoinHandle<Result<GpuParts, CudaError>>),
     Open(Box<GpuParts>),
 }
 
-impl State {
+impl EarlyParts {
     /// Waits for the thread. `None` if there are no parts, or if the thread failed: [`open`] then tries again and reports the error.
     fn wait(self) -> Option<GpuParts> {
         match self {
@@ -46,16 +46,16 @@ impl State {
     }
 }
 
-static STATE: Mutex<State> = Mutex::new(State::Nothing);
+static EARLY_PARTS: Mutex<EarlyParts> = Mutex::new(EarlyParts::Nothing);
 
-fn lock_state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock_early_parts() -> MutexGuard<'static, EarlyParts> {
+    EARLY_PARTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Starts to open GPU `ordinal` for a job of `ranks` ranks. `dtype` is the format in which the job computes; `None` if no job is known yet.
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
-    let mut state = lock_state();
-    let earlier = mem::replace(&mut *state, State::Nothing);
+    let mut early_parts = lock_early_parts();
+    let earlier = mem::replace(&mut *early_parts, EarlyParts::Nothing);
     let open = move || -> Result<GpuParts, CudaError> {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
@@ -70,26 +70,26 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
         Ok(parts)
     };
     if let Ok(thread) = thread::Builder::new().name("warm-up".into()).spawn(open) {
-        *state = State::Opening(thread);
+        *early_parts = EarlyParts::Opening(thread);
     }
 }
 
 /// Opens GPU `ordinal` and makes it current on the calling thread. Takes the parts that were opened in advance, and opens the rest.
 pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
     // The lock is released before the wait for the thread.
-    let earlier = mem::replace(&mut *lock_state(), State::Nothing);
+    let earlier = mem::replace(&mut *lock_early_parts(), EarlyParts::Nothing);
     open_missing(earlier.wait(), ordinal, dtype)
 }
 
 /// Whether the GPU can be used: it was opened, and has not been reset since then. True while it is being opened.
 pub(super) fn is_sound() -> bool {
-    let mut state = lock_state();
-    if matches!(&*state, State::Opening(thread) if !thread.is_finished()) {
+    let mut early_parts = lock_early_parts();
+    if matches!(&*early_parts, EarlyParts::Opening(thread) if !thread.is_finished()) {
         return true;
     }
-    let Some(parts) = mem::replace(&mut *state, State::Nothing).wait() else { return false };
+    let Some(parts) = mem::replace(&mut *early_parts, EarlyParts::Nothing).wait() else { return false };
     let is_usable = parts.device.bind().and_then(|()| parts.device.zeros(256)).is_ok();
-    *state = State::Open(Box::new(parts));
+    *early_parts = EarlyParts::Open(Box::new(parts));
     is_usable
 }
 

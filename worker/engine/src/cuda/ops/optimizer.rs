@@ -169,7 +169,7 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic:
+    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Traffic:
     /// reads and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the
     /// 16-bit formats.
     pub(in crate::cuda) fn sgd(

@@ -87,13 +87,13 @@ pub(super) enum Region {
     PeerSequences,
     /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
     Scaler,
-    /// Loss and number of correct predictions.
+    /// Loss, number of correct predictions, and number of pictures.
     Totals,
     /// The GPU's clock at four points of the step, in nanoseconds.
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
-    /// Range of each parameter.
+    /// Range of each parameter with a gradient, and whether LARS and LAMB scale its rate by norms.
     Segments,
     /// Learning rate and weight decay of each parameter with LARS and LAMB; with Muon, the norms of each filter.
     Rates,

@@ -67,7 +67,7 @@ const NORM_COUNTER: usize = 1023;
 pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
 /// `Scaler` of `optimizer.cu`.
 const SCALER: Operand = Operand::whole(Region::Scaler);
-/// Loss and number of correct predictions.
+/// Loss, number of correct predictions, and number of pictures.
 const TOTALS: Operand = Operand::whole(Region::Totals);
 
 /// Number of groups of 8 values, each from a different row, that a thread loads at a time: 64 bytes.

@@ -157,7 +157,7 @@ pub(super) struct Program {
     scalings: HashMap<usize, [ScalingTable; 2]>,
     /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
     check_result: Buffer,
-    /// `f64` loss and `u64` number of correct predictions of the step.
+    /// Of the step: loss (`f64`), number of correct predictions (`u64`) and number of pictures (`u64`).
     totals: Buffer,
     arena: Buffer,
     workspace: Buffer,

@@ -139,6 +139,7 @@ fn cuda_as(
     Box::new(super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap())
 }
 
+/// Synthetic pictures and labels, which depend only on `number` and the sizes.
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {
     let name = format!("pictures {number}");
     Batch {
@@ -209,7 +210,8 @@ fn compare_one_step(
     compare_step(network, batch_size, &[batch_size], &DeviceConfig { precision, ..deterministic() }, draw)
 }
 
-/// Compares a step over micro-batches of `counts` pictures, in engines for at most `batch_size` pictures per micro-batch.
+/// Compares a step over micro-batches of `counts` pictures, in engines for at most `batch_size` pictures per micro-batch. `draw`
+/// selects the pictures.
 fn compare_step(
     network: &Arc<Network>,
     batch_size: usize,

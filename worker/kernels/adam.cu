@@ -40,7 +40,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
     if (!scaler->apply) return;
     u64 first_length = gradients.first_length, length = gradients.length;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
-    float inverse = scaler->inverse, size = (float)(control->lr / adam.correction1);
+    float inverse = scaler->inverse, step_size = (float)(control->lr / adam.correction1);
     // Weight decay multiplies the weights by these factors.
     float first_factor = (float)(1 - (double)control->lr * first_decay);
     float second_factor = (float)(1 - (double)control->lr * second_decay);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             float denominator = adam.update_moments(m[k], v[k], g[k] * inverse);
-            w[k] = fmaf(w[k], factor, -size * (m[k] / denominator));
+            w[k] = fmaf(w[k], factor, -step_size * (m[k] / denominator));
         }
         weights.set(i, w);
         store_channels(first_moment, i, m);

@@ -196,8 +196,8 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
-// Computes y and, unless `argmax` is null, the position a * kernel + b of each maximum in its window (of equal values, the first). A NaN
-// counts as larger than any number.
+// Computes y and, unless `argmax` is null, the position a * kernel + b of each maximum, at row a and column b of its window (of equal
+// values, the first). A NaN counts as larger than any number.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     pdl_wait();

@@ -204,7 +204,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
             }
 }
 
-// The smaller Gram matrix of filter blockIdx.y; with `first`, of this filter divided by its norm.
+// The smaller Gram matrix of filter blockIdx.y. In the first iteration (`first`), the filter is divided by its norm.
 extern "C" __global__ void __launch_bounds__(128)
     muon_gram(const Scaler* scaler, const bf16* matrices, const Filter* filters, const FilterNorms* norms, u32 first, bf16* grams) {
     pdl_wait();
@@ -235,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(128)
     });
 }
 
-// X = a X + F X for each filter X with the result F of muon_polynomial, or a X + X F if X has more rows than columns.
+// X = a X + F X for each filter X with the result F of muon_polynomial, or a X + X F if X has more rows than columns. In the first
+// iteration, X is divided by its norm.
 extern "C" __global__ void __launch_bounds__(128)
     muon_multiply(const Scaler* scaler, const bf16* matrices, const bf16* factors, const Filter* filters, const FilterNorms* norms,
                   u32 first, bf16* results) {

@@ -377,17 +377,17 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
     }
 }
 
-// to += more: two gradients of one activation.
-extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 length) {
+// sum += part: parts of the gradient of one activation.
+extern "C" __global__ void __launch_bounds__(256) add(T* sum, const T* part, u64 length) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], b[8];
-        unpack(load(to, i), a);
-        unpack(load(more, i), b);
+        unpack(load(sum, i), a);
+        unpack(load(part, i), b);
 #pragma unroll
         for (int k = 0; k < 8; k++) a[k] += b[k];
-        store(to, i, pack(a));
+        store(sum, i, pack(a));
     }
 }
 

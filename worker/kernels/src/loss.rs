@@ -11,7 +11,7 @@ pub struct Loss {
     pub correct: u64,
 }
 
-/// Loss of `logits` `[labels, classes]`. If `gradient` is `(values, scale)`, `values` receives the gradient of the logits, times
+/// Loss of `logits` `[pictures, classes]`. If `gradient` is `(values, scale)`, `values` receives the gradient of the logits, times
 /// `scale`.
 ///
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere, as in PyTorch. With `mixed`,
@@ -66,7 +66,7 @@ pub fn cross_entropy(
         loss.sum += (1.0 - smoothing) * (label_weight * log_sum - label_logit)
             + uniform * (weight_sum * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
-        // The sum of the weighted target.
+        // The sum of the target's values times the weights of their classes.
         let target_sum = weights.map_or(1.0, |_| (1.0 - smoothing) * label_weight + uniform * weight_sum);
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
             for (class, (d, &v)) in d.iter_mut().zip(row).enumerate() {

@@ -17,8 +17,8 @@ pub struct MaxPool {
 }
 
 impl MaxPool {
-    /// Calls `visit(position, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that are inside
-    /// the picture, row by row.
+    /// Calls `visit(position in the window, offset in the input)` for the pixels of the window of output pixel (`oy`, `ox`) that
+    /// are inside the picture, row by row.
     #[inline(always)]
     fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
         for ky in 0..self.kernel {

@@ -48,7 +48,7 @@ pub(super) struct TaskBuffers {
 #[derive(Debug)]
 pub struct Scratch {
     pub(super) tiles: &'static Tiles,
-    /// By shape: how the weight gradient divides the output.
+    /// How the weight gradient divides the output, for each shape.
     pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
     /// Packed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,

@@ -1,4 +1,4 @@
-//! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see `pack`) with weights or with other
+//! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see [`Pack`]) with weights or with other
 //! packed pictures, and tables of tiles for each instruction set and number format. The order of summation is the same for all
 //! tile sizes, so results do not depend on how work is divided.
 //!
@@ -26,7 +26,7 @@ pub(super) struct Product<'a> {
     pub(super) taps: &'a [Tap],
     /// Number of units of input channels to read, from the first of `x` on.
     pub(super) units: usize,
-    /// Number of packed units of a position, in all groups together.
+    /// Number of packed units of a position, in all groups of channels together.
     pub(super) line: usize,
     /// Weights of the first block: `[tap][unit][lane]`.
     pub(super) w: *const f32,
@@ -111,9 +111,9 @@ pub(super) struct Tiles {
     pub(super) values: usize,
     /// Maximum number of pictures in a group.
     pub(super) group: usize,
-    /// By number of pictures - 1: tiles of one, two and four blocks, and a tile of one block that is not full.
+    /// Element `n - 1` is for `n` pictures: tiles of one, two and four blocks, and a tile of one block that is not full.
     product: &'static [[Option<ProductFn>; 4]],
-    /// Ascending numbers of input channels, each with tiles of one, two and four output blocks.
+    /// Numbers of input channels, ascending, each with its tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
     pack_channels: unsafe fn(&Pack),
     pack_pictures: unsafe fn(&Pack),
@@ -178,7 +178,7 @@ impl Tiles {
         }
     }
 
-    /// Number of blocks of output channels for the next tile for `pictures`, if `blocks` full blocks remain.
+    /// Number of blocks of output channels that the next tile for `pictures` computes, if `blocks` full blocks remain.
     pub(super) fn product_blocks(&self, pictures: usize, blocks: usize) -> usize {
         let [_, two, four, _] = self.product[pictures - 1];
         match blocks {
@@ -198,27 +198,29 @@ impl Tiles {
         self.product[pictures - 1][3].unwrap_or_else(|| unreachable!("every row has one"))
     }
 
-    /// Number of blocks of output channels for the next outer-product tile for `channels` input channels,
-    /// if `blocks` remain.
+    /// Number of blocks of output channels that the next outer-product tile for `channels` input channels computes, if `blocks`
+    /// remain: four only if one tile takes all channels, two also if tiles take eight channels at a time.
     pub(super) fn outer_blocks(&self, channels: usize, blocks: usize) -> usize {
-        let has = |width: usize, at_least: usize| {
-            self.outer.iter().any(|(height, tiles)| *height >= at_least && tiles[width].is_some())
+        let has_tile = |blocks: usize, min_channels: usize| {
+            self.outer
+                .iter()
+                .any(|(channels, tiles)| *channels >= min_channels && tiles[blocks / 2].is_some())
         };
         match blocks {
-            4.. if has(2, channels) => 4,
-            2.. if has(1, channels.min(8)) => 2,
+            4.. if has_tile(4, channels) => 4,
+            2.. if has_tile(2, channels.min(8)) => 2,
             _ => 1,
         }
     }
 
-    /// The tile for the next of `channels` remaining input channels (at most 16) and 1, 2 or 4 blocks of
-    /// output channels, and its number of input channels, which exceeds `channels` only at the end.
+    /// The next tile if `channels` input channels remain, for 1, 2 or 4 blocks of output channels, after the tile's number of
+    /// input channels. That is the smallest number that covers the remaining channels, or else the largest.
     pub(super) fn outer(&self, channels: usize, blocks: usize) -> (usize, OuterFn) {
         let mut best = None;
-        for (height, tiles) in self.outer {
+        for (tile_channels, tiles) in self.outer {
             if let Some(tile) = tiles[blocks / 2] {
-                best = Some((*height, tile));
-                if *height >= channels {
+                best = Some((*tile_channels, tile));
+                if *tile_channels >= channels {
                     break;
                 }
             }
@@ -269,7 +271,8 @@ macro_rules! when {
     };
 }
 
-/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them.
+/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them. The arguments
+/// say which tiles exist: `product [pictures: two four]` blocks (one block always), `outer [input channels: one two four]` blocks.
 macro_rules! tiles {
     ($name:ident, $vector:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],

@@ -1,9 +1,8 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
 //! gradients at this offset.
 //!
-//! Packed pictures have the adjacent pixels of a row, of a few pictures, next to each other in memory. The sum
-//! runs over pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for
-//! all kernel offsets.
+//! In packed pictures, a pixel of all pictures of a group is followed by the next pixel of the row. The sum runs over
+//! pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
 
 use super::{
     ConvShape, LANES,
@@ -37,6 +36,7 @@ struct Chunk {
     pieces: Range<usize>,
 }
 
+/// A weight gradient: its shape, and the pieces into which the sum over pixels is divided.
 struct Plan<'a> {
     s: &'a ConvShape,
     tiles: &'static Tiles,
@@ -170,8 +170,8 @@ impl Plan<'_> {
         });
     }
 
-    /// Blocks of output channels that one tile computes, all in the same group of channels. A block that is not full is a
-    /// separate panel.
+    /// Ranges of blocks of output channels. A tile computes one such panel, which lies in one group of channels. A block that
+    /// is not full is a separate panel.
     fn panels(&self) -> Vec<Range<usize>> {
         let blocks_per_group = self.s.group_out_c().div_ceil(LANES);
         let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));

@@ -3,8 +3,8 @@
 
 use super::{Arithmetic, Outer, Pack, Product, Rows, Vector};
 
-/// One unit of input channels of all pictures. This is a function instead of a closure, which might not be inlined into
-/// the function that enables the instructions; then every vector operation would be a call.
+/// Adds the products of one unit of input channels of all pictures. This is a function instead of a closure, because a closure might
+/// not be inlined into the function that enables the instructions; then every vector operation would be a call.
 #[inline(always)]
 unsafe fn step<S: Vector, A: Arithmetic<S>, const P: usize, const V: usize, const PART: bool>(
     t: &Product<'_>,
@@ -144,7 +144,7 @@ pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V:
     }
 }
 
-/// Units of consecutive channels of one picture.
+/// Packs units of consecutive channels of one picture.
 #[inline(always)]
 pub(super) unsafe fn pack_channels<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
@@ -168,7 +168,7 @@ pub(super) unsafe fn pack_channels<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     }
 }
 
-/// Units of the same channel of one or two pictures.
+/// Packs units of the same channel of one or two pictures.
 #[inline(always)]
 pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
@@ -196,7 +196,7 @@ pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     }
 }
 
-/// Units of the same column of one or two rows.
+/// Packs units of the same lane of one or two rows of weights.
 #[inline(always)]
 pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &Rows) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.

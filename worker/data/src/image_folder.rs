@@ -134,7 +134,7 @@ pub(super) fn validation_only_advice(dir: &Path) -> Option<String> {
 
 fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
-    let mut splits: Vec<Listed> = Vec::new();
+    let mut splits: Vec<ListedSplit> = Vec::new();
     let began = SystemTime::now();
     let cached = index::load_cached(dir, store);
     let train = find_classes(training)?;
@@ -190,7 +190,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
 }
 
 /// A split whose folders have been listed.
-struct Listed {
+struct ListedSplit {
     name: String,
     /// Each folder with its class.
     folders: Vec<(u32, Folder)>,
@@ -200,7 +200,7 @@ struct Listed {
 /// Describes all pictures, using the index for known pictures.
 fn examine(
     dir: &Path,
-    splits: Vec<Listed>,
+    splits: Vec<ListedSplit>,
     cached: CachedFolders,
     store: &IndexStore,
     began: SystemTime,
@@ -209,7 +209,7 @@ fn examine(
     let mut described =
         index::describe_files(dir, &all.collect::<Vec<_>>(), cached, store, began).into_iter();
     let mut found = Vec::new();
-    for Listed { name, folders, mut broken } in splits {
+    for ListedSplit { name, folders, mut broken } in splits {
         let mut listing = Listing::new(dir);
         listing.folder_cache = store.folder_cache(dir);
         let mut labels = Vec::new();
@@ -253,7 +253,7 @@ fn list_split(
     (split, found): (&str, Classes),
     names: &[String],
     cached: &CachedFolders,
-) -> Result<Listed, DataError> {
+) -> Result<ListedSplit, DataError> {
     let Classes { folders, mut broken } = found;
     let mut labelled = Vec::new();
     for (class, folder) in folders {
@@ -288,7 +288,7 @@ fn list_split(
         folders.push((label, Folder { path, stamp, files, has_broken: !unexpected.is_empty() }));
         broken.extend(unexpected);
     }
-    Ok(Listed { name: split.into(), folders, broken })
+    Ok(ListedSplit { name: split.into(), folders, broken })
 }
 
 /// The content of a split's folder.

@@ -135,6 +135,7 @@ pub(super) fn describe_files(
     };
     let entries: Vec<Vec<Entry>> =
         slots.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
+    // The folders are stored even if no picture was unknown.
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
@@ -258,7 +259,9 @@ pub(super) fn describe_shards(
     store: &IndexStore,
     read: impl Fn(usize) -> Members + Sync,
 ) -> Vec<Members> {
-    let block_of = |stamp: Stamp, of: &Members| Block::of(Some(stamp), of.shard_error.clone(), &of.entries);
+    let block_of = |stamp: Stamp, members: &Members| {
+        Block::of(Some(stamp), members.shard_error.clone(), &members.entries)
+    };
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
         let stored_members = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());

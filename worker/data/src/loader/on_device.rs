@@ -146,14 +146,12 @@ impl DeviceWork<'_> {
         while !self.queue.is_empty() {
             let claimed = Cell::<&[usize]>::new(&[]);
             let mut filled = None;
-            let outcome = self.device.decoder.decode(
-                self.output.size,
-                &mut |max| {
-                    claimed.set(self.queue.claim(max));
-                    self.inputs(claimed.get())
-                },
-                &mut |made| filled = Some(self.complete(claimed.get(), made)),
-            );
+            let mut take_pictures = |max: usize| {
+                claimed.set(self.queue.claim(max));
+                self.inputs(claimed.get())
+            };
+            let mut use_results = |made: &[Option<&[u8]>]| filled = Some(self.complete(claimed.get(), made));
+            let outcome = self.device.decoder.decode(self.output.size, &mut take_pictures, &mut use_results);
             if let Err(why) = outcome {
                 if claimed.get().is_empty() {
                     // The device cannot begin: cores decode all remaining pictures.

@@ -1,7 +1,7 @@
 // Softmax cross-entropy with label smoothing and class weights over logits + bias, its gradient, and totals over
 // batches.
 //
-// A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
+// A mixed row's target has two labels, weighted by lambda and 1 - lambda. A prediction is correct if it is the label with more weight.
 //
 // A block has LOSS_ROWS warps, each of which computes the log-sum-exp of one row. Then each thread of the block owns four
 // classes and loops over the block's rows, which also sums the gradient of the bias. The last block to finish adds the
@@ -120,12 +120,12 @@ extern "C" __global__ void __launch_bounds__(256)
             u32 label = min(labels[row], classes - 1);
             float log_sum = logf(exp_sum);
             double own_weight = class_weights ? class_weights[label] : 1.0f;
-            double own = own_weight * (to_float(logits[start + label]) + (bias ? bias[label] : 0.0f));
+            double target_logit = own_weight * (to_float(logits[start + label]) + (bias ? bias[label] : 0.0f));
             if (mixed) {
                 u32 other = min(others[row], classes - 1);
                 float other_logit = to_float(logits[start + other]) + (bias ? bias[other] : 0.0f);
                 double other_weight = class_weights ? class_weights[other] : 1.0f;
-                own = (double)lambda * own + (1.0 - lambda) * (other_weight * other_logit);
+                target_logit = (double)lambda * target_logit + (1.0 - lambda) * (other_weight * other_logit);
                 own_weight = (double)lambda * own_weight + (1.0 - lambda) * other_weight;
                 if (lambda < 0.5f) label = other;
             }
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256)
             log_of_row[warp] = log_sum;
             weight_of_row[warp] =
                 class_weights ? (1.0 - smoothing) * own_weight + (double)smoothing_share * weight_sum : 1.0;
-            loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - own) +
+            loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - target_logit) +
                                 (double)smoothing_share * ((double)weight_sum * log_sum + gap_sum);
             // If a logit is NaN, best may not be the maximum, but exp_sum is NaN.
             bool correct = where == label;

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256)
     class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 blocks_per_chunk, u32 classes, const Sample* sample) {
     pdl_wait();
     if (sample) classes = sample->count;
-    SHARED(ClassPart, of_warp, 8);
+    SHARED(ClassPart, warp_parts, 8);
     u32 row = blockIdx.y, rows = gridDim.y, chunk_index = blockIdx.x / blocks_per_chunk, block = blockIdx.x % blocks_per_chunk;
     const T* from = logits + ((u64)chunk_index * rows + row) * chunk;
     u32 groups = chunk / 8, per_block = (groups + blocks_per_chunk - 1) / blocks_per_chunk, end = min((block + 1) * per_block, groups);
@@ -97,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     p = joined_lanes(p);
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) of_warp[warp] = p;
+    if (lane == 0) warp_parts[warp] = p;
     __syncthreads();
     if (warp > 0) return;
-    p = joined_lanes(lane < 8 ? of_warp[lane] : no_classes());
+    p = joined_lanes(lane < 8 ? warp_parts[lane] : no_classes());
     if (lane == 0) parts[(u64)row * gridDim.x + blockIdx.x] = p;
 }
 

@@ -1,9 +1,11 @@
 //! Chooses the pictures of the training split that are held out for validation (a fraction in `data.validation`, or one
 //! of `data.folds`), and computes the fingerprint of the validation pictures.
+//!
 //! With a fraction, whether a picture is held out depends only on the picture's identity, which is independent of its
 //! position in the split. So adding or removing pictures moves no other picture between training and validation, and a
 //! larger fraction includes all pictures of a smaller fraction. In return, the fraction of each class is only
 //! approximate, and a class with few pictures may have none held out.
+//!
 //! Folds are equal parts of each class and of the whole split, up to one picture. Pictures of a class with the same
 //! content (in folders, the same name) are in the same fold, so duplicates make the parts less equal. Folds depend on
 //! all pictures, so adding or removing pictures moves other pictures, too.

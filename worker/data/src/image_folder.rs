@@ -266,26 +266,28 @@ fn list_split(
         };
         labelled.push((label as u32, folder));
     }
-    let list = |(_, folder): &(u32, PathBuf)| {
-        let path = folder.strip_prefix(dir).unwrap_or(folder).to_owned();
-        match cached.stamp(&path) {
-            Some(stamp) => (path, Some(stamp), None),
-            None => (path, FolderStamp::of(folder), Some(list_class(folder))),
+    let list = |(label, class): &(u32, PathBuf)| -> Result<(u32, Folder, Vec<BrokenFile>), DataError> {
+        let path = class.strip_prefix(dir).unwrap_or(class).to_owned();
+        if let Some(stamp) = cached.stamp(&path) {
+            let folder = Folder { path, stamp: Some(stamp), files: Vec::new(), has_broken: false };
+            return Ok((*label, folder, Vec::new()));
         }
+        let stamp = FolderStamp::of(class);
+        let (files, unexpected) = list_class(class);
+        if files.is_empty() && unexpected.is_empty() {
+            return Err(empty_class(class));
+        }
+        // Unexpected entries can become pictures without a change of the folder's times.
+        let stamp = stamp.filter(|_| unexpected.is_empty());
+        let folder = Folder { path, stamp, files, has_broken: !unexpected.is_empty() };
+        Ok((*label, folder, unexpected))
     };
     let listed: Vec<_> = labelled.par_iter().map(list).collect();
     let mut folders = Vec::new();
-    for ((label, folder), (path, stamp, listed)) in labelled.into_iter().zip(listed) {
-        let (files, unexpected) = match listed {
-            None => (Vec::new(), Vec::new()),
-            Some((files, unexpected)) if files.is_empty() && unexpected.is_empty() => {
-                return Err(empty_class(&folder));
-            }
-            Some(found) => found,
-        };
-        // Unexpected entries can become pictures without a change of the folder's times.
-        let stamp = stamp.filter(|_| unexpected.is_empty());
-        folders.push((label, Folder { path, stamp, files, has_broken: !unexpected.is_empty() }));
+    // The first error in the order of the classes is returned, so that it does not depend on timing.
+    for class in listed {
+        let (label, folder, unexpected) = class?;
+        folders.push((label, folder));
         broken.extend(unexpected);
     }
     Ok(ListedSplit { name: split.into(), folders, broken })

@@ -43,17 +43,17 @@ impl MaxPool {
                 for (pixel, (y, argmax)) in
                     y.chunks_exact_mut(channels).zip(argmax.chunks_exact_mut(channels)).enumerate()
                 {
-                    let mut first = true;
+                    let mut is_first = true;
                     self.window(pixel / self.output.width, pixel % self.output.width, |position, at| {
                         let x = &x[at..at + channels];
                         for c in 0..channels {
                             // A NaN wins, so that divergence is not hidden.
-                            if first || x[c] > y[c] || x[c].is_nan() {
+                            if is_first || x[c] > y[c] || x[c].is_nan() {
                                 y[c] = x[c];
                                 argmax[c] = position;
                             }
                         }
-                        first = false;
+                        is_first = false;
                     });
                 }
             },

@@ -77,7 +77,7 @@ impl DataSource {
     /// The training pictures in their order, in batches, prepared as for validation.
     pub fn gallery(&self, batch_size: usize, threads: usize) -> Batches {
         let Part { split, chosen, broken, .. } = &*self.train;
-        let (split, chosen, broken) = (split.clone(), chosen.clone(), Broken::new(broken.allowed));
+        let (split, chosen, broken) = (split.clone(), chosen.clone(), Broken::new(broken.is_allowed));
         let part = Part { split, chosen, needs_whole: self.validation.needs_whole, broken };
         let all = 0..part.chosen.len();
         self.prepare_unaugmented(Arc::new(part), all, batch_size, threads)

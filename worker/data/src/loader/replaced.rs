@@ -76,7 +76,7 @@ impl Part {
         loop {
             let positions = positions(&self.broken.counts().broken);
             match make(&positions) {
-                Err(error) if self.broken.allowed => self.record_broken(&positions, error)?,
+                Err(error) if self.broken.is_allowed => self.record_broken(&positions, error)?,
                 made => return made,
             }
             let counts = self.broken.counts();

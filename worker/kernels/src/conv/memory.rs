@@ -34,7 +34,9 @@ impl Buffer {
 /// Buffers of one task.
 #[derive(Debug, Default)]
 pub(super) struct TaskBuffers {
+    /// The task's packed source or, for the weight gradient, its packed input.
     pub(super) x: Buffer,
+    /// The packed output gradient, for the weight gradient.
     pub(super) dy: Buffer,
     /// The taps of all output positions, in order.
     pub(super) taps: Vec<Tap>,
@@ -54,7 +56,9 @@ pub struct Scratch {
     pub(super) weights: Buffer,
     /// Weights of merged groups, or their gradient.
     pub(super) merged: Buffer,
+    /// For the weight gradient: the packed input of all pictures, if tasks divide the weights.
     pub(super) x: Buffer,
+    /// For the weight gradient: the packed output gradient of all pictures, if tasks divide the weights.
     pub(super) dy: Buffer,
     /// One per concurrent task.
     pub(super) task_buffers: TaskBufferPool,

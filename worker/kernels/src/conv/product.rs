@@ -134,11 +134,10 @@ impl Pass {
         } else {
             let row_len = picture_len / src_h * self.batch.div_ceil(groups);
             let budget = if w.len() > 2 * PACKED { 2 * PACKED } else { PACKED };
+            let fits = |rows: usize| self.rows.range(&(0..rows)).len() * row_len <= budget;
+            let has_enough_tasks = |rows: usize| groups * dst_h.div_ceil(rows) >= TASKS;
             let mut rows = dst_h;
-            while rows > 1 && {
-                let src_rows = self.rows.range(&(0..rows));
-                src_rows.len() * row_len > budget || groups * dst_h.div_ceil(rows) < TASKS
-            } {
+            while rows > 1 && !(fits(rows) && has_enough_tasks(rows)) {
                 rows = rows.div_ceil(2);
             }
             let task = |group, first| Task {

@@ -77,7 +77,7 @@ pub(super) struct Outer<'a> {
     pub(super) lanes: usize,
 }
 
-/// Copies channels of a row of pixels into packed lines.
+/// Channels of a row of pixels, to be copied into packed lines.
 pub(super) struct Pack {
     /// First channel of the first pixel; pixels are consecutive.
     pub(super) from: *const f32,
@@ -92,8 +92,8 @@ pub(super) struct Pack {
     pub(super) to_block: usize,
 }
 
-/// Packs rows of weights, `[row][lane]`, into units of one or two rows. The second value of an incomplete unit is 0.
-pub(super) struct Rows {
+/// Rows of weights, `[row][lane]`, to be packed into units of one or two rows. The second value of an incomplete unit is 0.
+pub(super) struct WeightRows {
     pub(super) from: *const f32,
     pub(super) rows: usize,
     pub(super) lanes: usize,
@@ -117,7 +117,7 @@ pub(super) struct Tiles {
     outer: &'static [(usize, [Option<OuterFn>; 3])],
     pack_channels: unsafe fn(&Pack),
     pack_pictures: unsafe fn(&Pack),
-    pack_rows: unsafe fn(&Rows),
+    pack_rows: unsafe fn(&WeightRows),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
 
@@ -257,7 +257,7 @@ impl Tiles {
         let rows = from.len() / lanes;
         assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values) * lanes);
         // SAFETY: `from` has the rows, and `to` is large enough; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack_rows)(&Rows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
+        unsafe { (self.pack_rows)(&WeightRows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
     }
 }
 
@@ -279,7 +279,7 @@ macro_rules! tiles {
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
             use crate::conv::tile::{
-                Arithmetic, Format, Outer, Pack, Product, Rows, Tiles, Vector, outer, pack_channels,
+                Arithmetic, Format, Outer, Pack, Product, WeightRows, Tiles, Vector, outer, pack_channels,
                 pack_pictures, pack_rows, product,
             };
             $(#[$feature])?
@@ -303,7 +303,7 @@ macro_rules! tiles {
                 unsafe { pack_pictures::<$vector, $format>(t) }
             }
             $(#[$feature])?
-            unsafe fn pack_rows_of(t: &Rows) {
+            unsafe fn pack_rows_of(t: &WeightRows) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
                 unsafe { pack_rows::<$vector, $format>(t) }
             }

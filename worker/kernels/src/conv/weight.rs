@@ -189,16 +189,16 @@ impl Plan<'_> {
     /// Groups of pictures, divided by rows so that packed rows fit in the cache.
     fn chunks(&self) -> Vec<Chunk> {
         let s = self.s;
-        let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
+        let row_units = (s.in_w * s.in_c.next_multiple_of(LANES))
+            .max(s.out_w() * s.out_c.next_multiple_of(LANES))
             * self.units(self.group);
         let count = self.pieces[0].len();
+        let fits = |pieces: usize| {
+            let row_ends = self.pieces[0][..pieces].iter().map(|piece| piece.src.end.max(piece.rows.end));
+            row_ends.max().unwrap_or(0) * row_units <= PACKED
+        };
         let mut pieces_per_chunk = count;
-        while pieces_per_chunk > 1 && {
-            let (src, rows) = self.pieces[0][..pieces_per_chunk]
-                .iter()
-                .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
-            src.max(rows) * row > PACKED
-        } {
+        while pieces_per_chunk > 1 && !fits(pieces_per_chunk) {
             pieces_per_chunk = pieces_per_chunk.div_ceil(2);
         }
         (0..s.batch)

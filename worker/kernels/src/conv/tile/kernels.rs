@@ -1,7 +1,7 @@
 //! The loops of the tiles, generic over the vector type `S` and the arithmetic `A` of the number format. Everything is inlined into
 //! functions that enable the instructions of the vector type.
 
-use super::{Arithmetic, Outer, Pack, Product, Rows, Vector};
+use super::{Arithmetic, Outer, Pack, Product, Vector, WeightRows};
 
 /// Adds the products of one unit of input channels of all pictures. This is a function instead of a closure, because a closure might
 /// not be inlined into the function that enables the instructions; then every vector operation would be a call.
@@ -198,7 +198,7 @@ pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
 
 /// Packs units of the same lane of one or two rows of weights.
 #[inline(always)]
-pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &Rows) {
+pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &WeightRows) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         for unit in 0..t.rows.div_ceil(A::VALUES) {

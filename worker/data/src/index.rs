@@ -118,6 +118,7 @@ pub(super) fn describe_files(
         && store.keeps(files, missing)
         && let Some((new_builder, facts)) = store.begin(root)
     {
+        // Another process may have added facts before this process got the lock.
         slots = match_files(&facts, root, folders);
         builder = Some(new_builder);
     }
@@ -194,6 +195,7 @@ fn read_unknown(
         };
         let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
+        // After a failure, `append` returns `None`: reading continues, and no index is written.
         builder = builder.and_then(|mut index| {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
@@ -280,6 +282,7 @@ pub(super) fn describe_shards(
         if store.keeps(estimated_pictures(all_bytes), estimated_pictures(missing_bytes))
             && let Some((new_builder, facts)) = store.begin(dataset)
         {
+            // Another process may have added facts before this process got the lock.
             known = recall(&facts);
             builder = Some(new_builder);
         }

@@ -21,7 +21,7 @@ pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
 const HEAD_BYTES: u64 = 32;
 /// Maximum number of pixels. Larger pictures are rejected before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Maximum size of a picture, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
+/// Maximum size of a picture in bytes, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
 pub(super) const MAX_BYTES: u64 = MAX_PIXELS * 8;
 
 /// Extensions of supported formats.

@@ -75,6 +75,7 @@ pub(super) fn make(
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers, &[]) };
     let output = OutputSpec::new(part, transform, epoch.is_some());
     let params = |position: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, position.into()));
+    // Reads the files, and decides for each of them where it is decoded.
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(Work::AroundDevice, &numbers, |number, _| {
         let position = chosen[number];
@@ -105,6 +106,7 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &undecoded);
     }
+    // The device and the cores decode at the same time.
     let has_failed = AtomicBool::new(false);
     let queue = Queue::new(&of_device);
     let work =

@@ -103,6 +103,8 @@ impl DataSource {
         Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
     }
 
+    /// Divides the opened splits into training and validation pictures, and makes the transforms. `opened` has the training split first,
+    /// and each split's identities (see [`open_splits`]).
     fn assemble(
         catalog: Catalog,
         opened: Vec<(OpenSplit, Vec<Identity>)>,

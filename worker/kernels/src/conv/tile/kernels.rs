@@ -71,6 +71,7 @@ pub(super) unsafe fn product<
         }
         if !t.sums.is_null() {
             for v in 0..V {
+                // 16 pivots, 16 sums and 16 sums of squares.
                 let to = t.sums.add(v * 48);
                 let (mut total, mut squares) = (S::zero(), S::zero());
                 if t.starts_sums {

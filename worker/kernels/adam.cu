@@ -40,7 +40,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
     if (!scaler->apply) return;
     u64 first_length = gradients.first_length, length = gradients.length;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
-    float inverse = scaler->inverse, size = (float)(control->lr / adam.correction1);
+    float inverse = scaler->inverse, step_size = (float)(control->lr / adam.correction1);
     // Weight decay multiplies the weights by these factors.
     float first_factor = (float)(1 - (double)control->lr * first_decay);
     float second_factor = (float)(1 - (double)control->lr * second_decay);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             float denominator = adam.update_moments(m[k], v[k], g[k] * inverse);
-            w[k] = fmaf(w[k], factor, -size * (m[k] / denominator));
+            w[k] = fmaf(w[k], factor, -step_size * (m[k] / denominator));
         }
         weights.set(i, w);
         store_channels(first_moment, i, m);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     Segment s = segments[blockIdx.y];
     float inverse = scaler->inverse, scale = (float)(1 / adam.correction1), d = s.adapted ? decay : 0;
-    double weight = 0, moved = 0;
+    double weight_squares = 0, update_squares = 0;
     // A bias may end within a group of eight; zeros fill the group.
     u64 groups = (s.length + 7) / 8, step = (u64)NORM_PARTS * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
@@ -111,15 +111,15 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         store_channels(first_moment, at, m);
         store_channels(second_moment, at, v);
-        weight += ws;
-        moved += rs;
+        weight_squares += ws;
+        update_squares += rs;
     }
-    weight = block_sum(weight, warps);
-    moved = block_sum(moved, warps);
+    weight_squares = block_sum(weight_squares, warps);
+    update_squares = block_sum(update_squares, warps);
     if (threadIdx.x == 0) {
         double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight;
-        to[1] = moved;
+        to[0] = weight_squares;
+        to[1] = update_squares;
     }
 }
 
@@ -128,16 +128,16 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    double weight = 0, moved = 0;
+    double weight_squares = 0, update_squares = 0;
     for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight += partials[((u64)i * NORM_PARTS + p) * 2];
-        moved += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
+        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
+        update_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
         // With a rate of 0, a parameter that is all zeros could never change.
-        if (weight > 0 && moved > 0) r.rate = (float)(sqrt(weight) / sqrt(moved));
+        if (weight_squares > 0 && update_squares > 0) r.rate = (float)(sqrt(weight_squares) / sqrt(update_squares));
     }
     rates[i] = r;
 }

@@ -186,7 +186,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
 BOTTLENECK(bottleneck_backward, true)
 BOTTLENECK(projection_backward, false)
 
-// to [length] = the sum of `partial` [blocks, length] over the blocks, in block order. 32 x 8 threads; four values a load.
+// to [length] = the sum of `partial` [blocks, length] over the blocks, in block order. 32 x 8 threads; a thread loads four values.
 extern "C" __global__ void __launch_bounds__(256)
     sum_weight_gradients(const float* partial, T* to, u32 blocks, u32 length) {
     pdl_wait();

@@ -1,5 +1,5 @@
-// Activations of operators that the ranks of a model group split: ranges of channels, and the pictures of the whole model group, `batch`
-// per rank in the order of ranks.
+// The ranks of a model group split some operators by channels. A rank then has a range of channels of all pictures of the group: `batch`
+// pictures per rank, in the order of ranks.
 
 // Copies `groups` groups of eight channels of each row from `from` [rows, from_groups], where the copy begins with group `first`, to
 // `to` [rows, to_groups], where it begins with group `at`.
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u32 i = threadIdx.x; i < groups; i += blockDim.x) store(y, (u64)blockIdx.x * groups + i, zeros());
 }
 
-// The control block of the `pictures` pictures of the model group, none of which counts as padding. One thread.
+// Copies a control block for use with all `pictures` pictures of the model group, none of which counts as padding. One thread.
 extern "C" __global__ void group_control(const Control* from, Control* to, u32 pictures) {
     pdl_wait();
     *to = *from;

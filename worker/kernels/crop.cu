@@ -4,12 +4,12 @@
 
 struct Cropping {
     Planes planes;
-    int column, row;             // stored position of the upright pixel at the tables' origin
-    int column_right, row_right; // stored step from a pixel to its upright right neighbour
-    int column_down, row_down;   // stored step from a pixel to its upright lower neighbour
-    u32 first_column, column_count; // upright columns that an output needs
-    u32 row_table, row_taps, row_shift; // a `Taps`; row_table: offset of the table in `tables`
-    u32 column_table, column_taps, column_shift;
+    int column, row;             // position in the planes of the upright pixel (0, 0), from which the tables count
+    int column_right, row_right; // step in the planes from a pixel to its right neighbour in the upright picture
+    int column_down, row_down;   // step in the planes from a pixel to its lower neighbour in the upright picture
+    u32 first_column, column_count; // columns of the upright picture that an output needs
+    u32 row_table, row_taps, row_shift; // `Taps` of the output's rows; row_table: offset of the table in `tables`
+    u32 column_table, column_taps, column_shift; // `Taps` of the output's columns
     u32 flip;   // 1: mirror the output's columns
     u32 output; // index of the output
 };

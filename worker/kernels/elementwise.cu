@@ -196,8 +196,8 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
-// Computes y and, unless `argmax` is null, the position a * kernel + b of each maximum in its window (of equal values, the first). A NaN
-// counts as larger than any number.
+// Computes y and, unless `argmax` is null, the position a * kernel + b of each maximum, at row a and column b of its window (of equal
+// values, the first). A NaN counts as larger than any number.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     pdl_wait();
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u64 picture = pixel / p.out_width / p.out_height;
         float best[8];
         u8 where[8];
-        bool first = true;
+        bool is_first = true;
         for (u32 a = 0; a < p.kernel; a++) {
             u32 r = row * p.stride + a - p.row_padding; // below 0 wraps to above the height
             if (r >= p.height) continue;
@@ -221,11 +221,11 @@ extern "C" __global__ void __launch_bounds__(256)
                 unpack(load(x, ((picture * p.height + r) * p.width + c) * groups + group), v);
 #pragma unroll
                 for (int k = 0; k < 8; k++)
-                    if (first || v[k] > best[k] || v[k] != v[k]) {
+                    if (is_first || v[k] > best[k] || v[k] != v[k]) {
                         best[k] = v[k];
                         where[k] = (u8)(a * p.kernel + b);
                     }
-                first = false;
+                is_first = false;
             }
         }
         store(y, i, pack(best));

@@ -104,8 +104,8 @@ __device__ __forceinline__ void load_table(const float* table, u32 channels, flo
     for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) table_smem[i] = table[i];
 }
 
-// Without scaling, for pictures of the input's size. blockIdx.y is the picture; threads loop over its pixels in a
-// grid stride.
+// Makes inputs without scaling, from pictures of the input's size. blockIdx.y is the picture; threads loop over its pixels
+// in a grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded, u32 folded) {
     pdl_wait();
@@ -163,7 +163,7 @@ __device__ __forceinline__ void scale_vertically(const Source& s, const CropWind
     __syncthreads();
 }
 
-// With scaling. A block computes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Dynamic shared memory: the
+// Makes inputs with scaling. A block computes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Dynamic shared memory: the
 // source rows of these output rows (source_rows x width pixels), then the vertically scaled band (band x width).
 extern "C" __global__ void __launch_bounds__(256)
     gather_scaled(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,

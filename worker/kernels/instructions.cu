@@ -91,9 +91,9 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from, bool real
     u32 at = (u32)__cvta_generic_to_shared(to), bytes = real ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
-// cp_async_wait_group<N> waits for all of this thread's committed groups but the newest N.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all of this thread's committed groups of copies but the newest `PENDING`.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -1,7 +1,7 @@
 // Softmax cross-entropy with label smoothing and class weights over logits + bias, its gradient, and totals over
 // batches.
 //
-// A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
+// A mixed row's target has two labels, weighted by lambda and 1 - lambda. A prediction is correct if it is the label with more weight.
 //
 // A block has LOSS_ROWS warps, each of which computes the log-sum-exp of one row. Then each thread of the block owns four
 // classes and loops over the block's rows, which also sums the gradient of the bias. The last block to finish adds the
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(float, log_of_row, LOSS_ROWS);
     SHARED(float, weight_of_row, LOSS_ROWS); // the sum of the weighted target
     SHARED(double, loss_of_row, LOSS_ROWS);
-    SHARED(u32, right_of_row, LOSS_ROWS);
+    SHARED(u32, correct_of_row, LOSS_ROWS);
     SHARED(u32, last, 1);
     u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
@@ -120,12 +120,12 @@ extern "C" __global__ void __launch_bounds__(256)
             u32 label = min(labels[row], classes - 1);
             float log_sum = logf(exp_sum);
             double own_weight = class_weights ? class_weights[label] : 1.0f;
-            double own = own_weight * (to_float(logits[start + label]) + (bias ? bias[label] : 0.0f));
+            double target_logit = own_weight * (to_float(logits[start + label]) + (bias ? bias[label] : 0.0f));
             if (mixed) {
                 u32 other = min(others[row], classes - 1);
                 float other_logit = to_float(logits[start + other]) + (bias ? bias[other] : 0.0f);
                 double other_weight = class_weights ? class_weights[other] : 1.0f;
-                own = (double)lambda * own + (1.0 - lambda) * (other_weight * other_logit);
+                target_logit = (double)lambda * target_logit + (1.0 - lambda) * (other_weight * other_logit);
                 own_weight = (double)lambda * own_weight + (1.0 - lambda) * other_weight;
                 if (lambda < 0.5f) label = other;
             }
@@ -133,19 +133,19 @@ extern "C" __global__ void __launch_bounds__(256)
             log_of_row[warp] = log_sum;
             weight_of_row[warp] =
                 class_weights ? (1.0 - smoothing) * own_weight + (double)smoothing_share * weight_sum : 1.0;
-            loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - own) +
+            loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - target_logit) +
                                 (double)smoothing_share * ((double)weight_sum * log_sum + gap_sum);
             // If a logit is NaN, best may not be the maximum, but exp_sum is NaN.
-            bool right = where == label;
+            bool correct = where == label;
             if (label_logits) {
                 float original = label_logits[row].original;
-                right = right || original > best || original == best && label < where;
+                correct = correct || original > best || original == best && label < where;
             }
-            right_of_row[warp] = right && exp_sum == exp_sum;
+            correct_of_row[warp] = correct && exp_sum == exp_sum;
         }
     } else if (lane == 0) {
         loss_of_row[warp] = 0;
-        right_of_row[warp] = 0;
+        correct_of_row[warp] = 0;
     }
     __syncthreads();
     u32 first = blockIdx.x * LOSS_ROWS;
@@ -179,13 +179,13 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (t == 0) {
-        double loss = 0, right = 0;
+        double loss = 0, correct = 0;
         for (u32 i = 0; i < LOSS_ROWS; i++) {
             loss += loss_of_row[i];
-            right += right_of_row[i];
+            correct += correct_of_row[i];
         }
         partials[2 * blockIdx.x] = loss;
-        partials[2 * blockIdx.x + 1] = right;
+        partials[2 * blockIdx.x + 1] = correct;
     }
     __threadfence();
     __syncthreads();
@@ -197,18 +197,18 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!last[0]) return;
     __threadfence();
     if (warp == 0) { // each lane adds every 32nd block
-        double loss = 0, right = 0;
+        double loss = 0, correct = 0;
         for (u32 b = lane; b < gridDim.x; b += 32) {
             loss += ldcg(partials + 2 * b);
-            right += ldcg(partials + 2 * b + 1);
+            correct += ldcg(partials + 2 * b + 1);
         }
         for (u32 o = 16; o > 0; o /= 2) {
             loss += shfl_xor(loss, o);
-            right += shfl_xor(right, o);
+            correct += shfl_xor(correct, o);
         }
         if (lane == 0) {
             totals->loss_sum = (accumulate ? totals->loss_sum : 0.0) + loss;
-            totals->correct = (accumulate ? totals->correct : 0) + (u64)right;
+            totals->correct = (accumulate ? totals->correct : 0) + (u64)correct;
             totals->samples = (accumulate ? totals->samples : 0) + valid;
         }
     }

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Gradients gradients = GRADIENTS;
     Filter f = filters[blockIdx.y];
     float inverse = scaler->inverse;
-    double weight = 0, moved = 0;
+    double weight_squares = 0, update_squares = 0;
     u64 groups = (u64)f.rows * f.columns / 8, step = (u64)NORM_PARTS * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u64 at = f.offset / 8 + i;
@@ -56,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         store_channels(velocity, at, v);
         ((uint4*)matrices)[at] = {bfloat_pair(g[0], g[1]), bfloat_pair(g[2], g[3]), bfloat_pair(g[4], g[5]), bfloat_pair(g[6], g[7])};
-        weight += ws;
-        moved += us;
+        weight_squares += ws;
+        update_squares += us;
     }
-    weight = block_sum(weight, warps);
-    moved = block_sum(moved, warps);
+    weight_squares = block_sum(weight_squares, warps);
+    update_squares = block_sum(update_squares, warps);
     if (threadIdx.x == 0) {
         double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight;
-        to[1] = moved;
+        to[0] = weight_squares;
+        to[1] = update_squares;
     }
 }
 
@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(128)
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (!scaler->apply || i >= count) return;
-    double weight = 0, moved = 0;
+    double weight_squares = 0, update_squares = 0;
     for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight += partials[((u64)i * NORM_PARTS + p) * 2];
-        moved += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
+        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
+        update_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
-    norms[i].inverse = (float)(1 / (sqrt(moved) + MUON_EPSILON));
-    norms[i].scale = weight > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(weight)) : 1.0f;
+    norms[i].inverse = (float)(1 / (sqrt(update_squares) + MUON_EPSILON));
+    norms[i].scale = weight_squares > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(weight_squares)) : 1.0f;
 }
 
 // c (16 x 8) += a (16 x 16) b (16 x 8), a and b in bfloat16, c in float32; fragments as in the PTX manual for mma.m16n8k16.
@@ -204,7 +204,7 @@ __device__ __forceinline__ void product(const Factor& p, const Factor& q, u32 ro
             }
 }
 
-// The smaller Gram matrix of filter blockIdx.y; with `first`, of this filter divided by its norm.
+// The smaller Gram matrix of filter blockIdx.y. In the first iteration (`first`), the filter is divided by its norm.
 extern "C" __global__ void __launch_bounds__(128)
     muon_gram(const Scaler* scaler, const bf16* matrices, const Filter* filters, const FilterNorms* norms, u32 first, bf16* grams) {
     pdl_wait();
@@ -235,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(128)
     });
 }
 
-// X = a X + F X for each filter X with the result F of muon_polynomial, or a X + X F if X has more rows than columns.
+// X = a X + F X for each filter X with the result F of muon_polynomial, or a X + X F if X has more rows than columns. In the first
+// iteration, X is divided by its norm.
 extern "C" __global__ void __launch_bounds__(128)
     muon_multiply(const Scaler* scaler, const bf16* matrices, const bf16* factors, const Filter* filters, const FilterNorms* norms,
                   u32 first, bf16* results) {

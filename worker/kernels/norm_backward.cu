@@ -10,7 +10,7 @@
 #define ADDED 1   // dy + added
 #define POOLED 2  // global average pooling: one row of dy per picture, divided by the picture's pixels
 // How a kernel knows which values passed the ReLU.
-#define ALL 0
+#define ALL 0       // all: there is no ReLU
 #define RECOMPUTE 1 // x * scale + bias > 0
 #define BITS 2      // from the forward pass's mask
 
@@ -60,8 +60,8 @@ template <int MASK, int SOURCE> struct Loaded {
 struct Backward {
     const float *mean, *inv_std, *scale, *bias; // [C], from the forward pass
     float *dgamma, *dbeta;                      // [C], this rank's sums
-    u32 accumulate;                             // whether dgamma and dbeta are added to
-    float *slope, *offset;                      // [C]
+    u32 accumulate;                             // whether to add to dgamma and dbeta instead of overwriting them
+    float *slope, *offset;                      // [C], results of the first pass
 };
 #define BACKWARD_PARAMETERS                                                                                   \
     const float *mean, const float *inv_std, const float *scale, const float *bias, float *dgamma, float *dbeta, \

@@ -121,8 +121,8 @@ extern "C" __global__ void norm_fold(const float* gamma, const float* beta, cons
     bias[c] = (float)(beta[c] - (double)running_mean[c] * s);
 }
 
-// Applies a batch norm to eight values of a row. ADD: 0 adds nothing, 1 the shortcut, 2 the shortcut after its own
-// scale and bias (the batch norm of a projection).
+// Applies a batch norm to eight values of a row, and returns a mask: bit k is y > 0 of value k. ADD: 0 adds nothing, 1 the
+// shortcut, 2 the shortcut after its own scale and bias (the batch norm of a projection).
 template <int ADD> struct Apply {
     float scale[8], bias[8], shortcut_scale[8], shortcut_bias[8];
     float floor; // 0 for ReLU, else minus infinity
@@ -153,20 +153,20 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, 
                                       u32 rows) {
     constexpr int U = IN_FLIGHT;
     for (u32 r = w.first; r < rows; r += U * w.step) {
-        Raw raw[U], more[U];
+        Raw raw[U], added[U];
 #pragma unroll
         for (int i = 0; i < U; i++)
             if (r + i * w.step < rows) {
                 u64 at = (u64)(r + i * w.step) * w.groups + w.group;
                 raw[i] = load(x, at);
-                if (ADD) more[i] = load(shortcut, at);
+                if (ADD) added[i] = load(shortcut, at);
             }
 #pragma unroll
         for (int i = 0; i < U; i++)
             if (r + i * w.step < rows) {
                 u64 at = (u64)(r + i * w.step) * w.groups + w.group;
                 Raw out;
-                u32 positive = f(raw[i], more[i], out);
+                u32 positive = f(raw[i], added[i], out);
                 store(y, at, out);
                 if (mask) mask[at] = (u8)positive;
             }
@@ -241,7 +241,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
-    Raw raw[U], more[U];
+    Raw raw[U], added[U];
     float s[16] = {};
 #pragma unroll
     for (int i = 0; i < U; i++) {
@@ -249,7 +249,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         raw[i] = zeros();
         if (w.active && r < rows) {
             raw[i] = load(x, (u64)r * w.groups + w.group);
-            if (ADD) more[i] = load(shortcut, (u64)r * w.groups + w.group);
+            if (ADD) added[i] = load(shortcut, (u64)r * w.groups + w.group);
         }
     }
 #pragma unroll
@@ -287,7 +287,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
                 u32 r = first + i * w.step;
                 if (r < rows) {
                     raw[i] = load(x, (u64)r * w.groups + w.group);
-                    if (ADD) more[i] = load(shortcut, (u64)r * w.groups + w.group);
+                    if (ADD) added[i] = load(shortcut, (u64)r * w.groups + w.group);
                 }
             }
 #pragma unroll
@@ -296,7 +296,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
             if (r < rows) {
                 u64 at = (u64)r * w.groups + w.group;
                 Raw out;
-                u32 positive = f(raw[i], more[i], out);
+                u32 positive = f(raw[i], added[i], out);
                 store(y, at, out);
                 if (mask) mask[at] = (u8)positive;
             }

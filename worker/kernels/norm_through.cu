@@ -1,13 +1,13 @@
-// Batch norm backward of a block's output whose gradient comes through a 1x1 convolution. Tensor cores compute the
-// gradient tile by tile, and the block that computed a tile consumes it, so the gradient is never stored. This saves one
-// write and one read of the largest tensors of a bottleneck network.
+// The backward pass of the batch norm at the end of a network's block, which also computes its own incoming gradient: that of the
+// input of the next 1x1 convolution. Tensor cores compute this gradient tile by tile, and the thread block that computed a tile
+// consumes it, so the gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck network.
 
 #if DTYPE != 0 && defined(HAS_WGMMA)
 
 // A block of 32 x 16 threads computes tiles of TILE_ROWS rows and TILE_CHANNELS channels; a thread owns eight channels of
 // four rows.
 #define ROWS_PER_THREAD (TILE_ROWS / 16)
-// Values of a 64 x 64 tile of a wgmma operand.
+// Number of values of a 64 x 64 tile of a wgmma operand.
 #define TILE (64 * 64)
 // Row pitch, in values, of a tile of `n` columns; padding puts rows that a warp reads together into different banks.
 #define PADDED_ROW(n) ((n) + ROW_PADDING)

@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(double, warps, 8);
     Gradients gradients = GRADIENTS;
     Segment s = segments[blockIdx.y];
-    double weight = 0, gradient = 0;
+    double weight_squares = 0, gradient_squares = 0;
     if (s.adapted)
         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < s.length / 8; i += (u64)NORM_PARTS * blockDim.x) {
             float w[8], g[8], ws = 0, gs = 0;
@@ -240,15 +240,15 @@ extern "C" __global__ void __launch_bounds__(256)
                 ws = fmaf(w[k], w[k], ws);
                 gs = fmaf(g[k], g[k], gs);
             }
-            weight += ws;
-            gradient += gs;
+            weight_squares += ws;
+            gradient_squares += gs;
         }
-    weight = block_sum(weight, warps);
-    gradient = block_sum(gradient, warps);
+    weight_squares = block_sum(weight_squares, warps);
+    gradient_squares = block_sum(gradient_squares, warps);
     if (threadIdx.x == 0) {
         double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight;
-        to[1] = gradient;
+        to[0] = weight_squares;
+        to[1] = gradient_squares;
     }
 }
 
@@ -258,12 +258,12 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    double weight = 0, gradient = 0;
+    double weight_squares = 0, gradient_squares = 0;
     for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight += partials[((u64)i * NORM_PARTS + p) * 2];
-        gradient += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
+        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
+        gradient_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
-    double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, denominator = g + (double)decay * w;
+    double w = sqrt(weight_squares), g = sqrt(gradient_squares) * scaler->inverse, denominator = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
@@ -377,17 +377,17 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
     }
 }
 
-// to += more: two gradients of one activation.
-extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 length) {
+// sum += part: parts of the gradient of one activation.
+extern "C" __global__ void __launch_bounds__(256) add(T* sum, const T* part, u64 length) {
     pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], b[8];
-        unpack(load(to, i), a);
-        unpack(load(more, i), b);
+        unpack(load(sum, i), a);
+        unpack(load(part, i), b);
 #pragma unroll
         for (int k = 0; k < 8; k++) a[k] += b[k];
-        store(to, i, pack(a));
+        store(sum, i, pack(a));
     }
 }
 

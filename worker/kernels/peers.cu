@@ -9,7 +9,7 @@
 struct Peers {
     u32 rank, world;
     u64 data[MAX_PEERS];  // addresses of all ranks' buffers, as mapped by this rank
-    u64 flags[MAX_PEERS]; // not used by this protocol
+    u64 flags[MAX_PEERS]; // not used by any kernel
     u64 abort;            // address of a u32 in host memory; a nonzero value ends all waits
 };
 
@@ -21,7 +21,8 @@ struct Site {
     float* sums;   // [2 C]; written in mode 1
 };
 
-// Number of the next exchange of this thread's value (`index` of 2 C). Call this function before any block may finish.
+// Number of the next exchange of this thread's value (`index` of 2 C). Call this function before any block may finish, because the leader
+// block then counts the exchange.
 __device__ __forceinline__ u32 next_exchange(const Site& site, bool active, u32 index) {
     return site.mode == 2 && active ? site.sequence[index] + 1 : 0;
 }

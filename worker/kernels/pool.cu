@@ -50,6 +50,7 @@ template <bool AFFINE, bool ARGMAX> struct RowMax {
             best[k] = max_nan(best[k], v);
         }
     }
+    // Offers the pixels of a window row that begins at position `base` of the window. `left`, `right`: whether the outer pixels exist.
     __device__ __forceinline__ void offer(const Raw (&raw)[3], bool left, bool right, const float (&scale)[8],
                                           const float (&bias)[8], u32 base) {
 #pragma unroll
@@ -141,8 +142,8 @@ __device__ __forceinline__ void add_where(const Window& w, u32 position, float (
     }
 }
 
-// Calls visit(pixel, x, g) exactly once for each input pixel: for up to four input pixels per output pixel. `pixel` counts over all
-// pictures. `load_inputs` loads the x of the four pixels.
+// Calls visit(pixel, x, g) exactly once for each input pixel, with its input values x and its gradient g: for up to four input pixels per
+// output pixel. `pixel` counts over all pictures. `load_inputs` loads the x of the four pixels.
 template <typename LoadInputs, typename Visit>
 __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const GridStride& w, u32 pictures,
                                        LoadInputs load_inputs, Visit visit) {

@@ -19,7 +19,8 @@ __device__ __forceinline__ u64 mix64(u64 z) {
     return z ^ z >> 31;
 }
 
-// A random permutation of a rank's classes; the same as the CPU engine's `Order`.
+// A random permutation of a rank's classes; the same as the CPU engine's `Order`. A Feistel network permutes the numbers of 2 half_bits
+// bits, and is applied again to a result that is not a class.
 struct Order {
     u32 classes, half_bits, mask, keys[ORDER_ROUNDS];
 

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256)
     class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 blocks_per_chunk, u32 classes, const Sample* sample) {
     pdl_wait();
     if (sample) classes = sample->count;
-    SHARED(ClassPart, of_warp, 8);
+    SHARED(ClassPart, warp_parts, 8);
     u32 row = blockIdx.y, rows = gridDim.y, chunk_index = blockIdx.x / blocks_per_chunk, block = blockIdx.x % blocks_per_chunk;
     const T* from = logits + ((u64)chunk_index * rows + row) * chunk;
     u32 groups = chunk / 8, per_block = (groups + blocks_per_chunk - 1) / blocks_per_chunk, end = min((block + 1) * per_block, groups);
@@ -97,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     p = joined_lanes(p);
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) of_warp[warp] = p;
+    if (lane == 0) warp_parts[warp] = p;
     __syncthreads();
     if (warp > 0) return;
-    p = joined_lanes(lane < 8 ? of_warp[lane] : no_classes());
+    p = joined_lanes(lane < 8 ? warp_parts[lane] : no_classes());
     if (lane == 0) parts[(u64)row * gridDim.x + blockIdx.x] = p;
 }
 
@@ -141,12 +141,12 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     SHARED(double, warps, 8);
     u32 count = batch * ranks;
-    double smoothing_share = (double)smoothing / classes, loss = 0, right = 0;
+    double smoothing_share = (double)smoothing / classes, loss = 0, correct = 0;
     for (u32 row = threadIdx.x; row < count; row += blockDim.x) {
         const Control* control = control_of(controls, words, row / batch);
         const u32* labels = indices(control) + 2 * (u64)batch;
         u32 picture = row % batch;
-        ClassRow to = {0.0f, 0.0f, 0.0f, 0xffffffffu, 0xffffffffu, 0.0f, 0.0f, 0};
+        ClassRow class_row = {0.0f, 0.0f, 0.0f, 0xffffffffu, 0xffffffffu, 0.0f, 0.0f, 0};
         if (picture < control->valid) {
             double best = records[row].best, where = records[row].where, exps = 0, sum = 0, own = 0, other = 0;
             for (u32 r = 1; r < ranks; r++) { // of equal logits, the first
@@ -167,31 +167,31 @@ extern "C" __global__ void __launch_bounds__(256)
             float lambda = mixed ? control->lambda : 1.0f;
             double log_sum = log(exps), target_logit = own;
             u32 label = labels[picture];
-            to.label = label;
-            to.own_share = (1.0f - smoothing) * lambda;
+            class_row.label = label;
+            class_row.own_share = (1.0f - smoothing) * lambda;
             if (mixed) {
-                to.other = labels[batch + picture];
-                to.other_share = (1.0f - smoothing) * (1.0f - lambda);
+                class_row.other = labels[batch + picture];
+                class_row.other_share = (1.0f - smoothing) * (1.0f - lambda);
                 target_logit = (double)lambda * own + (1.0 - lambda) * other;
-                if (lambda < 0.5f) label = to.other;
+                if (lambda < 0.5f) label = class_row.other;
             }
             double row_loss = (1.0 - smoothing) * (log_sum + best - target_logit) + smoothing_share * ((log_sum + best) * classes - sum);
-            to.best = (float)best;
-            to.log_sum = (float)log_sum;
-            to.scale = row_loss - row_loss == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
+            class_row.best = (float)best;
+            class_row.log_sum = (float)log_sum;
+            class_row.scale = row_loss - row_loss == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
             if (row / batch == rank) {
                 loss += row_loss;
                 bool is_best = other > best || other == best && label < where; // without the margin
-                right += exps == exps && (where == (double)label || !mixed && is_best);
+                correct += exps == exps && (where == (double)label || !mixed && is_best);
             }
         }
-        if (class_rows) class_rows[row] = to;
+        if (class_rows) class_rows[row] = class_row;
     }
     loss = block_sum(loss, warps);
-    right = block_sum(right, warps);
+    correct = block_sum(correct, warps);
     if (threadIdx.x > 0) return;
     totals->loss_sum = (accumulate ? totals->loss_sum : 0.0) + loss;
-    totals->correct = (accumulate ? totals->correct : 0) + (u64)right;
+    totals->correct = (accumulate ? totals->correct : 0) + (u64)correct;
     totals->samples = (accumulate ? totals->samples : 0) + min(control_of(controls, words, rank)->valid, batch);
 }
 

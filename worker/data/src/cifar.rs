@@ -13,12 +13,14 @@ const PLANE: usize = SIDE * SIDE;
 /// Size limit of a file. CIFAR's largest file has 154 MB.
 const MAX_BYTES: u64 = 8 << 30;
 
+/// One of the two datasets, and its files in a folder.
 struct Layout {
     format: &'static str,
     /// Number of label bytes before the pixels. The last label byte is used.
     label_bytes: usize,
     classes: usize,
-    names: &'static str,
+    /// The file with the names of the classes.
+    names_file: &'static str,
     train: Vec<PathBuf>,
     test: Vec<PathBuf>,
 }
@@ -34,7 +36,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
         format: "cifar10",
         label_bytes: 1,
         classes: 10,
-        names: "batches.meta.txt",
+        names_file: "batches.meta.txt",
         train: existing(&batches),
         test: existing(&["test_batch.bin".into()]),
     };
@@ -42,7 +44,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
         format: "cifar100",
         label_bytes: 2,
         classes: 100,
-        names: "fine_label_names.txt",
+        names_file: "fine_label_names.txt",
         train: existing(&["train.bin".into()]),
         test: existing(&["test.bin".into()]),
     };
@@ -51,7 +53,7 @@ pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
 }
 
 fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
-    let classes = names_from(&dir.join(layout.names), layout.classes)?;
+    let classes = names_from(&dir.join(layout.names_file), layout.classes)?;
     let mut splits = Vec::new();
     for (name, paths) in [("train", &layout.train), ("test", &layout.test)] {
         if paths.is_empty() {

@@ -20,6 +20,7 @@ pub(super) fn is_unfinished(dir: &Path) -> bool {
     dir.join(UNFINISHED).is_file()
 }
 
+/// The content of the record.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) version: u32,

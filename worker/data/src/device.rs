@@ -44,18 +44,18 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
         1
     }
 
-    /// When the device is ready, calls `next` with its batch size, and receives up to that many pictures. Makes RGB
-    /// pixels of `size` (width, height) from each picture, and calls `then` once with the results in order; the result
-    /// is `None` for a picture that the device refuses. If `next` returns no pictures, `then` is not called. Several
-    /// threads may call this method at the same time.
+    /// When the device is ready, calls `take_pictures` with its batch size, and receives up to that many pictures. Makes RGB
+    /// pixels of `size` (width, height) from each picture, and calls `use_results` once with the results in order; the result
+    /// is `None` for a picture that the device refuses. If `take_pictures` returns no pictures, `use_results` is not called.
+    /// Several threads may call this method at the same time.
     ///
     /// # Errors
-    /// All pictures from `next` failed; `then` was not called.
+    /// All pictures from `take_pictures` failed; `use_results` was not called.
     fn decode<'a>(
         &self,
         size: (u32, u32),
-        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
-        then: &mut dyn FnMut(&[Option<&[u8]>]),
+        take_pictures: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        use_results: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String>;
 
     /// Waits for decoding in progress and closes the device. Nothing can be decoded afterwards.

@@ -53,7 +53,8 @@ impl Catalog {
                 }
             }
         }
-        // Broken files are not trained on. Their names are relative to the fixed part of a pattern.
+        // Broken files are not trained on, so the fingerprint depends on which files are broken. Their names are relative to the dataset's
+        // folder.
         let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
         for broken in self.all_broken() {
             let name = Path::new(&broken.file);

@@ -1,9 +1,11 @@
 //! Chooses the pictures of the training split that are held out for validation (a fraction in `data.validation`, or one
 //! of `data.folds`), and computes the fingerprint of the validation pictures.
+//!
 //! With a fraction, whether a picture is held out depends only on the picture's identity, which is independent of its
 //! position in the split. So adding or removing pictures moves no other picture between training and validation, and a
 //! larger fraction includes all pictures of a smaller fraction. In return, the fraction of each class is only
 //! approximate, and a class with few pictures may have none held out.
+//!
 //! Folds are equal parts of each class and of the whole split, up to one picture. Pictures of a class with the same
 //! content (in folders, the same name) are in the same fold, so duplicates make the parts less equal. Folds depend on
 //! all pictures, so adding or removing pictures moves other pictures, too.
@@ -34,6 +36,7 @@ pub(crate) struct Identity {
     /// formats it is derived from the content, because names and positions depend on the order in which pictures were
     /// packed.
     key: u64,
+    /// The hash of the content.
     content: u64,
 }
 
@@ -76,29 +79,38 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
 /// both parts have pictures if possible, as few classes as possible lack training or validation pictures, and each
 /// class's part is near the fraction.
 pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
+    struct Candidate {
+        has_empty_part: bool,
+        lacking_classes: usize,
+        unevenness: f64,
+        held_out: HeldOut,
+    }
     let fraction = held_out_share(pictures.len() as u64);
     let totals = class_counts(classes, labels.iter().copied());
-    // Whether a part is empty and the number of classes that lack pictures, the unevenness of the classes, and the division.
-    let divide = |validation_seed: u64| -> ((bool, usize), f64, HeldOut) {
+    let divide = |validation_seed: u64| {
         let validation = Validation::Fraction(fraction);
         let division = ValidationDivision { dataset: String::new(), validation, validation_seed, fold: None };
         let held_out = pictures.iter().zip(labels).filter(|(picture, _)| is_held_out(&division, **picture));
         let per_class = class_counts(classes, held_out.map(|(_, label)| *label));
         let counts = per_class.iter().zip(&totals).filter(|(_, total)| **total > 0);
-        let lacking = counts.clone().filter(|(count, total)| **count == 0 || count == total).count();
+        let lacking_classes = counts.clone().filter(|(count, total)| **count == 0 || count == total).count();
         let held_out_count = per_class.iter().sum::<u64>();
         let has_empty_part = held_out_count == 0 || held_out_count == pictures.len() as u64;
         // In units of the variance of a class's count.
         let distance =
             |(count, total): (&u64, &u64)| (*count as f64 - *total as f64 * fraction).powi(2) / *total as f64;
         let unevenness = counts.map(distance).sum();
-        ((has_empty_part, lacking), unevenness, HeldOut { validation_seed, per_class })
+        let held_out = HeldOut { validation_seed, per_class };
+        Candidate { has_empty_part, lacking_classes, unevenness, held_out }
     };
-    let divisions: Vec<_> = (0..SEEDS).into_par_iter().map(divide).collect();
-    // The first of equal divisions.
-    let most_even =
-        divisions.into_iter().min_by(|one, other| one.0.cmp(&other.0).then(one.1.total_cmp(&other.1)))?;
-    Some(most_even.2)
+    let candidates: Vec<Candidate> = (0..SEEDS).into_par_iter().map(divide).collect();
+    let compare = |one: &Candidate, other: &Candidate| {
+        let by_part = one.has_empty_part.cmp(&other.has_empty_part);
+        let by_classes = one.lacking_classes.cmp(&other.lacking_classes);
+        by_part.then(by_classes).then(one.unevenness.total_cmp(&other.unevenness))
+    };
+    // `min_by` returns the first of equal candidates.
+    candidates.into_iter().min_by(compare).map(|most_even| most_even.held_out)
 }
 
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`
@@ -123,7 +135,7 @@ pub(super) fn validation_split_name(spec: &DataSpec) -> &str {
 /// The identities of encoded pictures. `labels` has the class of each picture.
 pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[String]) -> Vec<Identity> {
     let identity = |(index, label): (usize, &u32)| {
-        let content = listing.content(index);
+        let content = listing.hash(index);
         let key = match listing.file_name(index) {
             Some(name) => {
                 let class = classes.get(*label as usize).map_or("", String::as_str);
@@ -229,7 +241,7 @@ mod tests {
         (0..listing.len()).map(|i| (listing.name(i), is_held_out(identities[i]))).collect()
     }
 
-    fn names(all: &BTreeMap<String, bool>) -> BTreeSet<&String> {
+    fn held_out_names(all: &BTreeMap<String, bool>) -> BTreeSet<&String> {
         all.iter().filter(|(_, held_out)| **held_out).map(|(name, _)| name).collect()
     }
 
@@ -239,11 +251,13 @@ mod tests {
         write(dir.path(), "cat", 0..150);
         write(dir.path(), "dog", 0..150);
         let before = held_out(dir.path(), &spec(0.1, 0));
-        assert!((15..=45).contains(&names(&before).len()), "{}", names(&before).len());
+        let count = held_out_names(&before).len();
+        assert!((15..=45).contains(&count), "{count}");
         let set = validation_set(dir.path(), &spec(0.1, 0)).unwrap();
         // Other seeds divide differently, and larger fractions hold out more pictures.
-        assert_ne!(names(&before), names(&held_out(dir.path(), &spec(0.1, 1))));
-        assert!(names(&held_out(dir.path(), &spec(0.2, 0))).is_superset(&names(&before)));
+        assert_ne!(held_out_names(&before), held_out_names(&held_out(dir.path(), &spec(0.1, 1))));
+        let larger = held_out(dir.path(), &spec(0.2, 0));
+        assert!(held_out_names(&larger).is_superset(&held_out_names(&before)));
 
         write(dir.path(), "cat", 150..200);
         write(dir.path(), "another", 0..40);

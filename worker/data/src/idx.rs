@@ -135,13 +135,13 @@ impl IdxFile {
         let announced = self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
         let needed_bytes = (announced as u64).saturating_mul(memory_bytes);
         packed::check_fits(needed_bytes).map_err(|detail| self.broken(detail))?;
-        let (mut bytes, mut more) = (Vec::new(), Vec::new());
+        let (mut bytes, mut excess) = (Vec::new(), Vec::new());
         self.read(announced, &mut bytes)?;
-        self.read(1, &mut more)?;
-        if bytes.len() == announced && more.is_empty() && !self.shape.contains(&0) {
+        self.read(1, &mut excess)?;
+        if bytes.len() == announced && excess.is_empty() && !self.shape.contains(&0) {
             return Ok(bytes);
         }
-        let follow = if more.is_empty() { bytes.len().to_string() } else { "more".to_owned() };
+        let follow = if excess.is_empty() { bytes.len().to_string() } else { "more".to_owned() };
         Err(self.broken(format!(
             "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; download it again",
             self.shape

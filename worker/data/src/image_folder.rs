@@ -134,7 +134,7 @@ pub(super) fn validation_only_advice(dir: &Path) -> Option<String> {
 
 fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
-    let mut splits: Vec<Listed> = Vec::new();
+    let mut splits: Vec<ListedSplit> = Vec::new();
     let began = SystemTime::now();
     let cached = index::load_cached(dir, store);
     let train = find_classes(training)?;
@@ -190,7 +190,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
 }
 
 /// A split whose folders have been listed.
-struct Listed {
+struct ListedSplit {
     name: String,
     /// Each folder with its class.
     folders: Vec<(u32, Folder)>,
@@ -200,7 +200,7 @@ struct Listed {
 /// Describes all pictures, using the index for known pictures.
 fn examine(
     dir: &Path,
-    splits: Vec<Listed>,
+    splits: Vec<ListedSplit>,
     cached: CachedFolders,
     store: &IndexStore,
     began: SystemTime,
@@ -209,7 +209,7 @@ fn examine(
     let mut described =
         index::describe_files(dir, &all.collect::<Vec<_>>(), cached, store, began).into_iter();
     let mut found = Vec::new();
-    for Listed { name, folders, mut broken } in splits {
+    for ListedSplit { name, folders, mut broken } in splits {
         let mut listing = Listing::new(dir);
         listing.folder_cache = store.folder_cache(dir);
         let mut labels = Vec::new();
@@ -253,7 +253,7 @@ fn list_split(
     (split, found): (&str, Classes),
     names: &[String],
     cached: &CachedFolders,
-) -> Result<Listed, DataError> {
+) -> Result<ListedSplit, DataError> {
     let Classes { folders, mut broken } = found;
     let mut labelled = Vec::new();
     for (class, folder) in folders {
@@ -266,29 +266,31 @@ fn list_split(
         };
         labelled.push((label as u32, folder));
     }
-    let list = |(_, folder): &(u32, PathBuf)| {
-        let path = folder.strip_prefix(dir).unwrap_or(folder).to_owned();
-        match cached.stamp(&path) {
-            Some(stamp) => (path, Some(stamp), None),
-            None => (path, FolderStamp::of(folder), Some(list_class(folder))),
+    let list = |(label, class): &(u32, PathBuf)| -> Result<(u32, Folder, Vec<BrokenFile>), DataError> {
+        let path = class.strip_prefix(dir).unwrap_or(class).to_owned();
+        if let Some(stamp) = cached.stamp(&path) {
+            let folder = Folder { path, stamp: Some(stamp), files: Vec::new(), has_broken: false };
+            return Ok((*label, folder, Vec::new()));
         }
+        let stamp = FolderStamp::of(class);
+        let (files, unexpected) = list_class(class);
+        if files.is_empty() && unexpected.is_empty() {
+            return Err(empty_class(class));
+        }
+        // Unexpected entries can become pictures without a change of the folder's times.
+        let stamp = stamp.filter(|_| unexpected.is_empty());
+        let folder = Folder { path, stamp, files, has_broken: !unexpected.is_empty() };
+        Ok((*label, folder, unexpected))
     };
     let listed: Vec<_> = labelled.par_iter().map(list).collect();
     let mut folders = Vec::new();
-    for ((label, folder), (path, stamp, listed)) in labelled.into_iter().zip(listed) {
-        let (files, unexpected) = match listed {
-            None => (Vec::new(), Vec::new()),
-            Some((files, unexpected)) if files.is_empty() && unexpected.is_empty() => {
-                return Err(empty_class(&folder));
-            }
-            Some(found) => found,
-        };
-        // Unexpected entries can become pictures without a change of the folder's times.
-        let stamp = stamp.filter(|_| unexpected.is_empty());
-        folders.push((label, Folder { path, stamp, files, has_broken: !unexpected.is_empty() }));
+    // The first error in the order of the classes is returned, so that it does not depend on timing.
+    for class in listed {
+        let (label, folder, unexpected) = class?;
+        folders.push((label, folder));
         broken.extend(unexpected);
     }
-    Ok(Listed { name: split.into(), folders, broken })
+    Ok(ListedSplit { name: split.into(), folders, broken })
 }
 
 /// The content of a split's folder.

@@ -118,6 +118,7 @@ pub(super) fn describe_files(
         && store.keeps(files, missing)
         && let Some((new_builder, facts)) = store.begin(root)
     {
+        // Another process may have added facts before this process got the lock.
         slots = match_files(&facts, root, folders);
         builder = Some(new_builder);
     }
@@ -135,6 +136,7 @@ pub(super) fn describe_files(
     };
     let entries: Vec<Vec<Entry>> =
         slots.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
+    // The folders are stored even if no picture was unknown.
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
@@ -193,6 +195,7 @@ fn read_unknown(
         };
         let examined: Vec<Entry> = part.par_iter().map(examine_file).collect();
         done += part.len() as u64;
+        // After a failure, `append` returns `None`: reading continues, and no index is written.
         builder = builder.and_then(|mut index| {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
@@ -258,7 +261,9 @@ pub(super) fn describe_shards(
     store: &IndexStore,
     read: impl Fn(usize) -> Members + Sync,
 ) -> Vec<Members> {
-    let block_of = |stamp: Stamp, of: &Members| Block::of(Some(stamp), of.shard_error.clone(), &of.entries);
+    let block_of = |stamp: Stamp, members: &Members| {
+        Block::of(Some(stamp), members.shard_error.clone(), &members.entries)
+    };
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
         let stored_members = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());
@@ -277,6 +282,7 @@ pub(super) fn describe_shards(
         if store.keeps(estimated_pictures(all_bytes), estimated_pictures(missing_bytes))
             && let Some((new_builder, facts)) = store.begin(dataset)
         {
+            // Another process may have added facts before this process got the lock.
             known = recall(&facts);
             builder = Some(new_builder);
         }

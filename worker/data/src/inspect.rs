@@ -12,7 +12,7 @@ use std::path::Path;
 /// Height, width and channels of a picture.
 type Size = (u32, u32, u32);
 
-/// Maximum number of named broken files. All broken files are counted.
+/// Maximum number of broken files that are named. All broken files are counted.
 const MAX_NAMED_FILES: usize = 100;
 /// Mean and standard deviation are computed from at most this many pictures, evenly spread over the split.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
@@ -87,13 +87,13 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                     Ok(((height, width, 3), is_measured.then(|| moments(picture))))
                 };
                 let examined: Vec<_> = (0..listing.len()).into_par_iter().map(examine).collect();
-                let mut kept = Vec::with_capacity(listing.len());
+                let mut labels = Vec::with_capacity(listing.len());
                 let mut moments = Moments::default();
                 for (i, result) in examined.into_iter().enumerate() {
                     match result {
                         Ok((size, measured)) => {
                             sizes.push(size);
-                            kept.push(split.labels[i]);
+                            labels.push(split.labels[i]);
                             if let Some(measured) = measured {
                                 moments.add(&measured);
                             }
@@ -102,13 +102,14 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                         Err(other) => return Err(other),
                     }
                 }
-                split.labels = kept;
+                split.labels = labels;
                 if is_train {
                     (mean, std) = moments.mean_std();
                 }
             }
         }
     }
+    // Height and width are 0 if sizes differ.
     let (height, width, channels) = match sizes.first() {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),

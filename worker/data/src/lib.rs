@@ -2,7 +2,8 @@
 
 // Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
-// Ranks on different machines must draw the same numbers.
+// Ranks on different machines must draw the same numbers. Therefore the mathematical functions of the system's C library are forbidden
+// (`clippy.toml`).
 #![warn(clippy::disallowed_methods)]
 
 mod cifar;
@@ -217,11 +218,11 @@ fn not_a_dataset(path: &Path) -> DataError {
             list_names(&classes)
         )
     } else if !splits.is_empty() || has_pictures(path) {
-        let has = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
+        let place = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
         let parent = parent.filter(|parent| splits.is_empty() && !parent.as_os_str().is_empty());
         let parent = parent.map(|parent| format!(". If this folder is a class, give {}", parent.display()));
         format!(
-            "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/{}",
+            "; pictures lie directly in {place}, but a picture's class is the name of its folder: move them to train/<class>/{}",
             parent.unwrap_or_default()
         )
     } else if let Some(advice) = image_folder::validation_only_advice(path) {
@@ -267,9 +268,9 @@ fn list_names(paths: &[impl AsRef<Path>]) -> String {
         if path.is_dir() { format!("{name}/") } else { name.into_owned() }
     };
     let named: Vec<_> = paths.iter().take(NAMED).map(|path| name(path.as_ref())).collect();
-    let more = paths.len().saturating_sub(NAMED);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("{}{more}", named.join(", "))
+    let unnamed = paths.len().saturating_sub(NAMED);
+    let rest = if unnamed > 0 { format!(" and {unnamed} more") } else { String::new() };
+    format!("{}{rest}", named.join(", "))
 }
 
 /// The path of a dataset without links. It may be a pattern of shards (`train-{000..127}.tar`).

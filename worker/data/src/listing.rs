@@ -121,7 +121,7 @@ impl Listing {
     }
 
     /// The hash of the picture's bytes.
-    pub(super) fn content(&self, index: usize) -> u64 {
+    pub(super) fn hash(&self, index: usize) -> u64 {
         self.rows[index].hash
     }
 

@@ -54,9 +54,8 @@ pub struct DataSource {
     /// Whether the pictures stay in host memory, that is, engines must not copy the pictures to their devices.
     stays_on_host: bool,
     device: Option<Arc<OnDevice>>,
-    /// The threads that make pictures, which keep their buffers from epoch to epoch. The key is the number of
-    /// threads, and whether a device decodes.
-    workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
+    /// The threads that make pictures, which keep their buffers from epoch to epoch.
+    workers: Mutex<Option<Arc<Workers>>>,
 }
 
 /// All pictures of a job as bytes in host memory, for an engine that keeps a copy and augments pictures itself.
@@ -248,8 +247,8 @@ impl DataSource {
     /// Log lines for pictures found to be unreadable since the last call, and the number of all unreadable pictures.
     pub fn take_newly_broken(&self) -> (Vec<String>, usize) {
         let (mut lines, training) = self.train.broken.take_unlogged();
-        let (more, validation) = self.validation.broken.take_unlogged();
-        lines.extend(more);
+        let (validation_lines, validation) = self.validation.broken.take_unlogged();
+        lines.extend(validation_lines);
         (lines, training + validation)
     }
 }

@@ -127,7 +127,7 @@ impl ParquetFile {
         self.columns.names.as_deref()
     }
 
-    fn rows(&self) -> u64 {
+    fn row_count(&self) -> u64 {
         self.first_rows.last().copied().unwrap_or(0)
     }
 
@@ -136,8 +136,8 @@ impl ParquetFile {
     /// # Errors
     /// Why the picture cannot be read, as a phrase to follow its name.
     pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
-        if row >= self.rows() {
-            return Err(format!("no longer exists: its file now has {} rows", self.rows()));
+        if row >= self.row_count() {
+            return Err(format!("no longer exists: its file now has {} rows", self.row_count()));
         }
         let found = self.read_run(file, size, row, 1);
         let found = found.map_err(|detail| format!("cannot be read, as its file {detail}"))?;
@@ -171,6 +171,7 @@ impl ParquetFile {
         Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
     }
 
+    /// A reader of the pictures of a row group.
     fn pictures(
         &self,
         source: &Arc<Source>,
@@ -180,6 +181,7 @@ impl ParquetFile {
         Ok(ColumnReaderImpl::new(descr, self.pages(source, group, self.columns.picture)?))
     }
 
+    /// A reader of the pages of a column of a row group.
     fn pages(
         &self,
         source: &Arc<Source>,

@@ -21,11 +21,12 @@ pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
 const HEAD_BYTES: u64 = 32;
 /// Maximum number of pixels. Larger pictures are rejected before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Maximum size of a picture, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
+/// Maximum size of a picture in bytes, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
 pub(super) const MAX_BYTES: u64 = MAX_PIXELS * 8;
 
 /// Extensions of supported formats.
 const SUPPORTED: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
+/// Extensions of picture formats that are not supported.
 const UNSUPPORTED: [&str; 21] = [
     "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm",
     "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
@@ -45,7 +46,7 @@ pub struct Picture {
 pub(super) struct PictureRef<'a> {
     pub(super) width: u32,
     pub(super) height: u32,
-    /// 1 or 3.
+    /// Number of channels: 1 or 3.
     pub(super) channels: u32,
     pub(super) pixels: &'a [u8],
 }
@@ -109,8 +110,9 @@ fn check_supported(path: &Path, bytes: &[u8]) -> Result<(), String> {
 /// Whether a file certainly is not a picture, according to its first bytes. A file that cannot be read may be a picture.
 pub(super) fn is_not_a_picture(path: &Path) -> bool {
     let mut head = Vec::new();
-    let read = files::open(path).is_ok_and(|(file, _)| file.take(HEAD_BYTES).read_to_end(&mut head).is_ok());
-    read && format_of(&head).is_none()
+    let is_read =
+        files::open(path).is_ok_and(|(file, _)| file.take(HEAD_BYTES).read_to_end(&mut head).is_ok());
+    is_read && format_of(&head).is_none()
 }
 
 /// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format has no
@@ -192,6 +194,7 @@ impl PictureRef<'_> {
     /// `CenterCrop`.
     pub(super) fn centre_crop(self, resize: u32, side: u32) -> Area {
         let short = u64::from(self.width.min(self.height)).max(1);
+        // The first pixel and the length of the area along one axis, in pixels of this picture.
         let along = |length: u32| {
             let resized = (u64::from(resize) * u64::from(length) / short) as f64;
             let scale = f64::from(length) / resized;

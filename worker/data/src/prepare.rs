@@ -123,7 +123,7 @@ pub fn prepare(
                     finished
                 }
                 None => {
-                    let report = |more: usize| report(Progress { done: done + more as u64, total });
+                    let report = |pictures: usize| report(Progress { done: done + pictures as u64, total });
                     let finished = task.write(to, settings, left_out, &report)?;
                     destination.add(&file, finished.clone())?;
                     finished

@@ -1,12 +1,13 @@
 //! Sharding: which pictures a rank sees, and when.
-//! An epoch is a seeded permutation of the training split, equal on every rank. Step `s` uses the next `global`
-//! pictures of the permutation, divided into equal ranges in the order (micro-batch, rank). So the pictures of a step
-//! are the same for any number of ranks, and the ranges of ranks never overlap.
+//! An epoch is a seeded permutation of the training split, equal on every rank. Each step uses the next pictures of the
+//! permutation, as many as all ranks' micro-batches have together, divided into equal ranges in the order (micro-batch,
+//! rank). So the pictures of a step are the same for any number of ranks, and the ranges of ranks never overlap.
 
 use super::random::Random;
 use std::ops::Range;
 
-/// Distinguishes this random stream from others with the same seed. Streams with the same seed and different purposes differ.
+/// Purpose number of the random stream, which is a key of the stream besides the seed: streams with the same seed and different
+/// purposes differ.
 const SHUFFLE: u64 = 1;
 
 /// The batches of an epoch that a rank requests.

@@ -94,7 +94,7 @@ fn read(
         return Err(DataError::file(root, detail));
     }
     let has_named_splits = shards.iter().any(|shard| split_in_path(shard).is_some());
-    let (mut broken, mut found_shards) = (Vec::new(), Vec::new());
+    let (mut broken, mut found_shards) = (Vec::new(), Vec::<FoundShard>::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
     let sizes: HashMap<&Path, u64> = shards
         .iter()
@@ -113,19 +113,21 @@ fn read(
                 &root.join(shard),
                 "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it",
             )),
-            (Ok(stamp), split) => found_shards.push((split.unwrap_or("train"), shard, stamp)),
+            (Ok(stamp), split) => {
+                found_shards.push(FoundShard { split: split.unwrap_or("train"), path: shard, stamp });
+            }
         }
     }
-    let stamped: Vec<_> = found_shards.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
-    // Only the footers are read here. They are small, and have the names of classes and the offsets of pages.
-    let open = |(_, shard, _): &(&str, PathBuf, Stamp)| {
-        (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(shard)).map(Arc::new))
+    let stamped: Vec<_> = found_shards.iter().map(|shard| (shard.path.clone(), shard.stamp)).collect();
+    // The footers of Parquet files are small, and have the names of classes and the offsets of pages.
+    let read_footer = |shard: &FoundShard| {
+        (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(&shard.path)).map(Arc::new))
     };
-    let opened: Vec<Option<Result<Arc<ParquetFile>, UnusableFile>>> =
-        found_shards.par_iter().map(open).collect();
+    let footers: Vec<Option<Result<Arc<ParquetFile>, UnusableFile>>> =
+        found_shards.par_iter().map(read_footer).collect();
     let read_shard = |index: usize| {
-        let path = root.join(&found_shards[index].1);
-        match &opened[index] {
+        let path = root.join(&found_shards[index].path);
+        match &footers[index] {
             None => members::read_members(&path),
             Some(Ok(file)) => parquet::read_members(file, &path),
             Some(Err(error)) => error.clone().into(),
@@ -133,21 +135,23 @@ fn read(
     };
     let members = index::describe_shards(dataset, &stamped, store, read_shard);
     let mut splits: BTreeMap<&str, SplitContents> = BTreeMap::new();
-    for (((split, shard, stamp), opened), members) in found_shards.iter().zip(&opened).zip(members) {
+    for ((FoundShard { split, path, stamp }, footer), members) in
+        found_shards.iter().zip(&footers).zip(members)
+    {
         let found = splits.entry(*split).or_insert_with(|| SplitContents::new(root));
-        match opened {
-            None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
+        match footer {
+            None => found.add(root, path, ContainerKind::Tar(*stamp), members),
             Some(Ok(file)) => {
-                found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
+                found.add(root, path, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
             }
             // The members are from the index, but the footer cannot be read now.
-            Some(Err(error)) => found.broken.push(broken_file(&root.join(shard), error.detail.clone())),
+            Some(Err(error)) => found.broken.push(broken_file(&root.join(path), error.detail.clone())),
         }
     }
     let names = common_class_names(
         root,
-        found_shards.iter().zip(&opened).filter_map(|((_, shard, _), opened)| {
-            Some((shard.as_path(), opened.as_ref()?.as_ref().ok()?.class_names()?))
+        found_shards.iter().zip(&footers).filter_map(|(shard, footer)| {
+            Some((shard.path.as_path(), footer.as_ref()?.as_ref().ok()?.class_names()?))
         }),
     )?;
     let classes = find_classes(root, names, &splits)?;
@@ -181,6 +185,14 @@ fn read(
         )));
     }
     Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken, unlabelled })
+}
+
+/// A shard that exists.
+struct FoundShard {
+    split: &'static str,
+    /// The path relative to the root.
+    path: PathBuf,
+    stamp: Stamp,
 }
 
 /// The content of a split's shards.

@@ -6,11 +6,11 @@ use std::path::Path;
 /// Pictures of a split.
 #[derive(Debug)]
 pub struct StoredPictures {
-    /// The number of all pictures that match.
+    /// The number of all pictures of the split, or of the class.
     pub total: u64,
     /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,
-    /// Without the pictures whose files are broken.
+    /// The pictures that were read, without pictures whose files are broken.
     pub pictures: Vec<StoredPicture>,
 }
 
@@ -19,7 +19,7 @@ pub struct StoredPicture {
     /// The position in the split.
     pub position: u64,
     pub label: u32,
-    /// `None` for a picture in a packed file.
+    /// The name of the picture's file. `None` for a picture in a packed file.
     pub file: Option<String>,
     pub picture: Picture,
 }

@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 /// Maximum difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
 
-/// Calls `check(fixtures, case name, the case's numbers)` for every case of `op`.
+/// Calls `check(fixtures, name, numbers in the name)` for every case of `op`. A name is `op.number.number...`.
 fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
@@ -137,20 +137,20 @@ fn batch_norms_match_pytorch() {
         fixtures.compare(&format!("{name}.var"), &running.1);
 
         let dy = make("dy", x.len());
-        // The gradient in one or two parts, kept for the shortcut or not, gives the same numbers.
+        // A gradient in one part or in two parts, stored for the shortcut or not, gives the same numbers.
         for parts in [1, 2] {
             let mut g = dy.clone();
             let second = (parts == 2).then(|| vec![0.25; x.len()]);
             if parts == 2 {
                 g.iter_mut().for_each(|v| *v -= 0.25);
             }
-            let keep = shortcut || second.is_some();
+            let stores_g = shortcut || second.is_some();
             let mask = match (relu, shortcut) {
                 (false, _) => Mask::None,
                 (true, false) => Mask::Input,
                 (true, true) => Mask::Output(&y),
             };
-            let sums = batch_norm::backward_sums(&x, affine, &mut g, second.as_deref(), mask, keep);
+            let sums = batch_norm::backward_sums(&x, affine, &mut g, second.as_deref(), mask, stores_g);
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, &statistics);
             for (key, ours) in [("dgamma", dgamma), ("dbeta", dbeta)] {
                 let ours: Vec<f32> = ours.iter().map(|v| *v as f32).collect();
@@ -162,7 +162,14 @@ fn batch_norms_match_pytorch() {
                 fixtures.compare_if_present(&format!("{name}.dx"), &dx);
                 fixtures.compare_if_present(&format!("{name}.ds"), &g);
             } else {
-                batch_norm::backward_input_in_place(&x, affine, &sums, rows as f64, relu && !keep, &mut g);
+                batch_norm::backward_input_in_place(
+                    &x,
+                    affine,
+                    &sums,
+                    rows as f64,
+                    relu && !stores_g,
+                    &mut g,
+                );
                 fixtures.compare_if_present(&format!("{name}.dx"), &g);
             }
         }
@@ -359,7 +366,7 @@ fn steps_of_muon_match_pytorch() {
 
 /// A parameter's values over several steps, from `optimizer_steps` of `make_fixtures.py`.
 #[derive(Deserialize)]
-struct Implementation {
+struct OptimizerRun {
     optimizer: OptimizerKind,
     lr: f32,
     weight_decay: f32,
@@ -373,10 +380,10 @@ struct Implementation {
 #[test]
 fn steps_of_adamw_and_lamb_match_pytorch() {
     let fixture: serde_json::Value = serde_json::from_slice(&read("optimizers.json")).unwrap();
-    let runs: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
+    let runs: BTreeMap<String, OptimizerRun> = serde_json::from_value(fixture["steps"].clone()).unwrap();
     assert_eq!(runs.len(), 6);
     for (name, run) in runs {
-        let Implementation { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = run;
+        let OptimizerRun { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = run;
         let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
         let policy = optimizer.policy(true);
         let mut w = values(&format!("{name}.w"), 16);

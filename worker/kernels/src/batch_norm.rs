@@ -42,8 +42,8 @@ impl Statistics {
             })
             .collect();
         Self {
-            mean: in_f64.iter().map(|e| e.0 as f32).collect(),
-            inv_std: in_f64.iter().map(|e| (1.0 / (e.1 + EPSILON).sqrt()) as f32).collect(),
+            mean: in_f64.iter().map(|(mean, _)| *mean as f32).collect(),
+            inv_std: in_f64.iter().map(|(_, variance)| (1.0 / (variance + EPSILON).sqrt()) as f32).collect(),
             in_f64,
         }
     }
@@ -140,15 +140,15 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
     let whole = x.len() / stride * stride;
     for block in (0..stride).step_by(W) {
         let (mut sum, mut square) = ([0.0f64; W], [0.0f64; W]);
-        let mut row = block;
-        while row < whole {
-            let x = load::<W>(x, row);
+        let mut at = block;
+        while at < whole {
+            let x = load::<W>(x, at);
             for i in 0..W {
                 let v = f64::from(x[i]);
                 sum[i] += v;
                 square[i] += v * v;
             }
-            row += stride;
+            at += stride;
         }
         // With few channels, the last rows may not fill a stride.
         for (i, v) in x[whole..].iter().enumerate().skip(block).take(W) {
@@ -200,13 +200,13 @@ fn load<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
 }
 
 /// y = relu(batch_norm(x) + shortcut); the shortcut and the ReLU are optional.
-pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
+pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, has_relu: bool, y: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let lanes = affine.spread(tiling);
     let chunk = tiling.chunk();
     y.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).enumerate().for_each(|(i, (y, x))| {
-        match (shortcut.map(|s| &s[i * chunk..][..x.len()]), relu) {
-            // Without a shortcut, `x` takes its place and is not added.
+        match (shortcut.map(|s| &s[i * chunk..][..x.len()]), has_relu) {
+            // Without a shortcut, `x` is passed in its place, and the closure ignores it.
             (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| v)),
             (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| relu_of(v))),
             (Some(added), false) => {

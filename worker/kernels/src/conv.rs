@@ -147,6 +147,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// If the length of a slice does not match `s`.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
+    // Here a lane always has one channel: with bfloat16, the two values of a unit are pictures.
     let merged = grouped::merged_shape(s, LANES);
     if merged.groups == s.groups {
         return weight::gradient(s, x, dy, dw, scratch);

@@ -1,5 +1,5 @@
 //! Random initial weights: SplitMix64's output function of a counter, with a key hashed from a seed and a parameter's name. Logarithm
-//! and cosine come from the `libm` crate, because the last bits of a system's functions differ.
+//! and cosine come from the `libm` crate, because the last bits of a system's functions differ between systems.
 
 use rayon::prelude::*;
 

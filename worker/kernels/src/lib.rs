@@ -5,7 +5,8 @@
 //!
 //! The folder also has the sources of the GPU kernels (`*.cu`), which the worker compiles at run time.
 
-// Ranks on different machines must draw the same weights and compute the same updates.
+// Ranks on different machines must draw the same weights and compute the same updates. Therefore the mathematical functions of the
+// system's C library are forbidden (`clippy.toml`).
 #![warn(clippy::disallowed_methods)]
 
 #[cfg(test)]

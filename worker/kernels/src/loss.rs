@@ -11,7 +11,7 @@ pub struct Loss {
     pub correct: u64,
 }
 
-/// Loss of `logits` `[labels, classes]`. If `gradient` is `(values, scale)`, `values` receives the gradient of the logits, times
+/// Loss of `logits` `[pictures, classes]`. If `gradient` is `(values, scale)`, `values` receives the gradient of the logits, times
 /// `scale`.
 ///
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere, as in PyTorch. With `mixed`,
@@ -48,7 +48,7 @@ pub fn cross_entropy(
         let total: f64 = row.iter().map(|&v| (f64::from(v) - max).exp()).sum();
         let log_sum = max + total.ln();
         let sum_of_logits: f64 = row.iter().enumerate().map(|(class, &v)| weight(class) * f64::from(v)).sum();
-        let (mut label_weight, mut label_logit) = (weight(label), weight(label) * f64::from(row[label]));
+        let (mut label_weight, mut weighted_logit) = (weight(label), weight(label) * f64::from(row[label]));
         // The label with the smaller part of the target, and its part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
@@ -59,14 +59,14 @@ pub fn cross_entropy(
             }
             let (own_part, other_part) = ((1.0 - share) * weight(label), share * weight(other));
             label_weight = own_part + other_part;
-            label_logit = own_part * f64::from(row[label]) + other_part * f64::from(row[other]);
+            weighted_logit = own_part * f64::from(row[label]) + other_part * f64::from(row[other]);
             second = Some((other, share));
         }
         let own_share = 1.0 - second.map_or(0.0, |(_, share)| share);
-        loss.sum += (1.0 - smoothing) * (label_weight * log_sum - label_logit)
+        loss.sum += (1.0 - smoothing) * (label_weight * log_sum - weighted_logit)
             + uniform * (weight_sum * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
-        // The sum of the weighted target.
+        // The sum of the target's values times the weights of their classes.
         let target_sum = weights.map_or(1.0, |_| (1.0 - smoothing) * label_weight + uniform * weight_sum);
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
             for (class, (d, &v)) in d.iter_mut().zip(row).enumerate() {

@@ -32,8 +32,8 @@ impl Nearest {
         Self { queries, width, k, neighbours }
     }
 
-    /// By query: at most `k` neighbours, the most similar first. Equally similar neighbours are in the order in which
-    /// they were added.
+    /// At most `k` neighbours of each query, the most similar first. Equally similar neighbours are in the order in
+    /// which they were added.
     #[must_use]
     pub fn neighbours(&self) -> &[Vec<Neighbour>] {
         &self.neighbours

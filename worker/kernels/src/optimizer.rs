@@ -27,7 +27,8 @@ pub struct Optimizer {
     /// For Muon: the learning rate of linear layers, including their biases, as a multiple of the step's learning rate.
     pub head_lr: f32,
     pub weight_decay: f32,
-    /// Whether batch norm's parameters and biases are treated as weights: with weight decay and, with LAMB, adapted rates. LARS ignores it.
+    /// Whether batch norm's parameters and biases are treated as weights: with weight decay and, with LAMB, adapted rates. LARS ignores
+    /// this setting.
     pub decay_norm_and_bias: bool,
     /// For AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 has a relative error of 1e-5 in float32.
     pub beta1: f64,
@@ -58,7 +59,7 @@ impl ParameterKind {
 pub struct ParameterPolicy {
     /// Weight decay.
     pub decay: f32,
-    /// The learning rate, as a multiple of the step's.
+    /// The learning rate, as a multiple of the step's learning rate.
     pub rate: f32,
     /// Whether the update depends on the whole parameter: on the norms of the parameter and of its gradient or, with Muon, on the
     /// matrix of all filters.
@@ -126,8 +127,8 @@ impl Optimizer {
         ParameterPolicy { rate, decay: plain.decay / rate, ..plain }
     }
 
-    /// The policy of a parameter. `is_weight`: the parameter is the weight of a convolution or linear layer, not a bias or a
-    /// parameter of a batch norm.
+    /// The policy of a parameter without Muon's special cases, which [`Optimizer::policy_of`] adds. `is_weight`: the parameter is the
+    /// weight of a convolution or linear layer, not a bias or a parameter of a batch norm.
     pub fn policy(&self, is_weight: bool) -> ParameterPolicy {
         let decayed = match self.kind {
             OptimizerKind::Lars => is_weight,
@@ -199,7 +200,7 @@ pub struct Update {
     adam: Adam,
 }
 
-/// Constants of Adam's formulas, computed in float64 as in PyTorch.
+/// Constants of Adam's formulas at step `t`, computed in float64 as in PyTorch.
 #[derive(Debug, Clone, Copy)]
 struct Adam {
     beta1: f32,
@@ -266,7 +267,8 @@ impl Update {
         (self.lr * local, decay)
     }
 
-    /// The first of two passes: replaces the gradient `g` of the weights `w` by the unscaled update.
+    /// The first of two passes: replaces the gradient `g` of the weights `w` by the unscaled update. `d` is the weight decay, and `m` the
+    /// momentum or, with LAMB, the first moment.
     ///
     /// - lars: the gradient itself
     /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`

@@ -5,8 +5,8 @@ use crate::linear::{Matrix, multiply};
 
 /// Number of iterations.
 pub const STEPS: usize = 3;
-/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. They maximise the slope at 0. Therefore
-/// singular values end near 1 without converging to 1.
+/// Coefficients of the quintic `a x + b x^3 + c x^5` that is applied to each singular value. They maximise the slope at 0, so that small
+/// singular values grow fast. In return, singular values only come near 1 instead of converging to it.
 pub const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// A matrix is first divided by its Frobenius norm plus this value, so that singular values are at most 1.
 pub const EPSILON: f64 = 1e-7;
@@ -16,7 +16,7 @@ pub fn orthogonalise(rows: usize, x: &mut [f32]) {
     let columns = x.len() / rows.max(1);
     let norm = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt() + EPSILON;
     x.iter_mut().for_each(|v| *v = (f64::from(*v) / norm) as f32);
-    // Side of the smaller of the two Gram matrices.
+    // Number of rows of the smaller Gram matrix: x x^T if x is wide, else x^T x.
     let (side, is_wide) = (rows.min(columns), rows <= columns);
     let (mut gram, mut factor) = (vec![0.0; side * side], vec![0.0; side * side]);
     let mut product = vec![0.0; x.len()];

@@ -17,8 +17,8 @@ pub struct MaxPool {
 }
 
 impl MaxPool {
-    /// Calls `visit(position, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that are inside
-    /// the picture, row by row.
+    /// Calls `visit(position in the window, offset in the input)` for the pixels of the window of output pixel (`oy`, `ox`) that
+    /// are inside the picture, row by row.
     #[inline(always)]
     fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
         for ky in 0..self.kernel {
@@ -43,17 +43,17 @@ impl MaxPool {
                 for (pixel, (y, argmax)) in
                     y.chunks_exact_mut(channels).zip(argmax.chunks_exact_mut(channels)).enumerate()
                 {
-                    let mut first = true;
+                    let mut is_first = true;
                     self.window(pixel / self.output.width, pixel % self.output.width, |position, at| {
                         let x = &x[at..at + channels];
                         for c in 0..channels {
                             // A NaN wins, so that divergence is not hidden.
-                            if first || x[c] > y[c] || x[c].is_nan() {
+                            if is_first || x[c] > y[c] || x[c].is_nan() {
                                 y[c] = x[c];
                                 argmax[c] = position;
                             }
                         }
-                        first = false;
+                        is_first = false;
                     });
                 }
             },

@@ -15,7 +15,7 @@ pub fn add(sum: &mut [f32], values: &[f32]) {
     );
 }
 
-/// `sum += values`, in float64.
+/// `sum += values`, both in float64.
 pub fn add_f64(sum: &mut [f64], values: &[f64]) {
     with_simd(
         #[inline(always)]
@@ -23,7 +23,7 @@ pub fn add_f64(sum: &mut [f64], values: &[f64]) {
     );
 }
 
-/// `sum += values`, with a sum in float64.
+/// `sum += values`, for float32 values and a sum in float64.
 pub fn add_to_f64(sum: &mut [f64], values: &[f32]) {
     with_simd(
         #[inline(always)]
@@ -47,8 +47,8 @@ pub fn widen(from: &[f32], to: &mut [f64]) {
     );
 }
 
-/// `average = decay average + (1 - decay) values`, computed as in `torch.lerp`: the float32 values of `decay` and `1 - decay` do not sum to
-/// 1, which would change the scale of the average over many steps.
+/// `average = decay average + (1 - decay) values`, computed as in `torch.lerp`. Separate factors `decay` and `1 - decay` in float32 would
+/// not sum to exactly 1, which would change the scale of the average over many steps.
 pub fn average(decay: f64, average: &mut [f32], values: &[f32]) {
     let weight = (1.0 - decay) as f32;
     average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| {

@@ -53,11 +53,11 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     let mut y = vec![0.0; s.output_len()];
     let mut dx = vec![0.0; s.input_len()];
     let mut dw = vec![0.0; s.weight_len()];
-    // Weights as [ky][kx][in][out], so that the innermost loop has stride 1.
     let k = s.kernel;
     // Channels per group.
     let (inputs, outputs) = (s.in_c / s.groups, s.out_c / s.groups);
-    let at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
+    let oihw_at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
+    // Weights as [ky][kx][in][out], so that the innermost loop has stride 1.
     let mut hwio = vec![0.0; w.len()];
     let mut dhwio = vec![0.0; w.len()];
     let hwio_at = |o: usize, i: usize, ky: usize, kx: usize| ((ky * k + kx) * inputs + i) * s.out_c + o;
@@ -66,7 +66,7 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
             for i in 0..inputs {
                 for ky in 0..k {
                     for kx in 0..k {
-                        f(hwio_at(o, i, ky, kx), at(o, i, ky, kx));
+                        f(hwio_at(o, i, ky, kx), oihw_at(o, i, ky, kx));
                     }
                 }
             }

@@ -26,7 +26,9 @@ const MAX_BYTES: u64 = 256 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FolderStamp {
     inode: u64,
+    /// Time of the last modification of the set of files, in seconds and nanoseconds.
     modified: (i64, i64),
+    /// Time of the last change of the folder or of its metadata, in seconds and nanoseconds.
     changed: (i64, i64),
 }
 
@@ -82,8 +84,8 @@ fn checksum(entries: &[Entry]) -> u32 {
 #[derive(Debug, Default)]
 pub(crate) struct CachedFolders {
     pub(super) facts: Facts,
-    /// By path in the dataset: folders that need not be listed, each with its stamp and all its pictures in the order
-    /// of names.
+    /// Folders that need not be listed, by path in the dataset: each folder's stamp, and all its pictures in the order of
+    /// names.
     pub(super) folders: HashMap<PathBuf, (FolderStamp, Vec<Entry>)>,
 }
 

@@ -19,11 +19,11 @@ use std::{
 const READER_VERSION: u32 = 1;
 /// Minimum number of pictures of a dataset with an index. Reading fewer pictures takes little time.
 const MIN_PICTURES: usize = 1000;
-/// Minimum number of pictures that the index lacks for the results of reading them to be stored.
+/// If the index lacks fewer pictures than this, they are read at each start, and the results are not stored.
 const MIN_UNKNOWN: usize = 64;
 /// Maximum number of indexes kept for one path. Different folders that were at the path have different indexes.
 const MAX_INDEXES_PER_PATH: usize = 64;
-/// Age of last use after which an index is removed.
+/// An index of another folder at the same path is removed if it was not used for longer than this.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// A folder is trusted only if its last change is at least this old, in whole seconds. File systems store times with a granularity of
@@ -73,6 +73,7 @@ impl IndexStore {
         self.dir.is_some() && pictures >= self.min_pictures && unknown >= self.min_unknown
     }
 
+    /// The path of the dataset's file with this extension. `None` if nothing is stored.
     pub(super) fn file(&self, dataset: &Path, extension: &str) -> Option<PathBuf> {
         let folder = folder_key(dataset).map(|folder| format!("-{folder}")).unwrap_or_default();
         Some(self.dir.as_ref()?.join(format!("{}{folder}.{extension}", path_key(dataset))))

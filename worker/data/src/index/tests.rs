@@ -10,7 +10,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Creates `classes` folders with `each` names of one small picture.
+/// Creates `classes` class folders, each with `each` hard links to one small picture.
 fn folder(classes: usize, each: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for class in 0..classes {

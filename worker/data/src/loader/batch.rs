@@ -181,7 +181,7 @@ impl Pictures<'_> {
         let Transform { side, channels, .. } = *transform;
         let made = workers.map(work, numbers, |number, scratch| {
             let partial = partial.get(number).copied().unwrap_or(PartialPicture::Nothing);
-            self.make_one(number, partial, scratch, &mut |bytes, erased| match &self.outputs {
+            let mut write = |bytes: &[u8], erased: Option<Region>| match &self.outputs {
                 Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
                 Outputs::Normalised(outputs) => {
                     let mut out = lock(&outputs[number]);
@@ -190,18 +190,19 @@ impl Pictures<'_> {
                         erase(&mut out, side * channels, channels, erased);
                     }
                 }
-            })
+            };
+            self.make_one(number, partial, scratch, &mut write)
         });
         made.map(drop)
     }
 
-    /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.
+    /// Makes one picture, and calls `write` with its pixels and the rectangle to erase.
     fn make_one(
         &self,
         number: usize,
         partial: PartialPicture<'_>,
         scratch: &mut Scratch,
-        then: &mut dyn FnMut(&[u8], Option<Region>),
+        write: &mut dyn FnMut(&[u8], Option<Region>),
     ) -> Result<(), DataError> {
         let BatchBuilder { part, transform, .. } = *self.builder;
         let position = self.chosen[number] as usize;
@@ -219,13 +220,13 @@ impl Pictures<'_> {
                     Some(params) => pipeline.train_cropped(transform, pixels, params),
                     None => pixels,
                 };
-                then(made, erased);
+                write(made, erased);
                 return Ok(());
             }
         };
         match &params {
-            Some(params) => then(pipeline.train(transform, picture, params), erased),
-            None => then(pipeline.evaluate(transform, picture), None),
+            Some(params) => write(pipeline.train(transform, picture, params), erased),
+            None => write(pipeline.evaluate(transform, picture), None),
         }
         Ok(())
     }

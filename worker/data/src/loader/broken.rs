@@ -11,7 +11,7 @@ use std::{
 #[derive(Debug)]
 pub(super) struct Broken {
     /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first broken file is an error.
-    pub(super) allowed: bool,
+    pub(super) is_allowed: bool,
     counts: Mutex<BrokenCounts>,
 }
 
@@ -26,8 +26,8 @@ pub(super) struct BrokenCounts {
 }
 
 impl Broken {
-    pub(super) fn new(allowed: bool) -> Self {
-        Self { allowed, counts: Mutex::default() }
+    pub(super) fn new(is_allowed: bool) -> Self {
+        Self { is_allowed, counts: Mutex::default() }
     }
 
     /// Log lines for the pictures found since the last call, and the number of all broken pictures.

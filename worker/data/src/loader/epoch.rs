@@ -22,10 +22,10 @@ pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
 impl DataSource {
     /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
     ///
-    /// The epoch is a seeded permutation of the split. Optimizer step `s` uses the pictures `[s * global, (s + 1) *
-    /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of these pictures, in the order
-    /// (a, r), so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch,
-    /// position of the picture in its split), and mixing by (seed, epoch, step).
+    /// The epoch is a seeded permutation of the split. Optimizer step `s` uses the pictures `[s * n, (s + 1) * n)` of the
+    /// permutation, where `n` is the number of pictures of a step on all ranks. Micro-batch `a` of rank `r` is a contiguous
+    /// range of these pictures, in the order (a, r), so the union over ranks is the same for any number of ranks.
+    /// Augmentation is seeded by (seed, epoch, position of the picture in its split), and mixing by (seed, epoch, step).
     ///
     /// Every rank knows the labels of all ranks, so ranks need not exchange the sum of their class weights. A picture that is
     /// replaced because it cannot be read counts in this sum with its own class.
@@ -77,8 +77,8 @@ impl DataSource {
     /// The training pictures in their order, in batches, prepared as for validation.
     pub fn gallery(&self, batch_size: usize, threads: usize) -> Batches {
         let Part { split, chosen, broken, .. } = &*self.train;
-        let (split, chosen, broken) = (split.clone(), chosen.clone(), Broken::new(broken.allowed));
-        let part = Part { split, chosen, whole: self.validation.whole, broken };
+        let (split, chosen, broken) = (split.clone(), chosen.clone(), Broken::new(broken.is_allowed));
+        let part = Part { split, chosen, needs_whole: self.validation.needs_whole, broken };
         let all = 0..part.chosen.len();
         self.prepare_unaugmented(Arc::new(part), all, batch_size, threads)
     }
@@ -137,12 +137,11 @@ impl DataSource {
         }
         let mut cached = lock(&self.workers);
         let has_device = self.device.is_some();
-        let key = (threads, has_device);
-        let workers = match cached.as_ref().filter(|(cached_key, _)| *cached_key == key) {
-            Some((_, workers)) => workers.clone(),
+        let workers = match cached.as_ref().filter(|workers| workers.has_threads(threads, has_device)) {
+            Some(workers) => workers.clone(),
             None => Arc::new(Workers::pool(threads, has_device)?),
         };
-        *cached = Some((key, workers.clone()));
+        *cached = Some(workers.clone());
         Ok((if has_device { 3 } else { 2 }, 1, workers))
     }
 }

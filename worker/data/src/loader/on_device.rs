@@ -75,6 +75,7 @@ pub(super) fn make(
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers, &[]) };
     let output = OutputSpec::new(part, transform, epoch.is_some());
     let params = |position: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, position.into()));
+    // Reads the files, and decides for each of them where it is decoded.
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(Work::AroundDevice, &numbers, |number, _| {
         let position = chosen[number];
@@ -105,6 +106,7 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &undecoded);
     }
+    // The device and the cores decode at the same time.
     let has_failed = AtomicBool::new(false);
     let queue = Queue::new(&of_device);
     let work =
@@ -146,14 +148,12 @@ impl DeviceWork<'_> {
         while !self.queue.is_empty() {
             let claimed = Cell::<&[usize]>::new(&[]);
             let mut filled = None;
-            let outcome = self.device.decoder.decode(
-                self.output.size,
-                &mut |max| {
-                    claimed.set(self.queue.claim(max));
-                    self.inputs(claimed.get())
-                },
-                &mut |made| filled = Some(self.complete(claimed.get(), made)),
-            );
+            let mut take_pictures = |max: usize| {
+                claimed.set(self.queue.claim(max));
+                self.inputs(claimed.get())
+            };
+            let mut use_results = |made: &[Option<&[u8]>]| filled = Some(self.complete(claimed.get(), made));
+            let outcome = self.device.decoder.decode(self.output.size, &mut take_pictures, &mut use_results);
             if let Err(why) = outcome {
                 if claimed.get().is_empty() {
                     // The device cannot begin: cores decode all remaining pictures.

@@ -24,7 +24,8 @@ use std::{
 };
 
 impl DataSource {
-    /// Reads the dataset's index and, if they fit in memory, its pictures.
+    /// Reads the dataset's index, and the pictures if they fit in memory.
+    ///
     /// With padded crops, CIFAR and IDX pictures are cropped at their own size and then scaled to the epoch's
     /// `image_size`. Square files of equal size that are not larger than the network's largest input are treated in the same way.
     /// For other files, the largest centred square is first scaled to that largest input, and then cropped. Random
@@ -102,6 +103,8 @@ impl DataSource {
         Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
     }
 
+    /// Divides the opened splits into training and validation pictures, and makes the transforms. `opened` has the training split first,
+    /// and each split's identities (see [`open_splits`]).
     fn assemble(
         catalog: Catalog,
         opened: Vec<(OpenSplit, Vec<Identity>)>,
@@ -142,9 +145,9 @@ impl DataSource {
         };
         let (mean, std) = normalisation(spec, &train);
         let resize = evaluation_resize(spec, side);
-        let part = |split: &Arc<OpenSplit>, chosen: Vec<u32>, whole: bool| {
+        let part = |split: &Arc<OpenSplit>, chosen: Vec<u32>, needs_whole: bool| {
             let broken = Broken::new(spec.broken_files == BrokenFiles::Skip);
-            Part { split: split.clone(), chosen, whole, broken }
+            Part { split: split.clone(), chosen, needs_whole, broken }
         };
         let train = Arc::new(train);
         let (identities, validation) = match opened.next().filter(|_| has_validation_split) {
@@ -217,7 +220,8 @@ impl DataSource {
             .collect();
         let (pixels, labels) = (Pixels::Memory(bytes.into()), (0..count as u32).map(|i| i % 10).collect());
         let split = Arc::new(OpenSplit { pixels, decoded_files: None, labels, size });
-        let part = |chosen| Part { split: split.clone(), chosen, whole: false, broken: Broken::new(false) };
+        let part =
+            |chosen| Part { split: split.clone(), chosen, needs_whole: false, broken: Broken::new(false) };
         let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
         let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
         let transform = Arc::new(Transform::new(&spec, size, side, seed, (&mean, &std)));
@@ -263,9 +267,9 @@ fn check_held_out(
         )));
     }
     let lacking = |positions: &[u32], kind: &str| -> Option<String> {
-        let mut has = vec![false; classes.len()];
-        positions.iter().for_each(|position| has[labels[*position as usize] as usize] = true);
-        let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
+        let counts = class_counts(classes.len(), positions.iter().map(|position| labels[*position as usize]));
+        let is_empty = |(_, count): &(&String, u64)| *count == 0;
+        let without: Vec<_> = classes.iter().zip(counts).filter(is_empty).map(|(name, _)| name).collect();
         let words = lacking_classes(&without, kind)?;
         Some(format!(
             "{words}. data.validation = {fraction} decides independently for each picture: add pictures, or set another \

@@ -37,7 +37,7 @@ pub(super) struct Part {
     /// The positions of the part's pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
     /// Whether the transform receives the whole picture of each file, whatever its size.
-    pub(super) whole: bool,
+    pub(super) needs_whole: bool,
     /// Pictures that can no longer be read.
     pub(super) broken: Broken,
 }
@@ -101,7 +101,7 @@ impl Part {
         };
         let decoded = opener.decoder.decode(bytes).map_err(broken)?;
         let size = self.split.size.iter().product();
-        let square = self.square().filter(|_| !self.whole);
+        let square = self.square().filter(|_| !self.needs_whole);
         match square.and_then(|side| Some((side, decoded.centre_square(side)?))) {
             Some((side, area)) => {
                 opener.square.resize(size, 0);
@@ -109,7 +109,7 @@ impl Part {
                 let (channels, pixels) = (decoded.channels, &opener.square[..]);
                 Ok(PictureRef { width: side, height: side, channels, pixels })
             }
-            None if self.whole || decoded.pixels.len() == size => Ok(decoded),
+            None if self.needs_whole || decoded.pixels.len() == size => Ok(decoded),
             None => Err(broken("has changed its size since the job began".into())),
         }
     }

@@ -76,7 +76,7 @@ impl Part {
         loop {
             let positions = positions(&self.broken.counts().broken);
             match make(&positions) {
-                Err(error) if self.broken.allowed => self.record_broken(&positions, error)?,
+                Err(error) if self.broken.is_allowed => self.record_broken(&positions, error)?,
                 made => return made,
             }
             let counts = self.broken.counts();
@@ -119,11 +119,11 @@ impl Part {
     }
 }
 
-/// The error text for too many broken pictures.
-pub fn too_many_text(broken: usize, total: usize, last: Option<&String>) -> String {
+/// The error text if `broken` of the `seen` pictures are broken, which is too many. `last` names a broken picture and the reason.
+pub fn too_many_text(broken: usize, seen: usize, last: Option<&String>) -> String {
     let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
     format!(
-        "{broken} of {total} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
+        "{broken} of {seen} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
          the job"
     )
 }

@@ -11,7 +11,7 @@ pub struct Shape {
     /// Sides of the training input in pixels, each with the epoch (from 0) in which it begins. The first begins in
     /// epoch 0. No side is larger than `image_size`.
     pub training_sizes: Vec<(u32, usize)>,
-    /// 1 or 3.
+    /// Number of channels of a picture: 1 or 3.
     pub channels: usize,
     /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,

@@ -49,6 +49,12 @@ impl Workers {
         Ok(Self { pool: Some(pool(threads)?), side_pool })
     }
 
+    /// Whether these are the threads that [`Workers::pool`] starts for `threads` and `has_device`.
+    pub(super) fn has_threads(&self, threads: usize, has_device: bool) -> bool {
+        self.side_pool.is_some() == has_device
+            && self.pool.as_ref().is_some_and(|pool| pool.current_num_threads() == threads)
+    }
+
     /// The threads that do `work`. `None` if the calling thread does it.
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {

@@ -58,7 +58,7 @@ pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
     Ok(Columns { picture, label, names })
 }
 
-/// The index of the column with the first of `names` that a column has for which `fits` is true.
+/// Tries `names` in order, and returns the index of the first column that has the name and for which `fits` is true.
 fn find_named(
     all: &[&ColumnDescriptor],
     names: &[&str],

@@ -38,8 +38,8 @@ pub(crate) fn read_members(file: &ParquetFile, path: &Path) -> Members {
         {
             members.is_transient |= is_transient;
             failed_groups += 1;
-            let rows = (file.first_rows[group], file.first_rows[group + 1]);
-            let place = format!("row group {group}, rows {} to {}", rows.0, rows.1.saturating_sub(1));
+            let (first, end) = (file.first_rows[group], file.first_rows[group + 1]);
+            let place = format!("row group {group}, rows {first} to {}", end.saturating_sub(1));
             members.shard_error.get_or_insert_with(|| format!("{detail} ({place})"));
         }
     }
@@ -60,16 +60,16 @@ impl ParquetFile {
     ) -> Result<(), UnusableFile> {
         let label = self.metadata.row_group(group).column(self.columns.label).column_descr_ptr();
         let (mut row, end) = (self.first_rows[group], self.first_rows[group + 1]);
-        let mut pictures = guard(|| self.pictures(source, group))?;
-        let mut labels =
+        let mut picture_column = guard(|| self.pictures(source, group))?;
+        let mut label_column =
             guard(|| Ok(get_column_reader(label, self.pages(source, group, self.columns.label)?)))?;
         while row < end {
             let count = (end - row).min(BATCH_ROWS as u64) as usize;
-            let batch = guard(|| {
-                let pictures = read_values(&mut pictures, count)?;
-                Ok((pictures, read_labels(&mut labels, count)?))
+            let (pictures, labels) = guard(|| {
+                let pictures = read_values(&mut picture_column, count)?;
+                Ok((pictures, read_labels(&mut label_column, count)?))
             })?;
-            let numbered = (row..).zip(batch.0).zip(batch.1).collect::<Vec<_>>();
+            let numbered = (row..).zip(pictures).zip(labels).collect::<Vec<_>>();
             let inspected: Vec<Entry> =
                 numbered.into_par_iter().map(|((row, picture), label)| entry(row, picture, label)).collect();
             entries.extend(inspected);

@@ -75,6 +75,7 @@ fn jpeg_header(bytes: &[u8]) -> Result<Header<'_>, String> {
         return Err(words);
     }
     let Frame { mut width, mut height, exif, .. } = frame;
+    // The picture is decoded at 1 / 2^shift of its sides, with the smallest shift for which its size is allowed.
     let side = |length: u32, shift: u32| length.div_ceil(1 << shift);
     let fits = |shift: &u32| size_refusal(side(width, *shift), side(height, *shift)).is_none();
     let shift = (0..=3).find(fits).filter(|_| frame.is_sequential()).unwrap_or(0);

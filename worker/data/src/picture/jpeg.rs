@@ -133,8 +133,8 @@ pub(super) struct Frame<'a> {
     restart_interval: usize,
     /// The channels of the first scan, two bytes each: the channel's id, and the numbers of its DC and AC tables (four bits each).
     scan: &'a [u8],
-    /// The offset of the first scan's data.
-    data: usize,
+    /// The offset of the first scan's data in the file.
+    data_offset: usize,
 }
 
 impl<'a> Frame<'a> {
@@ -178,15 +178,16 @@ impl<'a> Frame<'a> {
                 0xda => {
                     let count = usize::from(*segment.first().ok_or(CpuDecodeReason::Damaged)?);
                     frame.scan = segment.get(1..1 + 2 * count).ok_or(CpuDecodeReason::Damaged)?;
-                    frame.data = at;
-                    // Whether libjpeg and whether `zune-jpeg` take three channels for RGB, and four for CMYK.
+                    frame.data_offset = at;
                     let is_named_rgb = frame.channels.iter().step_by(3).eq(b"RGB");
-                    let (as_libjpeg, as_zune) = match (frame.channels.len() / 3, adobe) {
+                    // Whether the decoders take three channels for RGB, and four channels for CMYK.
+                    let (is_rgb_for_libjpeg, is_rgb_for_zune) = match (frame.channels.len() / 3, adobe) {
                         (4, _) => (adobe.is_none_or(|transform| transform == 0), adobe != Some(2)),
                         (_, Some(transform)) => (transform == 0 && !is_jfif, transform == 0 || is_named_rgb),
                         (_, None) => (is_named_rgb && !is_jfif, is_named_rgb),
                     };
-                    (frame.is_rgb, frame.zune_agrees) = (as_libjpeg, as_libjpeg == as_zune);
+                    frame.is_rgb = is_rgb_for_libjpeg;
+                    frame.zune_agrees = is_rgb_for_libjpeg == is_rgb_for_zune;
                     return if frame.coding == 0 { Err(CpuDecodeReason::Damaged) } else { Ok(frame) };
                 }
                 0xd8 | 0xd9 => return Err(CpuDecodeReason::Damaged),
@@ -220,6 +221,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
+    /// The sampling factors of each channel (see [`Frame::channels`]).
     fn sampling(&self) -> impl Iterator<Item = u8> {
         self.channels.chunks_exact(3).map(|channel| channel[1])
     }

@@ -122,7 +122,8 @@ impl Task<'_> {
         Ok(finished)
     }
 
-    /// Returns the samples in the order of `positions`. The pictures are read in ascending order.
+    /// Makes the samples of the pictures at `positions`, in this order. `first` is the number of the first sample. The pictures are
+    /// read in ascending order.
     fn make(
         &self,
         positions: &[u32],

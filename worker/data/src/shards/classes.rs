@@ -7,6 +7,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 /// The names of the classes, and whether labels are numbers or names.
 pub(super) struct Classes {
     pub(super) names: Vec<String>,
+    /// The number of each name. `None` if labels are numbers.
     by_name: Option<BTreeMap<String, u32>>,
 }
 

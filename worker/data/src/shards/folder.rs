@@ -8,7 +8,8 @@ use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
 use std::path::{Path, PathBuf};
 
-/// Names of splits in the path of a shard, as in Hugging Face's `datasets`, that a folder of pictures does not have.
+/// Further names of splits that are recognised in the path of a shard, as in Hugging Face's `datasets`, but not in the names of folders of
+/// pictures.
 const MORE_SPLITS: [&str; 3] = ["dev", "eval", "evaluation"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,8 +112,8 @@ pub(super) fn list_contents(kind: Kind, dir: &Path) -> Result<FolderContents, St
 pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
     let split = |word: &str| {
         let word = word.trim_end_matches(|c: char| c.is_ascii_digit());
-        let more = || MORE_SPLITS.into_iter().find(|split| word.eq_ignore_ascii_case(split));
-        split_of(Path::new(word)).or_else(more)
+        let further_split = || MORE_SPLITS.into_iter().find(|split| word.eq_ignore_ascii_case(split));
+        split_of(Path::new(word)).or_else(further_split)
     };
     let split_in_part = |part: &str| part.split(|c: char| !c.is_ascii_alphanumeric()).find_map(split);
     path.iter().rev().filter_map(|part| part.to_str()).find_map(split_in_part)

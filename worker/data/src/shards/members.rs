@@ -57,8 +57,8 @@ struct Sample {
     /// Whether the picture's name is the key and an extension (`000.jpg`). Such a picture takes precedence over others,
     /// such as `000.seg.png`.
     is_plain: bool,
-    /// Another picture, if there are several and none takes precedence.
-    second_picture: Option<String>,
+    /// The error if there are several pictures and none takes precedence.
+    second_picture_error: Option<String>,
     class: Option<String>,
     /// The class in the `.json` member, used if there is no `.cls`.
     json_class: Option<String>,
@@ -256,7 +256,7 @@ impl Sample {
             _ => match &self.picture {
                 Some(_) if self.is_plain && !is_plain => {}
                 Some((first, ..)) if self.is_plain == is_plain => {
-                    self.second_picture.get_or_insert_with(|| {
+                    self.second_picture_error.get_or_insert_with(|| {
                         format!(
                             "has a second picture, {file_name}, in its sample; keep one of them (the first is {}){rule}",
                             String::from_utf8_lossy(first)
@@ -265,7 +265,7 @@ impl Sample {
                 }
                 _ => {
                     self.picture = Some((name.to_vec(), offset, length));
-                    (self.is_plain, self.second_picture) = (is_plain, None);
+                    (self.is_plain, self.second_picture_error) = (is_plain, None);
                 }
             },
         }
@@ -278,7 +278,7 @@ impl Sample {
         if self.class.is_none() {
             self.broken = self.broken.or(self.json_error);
         }
-        self.broken = self.broken.or(self.second_picture);
+        self.broken = self.broken.or(self.second_picture_error);
         let label = self.class.or(self.json_class);
         let Some((name, offset, size)) = self.picture else {
             let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));

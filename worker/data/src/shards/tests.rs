@@ -150,9 +150,9 @@ fn lengths_of_member_and_class_names_are_limited() {
     // A class member and a description member, of the maximum length and one byte longer.
     let (class, about) =
         ("a.cls that is empty, not text, or too long", "b.json that is not a JSON object, or too long");
-    for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
+    for (excess, unread) in [(0, &[][..]), (1, &[class, about])] {
         let padded =
-            |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + more - text.len()]].concat();
+            |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + excess - text.len()]].concat();
         let (one, other) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
         let both: [(&str, &[u8]); 4] =
             [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];

@@ -6,7 +6,7 @@ use crate::{picture::Region, random::Random};
 const MAX_TRIES: usize = 10;
 
 /// `RandomResizedCrop.get_params`: a rectangle with an area in `scale` (fraction of the picture's area) and an aspect
-/// ratio in `ratio` (width / height). If ten attempts do not fit, the largest centred rectangle with an allowed ratio.
+/// ratio in `ratio` (width / height). If ten attempts do not fit, the result is the largest centred rectangle with an allowed ratio.
 pub(super) fn random_resized_crop(
     random: &mut Random,
     (width, height): (u32, u32),

@@ -32,6 +32,7 @@ pub(crate) struct AugmentParams {
     pub(crate) flip: bool,
     /// Whether the picture is mirrored top to bottom.
     pub(super) vertical_flip: bool,
+    /// The random stream of the resized crop, whose region also depends on the picture's size (see [`AugmentParams::region`]).
     resized_crop: Random,
     /// Colour jitter, then automatic augmentation.
     pub(super) ops: Vec<Op>,

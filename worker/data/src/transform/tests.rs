@@ -12,7 +12,9 @@ struct Recorded {
 
 #[derive(Deserialize)]
 struct Case {
+    /// The name of the source picture, without `.png`.
     of: String,
+    /// The file with torchvision's result.
     file: String,
     side: u32,
     /// Top, left, height, width.

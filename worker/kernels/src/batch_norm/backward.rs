@@ -18,14 +18,14 @@ pub enum Mask<'a> {
 /// First pass: for each channel the sum of g and the sum of g (x - mean), where g is the gradient of the ReLU's input.
 /// Returns `2 * channels` values.
 ///
-/// `dy` plus `second` is the gradient of the output. If `keep`, `dy` becomes g.
+/// `dy` plus `second` is the gradient of the output. With `stores_g`, and always with [`Mask::Output`], `dy` becomes g.
 pub fn backward_sums(
     x: &[f32],
     affine: Affine<'_>,
     dy: &mut [f32],
     second: Option<&[f32]>,
     mask: Mask<'_>,
-    keep: bool,
+    stores_g: bool,
 ) -> Vec<f64> {
     let channels = affine.gamma.len();
     let tiling = Tiling::new(channels);
@@ -43,8 +43,8 @@ pub fn backward_sums(
                 with_simd(
                     #[inline(always)]
                     || {
-                        for (d, m) in dy.iter_mut().zip(second) {
-                            *d += m;
+                        for (d, s) in dy.iter_mut().zip(second) {
+                            *d += s;
                         }
                     },
                 );
@@ -53,7 +53,7 @@ pub fn backward_sums(
                 Mask::None => {
                     tiled!(tiling, backward_sums_chunk(tiling, &lanes, x, dy, x, out, false, |_, _| true))
                 }
-                Mask::Input if keep => {
+                Mask::Input if stores_g => {
                     tiled!(tiling, backward_sums_chunk(tiling, &lanes, x, dy, x, out, true, |n, _| n > 0.0))
                 }
                 Mask::Input => {
@@ -77,7 +77,7 @@ fn backward_sums_chunk<const W: usize>(
     dy: &mut [f32],
     y: &[f32],
     out: &mut [f64],
-    keep: bool,
+    stores_g: bool,
     passes: impl Fn(f32, f32) -> bool,
 ) {
     let (channels, stride) = (tiling.channels, tiling.stride);
@@ -86,26 +86,27 @@ fn backward_sums_chunk<const W: usize>(
         let (mean, scale) = (load::<W>(&lanes.mean, block), load::<W>(&lanes.scale, block));
         let beta = load::<W>(&lanes.beta, block);
         let (mut sum, mut product) = ([0.0f64; W], [0.0f64; W]);
-        let mut row = block;
-        while row < whole {
-            let (x, y) = (load::<W>(x, row), load::<W>(y, row));
-            let dy = &mut dy[row..row + W];
+        let mut at = block;
+        while at < whole {
+            let (x, y) = (load::<W>(x, at), load::<W>(y, at));
+            let dy = &mut dy[at..at + W];
             for i in 0..W {
                 let centred = x[i] - mean[i];
                 let g = if passes(centred * scale[i] + beta[i], y[i]) { dy[i] } else { 0.0 };
-                if keep {
+                if stores_g {
                     dy[i] = g;
                 }
                 sum[i] += f64::from(g);
                 product[i] += f64::from(g) * f64::from(centred);
             }
-            row += stride;
+            at += stride;
         }
+        // With few channels, the last rows may not fill a stride.
         for at in (whole + block..x.len()).take(W) {
             let i = at - whole - block;
             let centred = x[at] - mean[i];
             let g = if passes(centred * scale[i] + beta[i], y[at]) { dy[at] } else { 0.0 };
-            if keep {
+            if stores_g {
                 dy[at] = g;
             }
             sum[i] += f64::from(g);
@@ -119,7 +120,7 @@ fn backward_sums_chunk<const W: usize>(
     }
 }
 
-/// The gradients of gamma and beta from this rank's sums.
+/// The gradients of gamma and of beta, from this rank's sums.
 pub fn parameter_gradients(sums: &[f64], statistics: &Statistics) -> (Vec<f64>, Vec<f64>) {
     let (sum, product) = sums.split_at(sums.len() / 2);
     let gamma = std::iter::zip(product, &statistics.inv_std).map(|(p, s)| p * f64::from(*s));

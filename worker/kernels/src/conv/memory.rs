@@ -34,7 +34,9 @@ impl Buffer {
 /// Buffers of one task.
 #[derive(Debug, Default)]
 pub(super) struct TaskBuffers {
+    /// The task's packed source or, for the weight gradient, its packed input.
     pub(super) x: Buffer,
+    /// The packed output gradient, for the weight gradient.
     pub(super) dy: Buffer,
     /// The taps of all output positions, in order.
     pub(super) taps: Vec<Tap>,
@@ -48,13 +50,15 @@ pub(super) struct TaskBuffers {
 #[derive(Debug)]
 pub struct Scratch {
     pub(super) tiles: &'static Tiles,
-    /// By shape: how the weight gradient divides the output.
+    /// How the weight gradient divides the output, for each shape.
     pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
     /// Packed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,
     /// Weights of merged groups, or their gradient.
     pub(super) merged: Buffer,
+    /// For the weight gradient: the packed input of all pictures, if tasks divide the weights.
     pub(super) x: Buffer,
+    /// For the weight gradient: the packed output gradient of all pictures, if tasks divide the weights.
     pub(super) dy: Buffer,
     /// One per concurrent task.
     pub(super) task_buffers: TaskBufferPool,

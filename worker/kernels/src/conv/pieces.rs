@@ -13,12 +13,13 @@ pub(super) struct Piece {
     pub(super) rows: Range<usize>,
     /// Input rows.
     pub(super) src: Range<usize>,
-    /// By kernel offset: runs of pixels. Pixels are counted from the first pixel of `src` or of `rows`.
+    /// Runs of pixels for each kernel offset. Indices count from the first pixel of `src` or of `rows`, and count a pixel once for every
+    /// unit of pictures.
     pub(super) runs: Vec<Vec<Run>>,
 }
 
-/// Divides the output rows of a group of `group` units of pictures into pieces of `rows` rows. Lists, for every kernel offset, the
-/// pairs of input and output pixels.
+/// Divides the output rows of a group of pictures into pieces of `rows` rows. Lists, for every kernel offset, the pairs of input and output
+/// pixels. `group` is the group's number of units; a unit is one picture, or two with bfloat16.
 pub(super) fn divide(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let piece = |first: usize| {

@@ -29,7 +29,8 @@ pub(super) struct Pass {
     /// Height, width and channels of the destination.
     dst: [usize; 3],
     kernel: usize,
-    /// Number of groups of channels. With several groups, each has whole blocks of units of input channels and of output channels.
+    /// Number of groups of channels (`groups` are groups of pictures in this file). With several groups, each has whole blocks of units of
+    /// input channels and of output channels.
     cardinality: usize,
     rows: Axis,
     columns: Axis,
@@ -133,11 +134,10 @@ impl Pass {
         } else {
             let row_len = picture_len / src_h * self.batch.div_ceil(groups);
             let budget = if w.len() > 2 * PACKED { 2 * PACKED } else { PACKED };
+            let fits = |rows: usize| self.rows.range(&(0..rows)).len() * row_len <= budget;
+            let has_enough_tasks = |rows: usize| groups * dst_h.div_ceil(rows) >= TASKS;
             let mut rows = dst_h;
-            while rows > 1 && {
-                let src_rows = self.rows.range(&(0..rows));
-                src_rows.len() * row_len > budget || groups * dst_h.div_ceil(rows) < TASKS
-            } {
+            while rows > 1 && !(fits(rows) && has_enough_tasks(rows)) {
                 rows = rows.div_ceil(2);
             }
             let task = |group, first| Task {
@@ -295,7 +295,7 @@ impl Pass {
                     _ => tiles.product(own.len(), tile_blocks),
                 };
                 let positions = rows.start * dst_w..rows.end * dst_w;
-                for (index, (position, ends)) in positions.zip(buffers.starts.windows(2)).enumerate() {
+                for (index, (position, taps)) in positions.zip(buffers.starts.windows(2)).enumerate() {
                     let first = (own.start * dst_h * dst_w + position) * dst_c + block * LANES;
                     let sums = sums.get_mut((block - blocks.start) * 3 * LANES..);
                     // SAFETY: the packed group has every position of the taps; `w` and `sums` have the blocks
@@ -306,7 +306,7 @@ impl Pass {
                                 .as_ptr()
                                 .add((own.start - pictures.start) * picture_len)
                                 .add(group_of_channels * units * own.len()),
-                            taps: &buffers.taps[ends[0]..ends[1]],
+                            taps: &buffers.taps[taps[0]..taps[1]],
                             units,
                             line,
                             w: job.w.as_ptr().add(block * w_block),

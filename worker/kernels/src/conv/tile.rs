@@ -1,4 +1,4 @@
-//! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see `pack`) with weights or with other
+//! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see [`Pack`]) with weights or with other
 //! packed pictures, and tables of tiles for each instruction set and number format. The order of summation is the same for all
 //! tile sizes, so results do not depend on how work is divided.
 //!
@@ -26,7 +26,7 @@ pub(super) struct Product<'a> {
     pub(super) taps: &'a [Tap],
     /// Number of units of input channels to read, from the first of `x` on.
     pub(super) units: usize,
-    /// Number of packed units of a position, in all groups together.
+    /// Number of packed units of a position, in all groups of channels together.
     pub(super) line: usize,
     /// Weights of the first block: `[tap][unit][lane]`.
     pub(super) w: *const f32,
@@ -77,7 +77,7 @@ pub(super) struct Outer<'a> {
     pub(super) lanes: usize,
 }
 
-/// Copies channels of a row of pixels into packed lines.
+/// Channels of a row of pixels, to be copied into packed lines.
 pub(super) struct Pack {
     /// First channel of the first pixel; pixels are consecutive.
     pub(super) from: *const f32,
@@ -92,8 +92,8 @@ pub(super) struct Pack {
     pub(super) to_block: usize,
 }
 
-/// Packs rows of weights, `[row][lane]`, into units of one or two rows. The second value of an incomplete unit is 0.
-pub(super) struct Rows {
+/// Rows of weights, `[row][lane]`, to be packed into units of one or two rows. The second value of an incomplete unit is 0.
+pub(super) struct WeightRows {
     pub(super) from: *const f32,
     pub(super) rows: usize,
     pub(super) lanes: usize,
@@ -111,13 +111,13 @@ pub(super) struct Tiles {
     pub(super) values: usize,
     /// Maximum number of pictures in a group.
     pub(super) group: usize,
-    /// By number of pictures - 1: tiles of one, two and four blocks, and a tile of one block that is not full.
+    /// Element `n - 1` is for `n` pictures: tiles of one, two and four blocks, and a tile of one block that is not full.
     product: &'static [[Option<ProductFn>; 4]],
-    /// Ascending numbers of input channels, each with tiles of one, two and four output blocks.
+    /// Numbers of input channels, ascending, each with its tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
     pack_channels: unsafe fn(&Pack),
     pack_pictures: unsafe fn(&Pack),
-    pack_rows: unsafe fn(&Rows),
+    pack_rows: unsafe fn(&WeightRows),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
 
@@ -178,7 +178,7 @@ impl Tiles {
         }
     }
 
-    /// Number of blocks of output channels for the next tile for `pictures`, if `blocks` full blocks remain.
+    /// Number of blocks of output channels that the next tile for `pictures` computes, if `blocks` full blocks remain.
     pub(super) fn product_blocks(&self, pictures: usize, blocks: usize) -> usize {
         let [_, two, four, _] = self.product[pictures - 1];
         match blocks {
@@ -198,27 +198,29 @@ impl Tiles {
         self.product[pictures - 1][3].unwrap_or_else(|| unreachable!("every row has one"))
     }
 
-    /// Number of blocks of output channels for the next outer-product tile for `channels` input channels,
-    /// if `blocks` remain.
+    /// Number of blocks of output channels that the next outer-product tile for `channels` input channels computes, if `blocks`
+    /// remain: four only if one tile takes all channels, two also if tiles take eight channels at a time.
     pub(super) fn outer_blocks(&self, channels: usize, blocks: usize) -> usize {
-        let has = |width: usize, at_least: usize| {
-            self.outer.iter().any(|(height, tiles)| *height >= at_least && tiles[width].is_some())
+        let has_tile = |blocks: usize, min_channels: usize| {
+            self.outer
+                .iter()
+                .any(|(channels, tiles)| *channels >= min_channels && tiles[blocks / 2].is_some())
         };
         match blocks {
-            4.. if has(2, channels) => 4,
-            2.. if has(1, channels.min(8)) => 2,
+            4.. if has_tile(4, channels) => 4,
+            2.. if has_tile(2, channels.min(8)) => 2,
             _ => 1,
         }
     }
 
-    /// The tile for the next of `channels` remaining input channels (at most 16) and 1, 2 or 4 blocks of
-    /// output channels, and its number of input channels, which exceeds `channels` only at the end.
+    /// The next tile if `channels` input channels remain, for 1, 2 or 4 blocks of output channels, after the tile's number of
+    /// input channels. That is the smallest number that covers the remaining channels, or else the largest.
     pub(super) fn outer(&self, channels: usize, blocks: usize) -> (usize, OuterFn) {
         let mut best = None;
-        for (height, tiles) in self.outer {
+        for (tile_channels, tiles) in self.outer {
             if let Some(tile) = tiles[blocks / 2] {
-                best = Some((*height, tile));
-                if *height >= channels {
+                best = Some((*tile_channels, tile));
+                if *tile_channels >= channels {
                     break;
                 }
             }
@@ -255,7 +257,7 @@ impl Tiles {
         let rows = from.len() / lanes;
         assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values) * lanes);
         // SAFETY: `from` has the rows, and `to` is large enough; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack_rows)(&Rows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
+        unsafe { (self.pack_rows)(&WeightRows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
     }
 }
 
@@ -269,14 +271,15 @@ macro_rules! when {
     };
 }
 
-/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them.
+/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them. The arguments
+/// say which tiles exist: `product [pictures: two four]` blocks (one block always), `outer [input channels: one two four]` blocks.
 macro_rules! tiles {
     ($name:ident, $vector:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
             use crate::conv::tile::{
-                Arithmetic, Format, Outer, Pack, Product, Rows, Tiles, Vector, outer, pack_channels,
+                Arithmetic, Format, Outer, Pack, Product, WeightRows, Tiles, Vector, outer, pack_channels,
                 pack_pictures, pack_rows, product,
             };
             $(#[$feature])?
@@ -300,7 +303,7 @@ macro_rules! tiles {
                 unsafe { pack_pictures::<$vector, $format>(t) }
             }
             $(#[$feature])?
-            unsafe fn pack_rows_of(t: &Rows) {
+            unsafe fn pack_rows_of(t: &WeightRows) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.
                 unsafe { pack_rows::<$vector, $format>(t) }
             }

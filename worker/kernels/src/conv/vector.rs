@@ -40,7 +40,7 @@ pub(super) trait Vector: Copy {
 pub(super) trait Arithmetic<S: Vector> {
     /// Number of values in a unit.
     const VALUES: usize;
-    /// Adds the products of all values of sixteen units to sixteen sums.
+    /// Adds to each of the sixteen sums `to` the products of the values of one unit of `units` and of `by`.
     unsafe fn multiply_add(units: S, by: S, to: S) -> S;
     /// Units of consecutive values: those of `first`, then those of `second` if a unit has two values.
     unsafe fn consecutive(first: S, second: S) -> S;
@@ -264,8 +264,8 @@ mod x86 {
         }
     }
 
-    /// With AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product. It treats subnormal numbers as zero, in
-    /// contrast to the portable form.
+    /// Uses AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product. In contrast to the implementation for `Plain`, it
+    /// treats subnormal numbers as zero.
     impl Arithmetic<Avx512> for Bfloat16 {
         const VALUES: usize = 2;
         #[inline(always)]

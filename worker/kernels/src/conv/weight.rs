@@ -1,9 +1,8 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
 //! gradients at this offset.
 //!
-//! Packed pictures have the adjacent pixels of a row, of a few pictures, next to each other in memory. The sum
-//! runs over pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for
-//! all kernel offsets.
+//! In packed pictures, a pixel of all pictures of a group is followed by the next pixel of the row. The sum runs over
+//! pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
 
 use super::{
     ConvShape, LANES,
@@ -37,6 +36,7 @@ struct Chunk {
     pieces: Range<usize>,
 }
 
+/// A weight gradient: its shape, and the pieces into which the sum over pixels is divided.
 struct Plan<'a> {
     s: &'a ConvShape,
     tiles: &'static Tiles,
@@ -170,8 +170,8 @@ impl Plan<'_> {
         });
     }
 
-    /// Blocks of output channels that one tile computes, all in the same group of channels. A block that is not full is a
-    /// separate panel.
+    /// Ranges of blocks of output channels. A tile computes one such panel, which lies in one group of channels. A block that
+    /// is not full is a separate panel.
     fn panels(&self) -> Vec<Range<usize>> {
         let blocks_per_group = self.s.group_out_c().div_ceil(LANES);
         let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));
@@ -189,16 +189,16 @@ impl Plan<'_> {
     /// Groups of pictures, divided by rows so that packed rows fit in the cache.
     fn chunks(&self) -> Vec<Chunk> {
         let s = self.s;
-        let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
+        let row_units = (s.in_w * s.in_c.next_multiple_of(LANES))
+            .max(s.out_w() * s.out_c.next_multiple_of(LANES))
             * self.units(self.group);
         let count = self.pieces[0].len();
+        let fits = |pieces: usize| {
+            let row_ends = self.pieces[0][..pieces].iter().map(|piece| piece.src.end.max(piece.rows.end));
+            row_ends.max().unwrap_or(0) * row_units <= PACKED
+        };
         let mut pieces_per_chunk = count;
-        while pieces_per_chunk > 1 && {
-            let (src, rows) = self.pieces[0][..pieces_per_chunk]
-                .iter()
-                .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
-            src.max(rows) * row > PACKED
-        } {
+        while pieces_per_chunk > 1 && !fits(pieces_per_chunk) {
             pieces_per_chunk = pieces_per_chunk.div_ceil(2);
         }
         (0..s.batch)

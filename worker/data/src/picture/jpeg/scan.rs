@@ -33,7 +33,7 @@ impl Table {
         let mut symbols = symbols.iter();
         let mut table = Self { short: vec![Code::default(); 1 << LOOKUP_BITS], long: Vec::new() };
         // The next code, left-aligned in 16 bits.
-        let mut next = 0;
+        let mut next_code = 0;
         for (length, count) in (1..).zip(counts) {
             for _ in 0..*count {
                 let symbol = *symbols.next()?;
@@ -44,17 +44,16 @@ impl Table {
                     (0..15, 0) => END as u8,
                     _ => run + 1,
                 };
-                let (code, first) = (Code { bits: length as u8 + size, step }, next);
-                next += 1 << (16 - length);
-                if next > 1 << 16 {
+                let (code, first) = (Code { bits: length as u8 + size, step }, next_code);
+                next_code += 1 << (16 - length);
+                if next_code > 1 << 16 {
                     return None;
                 }
                 if length <= LOOKUP_BITS {
-                    table.short
-                        [(first >> (16 - LOOKUP_BITS)) as usize..(next >> (16 - LOOKUP_BITS)) as usize]
-                        .fill(code);
+                    let index = |left_aligned: u32| (left_aligned >> (16 - LOOKUP_BITS)) as usize;
+                    table.short[index(first)..index(next_code)].fill(code);
                 } else {
-                    table.long.push((next, code));
+                    table.long.push((next_code, code));
                 }
             }
         }
@@ -200,7 +199,7 @@ pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -
         };
         let across = side(frame.width, &mut frame.sampling().map(|sampling| sampling >> 4));
         let down = side(frame.height, &mut frame.sampling().map(|sampling| sampling & 15));
-        let mut bits = Bits::new(bytes.get(frame.data..)?);
+        let mut bits = Bits::new(bytes.get(frame.data_offset..)?);
         for mcu in 0..across * down {
             if frame.restart_interval > 0 && mcu > 0 && mcu % frame.restart_interval == 0 {
                 bits.skip_restart_marker(mcu / frame.restart_interval - 1)?;

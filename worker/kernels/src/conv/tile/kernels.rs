@@ -1,10 +1,10 @@
 //! The loops of the tiles, generic over the vector type `S` and the arithmetic `A` of the number format. Everything is inlined into
 //! functions that enable the instructions of the vector type.
 
-use super::{Arithmetic, Outer, Pack, Product, Rows, Vector};
+use super::{Arithmetic, Outer, Pack, Product, Vector, WeightRows};
 
-/// One unit of input channels of all pictures. This is a function instead of a closure, which might not be inlined into
-/// the function that enables the instructions; then every vector operation would be a call.
+/// Adds the products of one unit of input channels of all pictures. This is a function instead of a closure, because a closure might
+/// not be inlined into the function that enables the instructions; then every vector operation would be a call.
 #[inline(always)]
 unsafe fn step<S: Vector, A: Arithmetic<S>, const P: usize, const V: usize, const PART: bool>(
     t: &Product<'_>,
@@ -71,6 +71,7 @@ pub(super) unsafe fn product<
         }
         if !t.sums.is_null() {
             for v in 0..V {
+                // 16 pivots, 16 sums and 16 sums of squares.
                 let to = t.sums.add(v * 48);
                 let (mut total, mut squares) = (S::zero(), S::zero());
                 if t.starts_sums {
@@ -144,7 +145,7 @@ pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V:
     }
 }
 
-/// Units of consecutive channels of one picture.
+/// Packs units of consecutive channels of one picture.
 #[inline(always)]
 pub(super) unsafe fn pack_channels<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
@@ -168,7 +169,7 @@ pub(super) unsafe fn pack_channels<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     }
 }
 
-/// Units of the same channel of one or two pictures.
+/// Packs units of the same channel of one or two pictures.
 #[inline(always)]
 pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
@@ -196,9 +197,9 @@ pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
     }
 }
 
-/// Units of the same column of one or two rows.
+/// Packs units of the same lane of one or two rows of weights.
 #[inline(always)]
-pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &Rows) {
+pub(super) unsafe fn pack_rows<S: Vector, A: Arithmetic<S>>(t: &WeightRows) {
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         for unit in 0..t.rows.div_ceil(A::VALUES) {

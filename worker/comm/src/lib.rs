@@ -134,8 +134,8 @@ pub trait ProcessGroup: Send + Sync {
     /// this group, its [concurrent group](ProcessGroup::concurrent_group) and all groups split from either, but not the
     /// group from which this group was split. Other ranks see that their connections to this rank close.
     fn abort(&self, reason: &str);
-    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. Callers that
-    /// wait for ranks by other means than a collective use it. `operation` names their wait in errors.
+    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. For callers
+    /// that wait for ranks by other means than a collective. `operation` is the name of this wait in errors.
     ///
     /// # Errors
     /// A connection to a rank is lost, or the group was aborted.

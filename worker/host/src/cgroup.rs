@@ -5,10 +5,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The tightest limits of this process's control groups and their ancestors.
+/// The limits of this process's control groups and their ancestors.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlGroups {
+    /// The tightest limit of CPU time.
     cpu: Option<CpuLimit>,
+    /// All limits of memory, because the tightest limit with swap may be another one than without swap.
     memory: Vec<MemoryLimit>,
 }
 
@@ -49,8 +51,8 @@ pub(crate) fn value(text: &str, key: &str) -> Option<u64> {
     words.nth(1)?.parse().ok()
 }
 
-/// The folder of a control group and its ancestors. A container may see its own group as the root, under another name
-/// than in `/proc/self/cgroup`.
+/// The folder of a control group and its ancestors. Only `root` is sure to exist: a container may see its own group as the root,
+/// and `/proc/self/cgroup` then has another path.
 fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
     let inner = root.join(path.trim_start_matches('/'));
     inner.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()

@@ -21,6 +21,7 @@ struct Counters {
     at: Instant,
     /// Busy and total time of the CPUs that this process may use, in clock ticks.
     cpu: Option<(u64, u64)>,
+    /// CPU time of the control group that limits this process. `None` without such a limit.
     group_cpu_secs: Option<f64>,
     /// Bytes read and written.
     disk: Option<(u64, u64)>,
@@ -32,6 +33,7 @@ struct Counters {
 #[derive(Debug)]
 pub struct UsageSampler {
     groups: ControlGroups,
+    /// The CPUs that this process may use. Empty if the system does not report them.
     allowed: Vec<usize>,
     disk_dir: PathBuf,
     last: Option<Counters>,
@@ -110,7 +112,7 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
 
 /// Bytes per second.
 fn rate(before: &Counters, now: &Counters, count: fn(&Counters) -> Option<u64>) -> Option<u64> {
-    // A disk or an interface that has disappeared reduces the sum.
+    // `None` if a disk or an interface has disappeared, which reduces the sum.
     let bytes = count(now)?.checked_sub(count(before)?)?;
     let per_second = bytes as f64 / (now.at - before.at).as_secs_f64();
     per_second.is_finite().then_some(per_second as u64)

@@ -212,7 +212,7 @@ fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
 #[derive(Debug, Clone)]
 pub struct Usable {
     pub gpus: Vec<Gpu>,
-    /// Why there are GPUs that ranks cannot use, and what to do. `None` if there are none of them.
+    /// Why `gpus` is empty, and what to do. `None` if it is not empty, or if the machine has no GPU.
     pub why_no_gpus: Option<String>,
 }
 

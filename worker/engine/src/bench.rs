@@ -190,7 +190,7 @@ fn run_rank(
         ..Batch::default()
     };
     let micro_batches = vec![batch; accumulate];
-    let setup = OnDevice {
+    let setup = DeviceSetup {
         device: registry::device_of(None, Device::Cpu),
         precision,
         deterministic: true,
@@ -243,7 +243,7 @@ const DEVICE_MEASURED: u64 = 60;
 const PICTURES: usize = 50_000;
 
 /// The device of a rank, and how it computes.
-pub struct OnDevice {
+pub struct DeviceSetup {
     pub device: DeviceChoice,
     pub precision: Precision,
     /// Whether every run must compute the same bits.
@@ -262,7 +262,7 @@ pub struct OnDevice {
 pub fn run_on_device(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
 ) -> Result<Measurement, String> {
     let (began, mesh, accumulate) = (Instant::now(), setup.division.plan.mesh, setup.division.accumulate);
     if case.batch_size * mesh.readers() * accumulate > PICTURES {
@@ -303,7 +303,7 @@ pub fn run_on_device(
 /// # Errors
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
-pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>, String> {
+pub(super) fn profile(case: &Case, setup: DeviceSetup) -> Result<Vec<(String, f64)>, String> {
     let mesh = setup.division.plan.mesh;
     let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), setup)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
@@ -319,7 +319,7 @@ pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>
 fn build_with_data(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
     let mut engine = build(case, comm, setup, case.batch_size, 5e-4, threads)?;
@@ -332,7 +332,7 @@ fn build_with_data(
 fn build(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
     batch_size: usize,
     weight_decay: f32,
     threads: usize,

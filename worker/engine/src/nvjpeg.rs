@@ -122,7 +122,7 @@ pub(crate) struct Picture<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plane {
     /// Address of a buffer with `pitch` bytes for each row of the component.
-    pub(crate) to: u64,
+    pub(crate) address: u64,
     /// Bytes from one row to the next; at least the component's number of columns.
     pub(crate) pitch: usize,
 }
@@ -231,7 +231,7 @@ impl State {
             .map(|p| {
                 let mut image = Image { channel: [ptr::null_mut(); COMPONENTS], pitch: [0; COMPONENTS] };
                 for (channel, plane) in p.planes.iter().enumerate() {
-                    image.channel[channel] = plane.to as *mut u8;
+                    image.channel[channel] = plane.address as *mut u8;
                     image.pitch[channel] = plane.pitch;
                 }
                 image

@@ -42,7 +42,7 @@ pub enum AverageOn {
 pub struct Writers {
     /// Writing ranks, ascending; empty if only rank 0 writes.
     ranks: Vec<u32>,
-    /// By name of a trained parameter or an optimizer slot.
+    /// The writing rank of each trained parameter and each optimizer slot, by its name.
     by_tensor: BTreeMap<String, u32>,
     average: AverageOn,
 }

@@ -51,7 +51,7 @@ impl Region {
 }
 
 /// Rank `r` of `group` has the region `from[r]` and gets the region `to[r]`. A value that several ranks have is summed over these
-/// ranks. `x` has the values of this rank's `from` region; `y` is overwritten with those of its `to` region.
+/// ranks. `x` has the values of this rank's `from` region; `y` receives the values of its `to` region.
 ///
 /// In each round every rank exchanges with at most one other rank, so there are no chains of waiting ranks.
 pub(super) fn exchange(

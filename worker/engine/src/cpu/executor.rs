@@ -73,7 +73,7 @@ impl BufferPool {
 
 /// What a forward pass keeps for the backward pass of the same micro-batch.
 #[derive(Clone)]
-pub(super) struct InFlight {
+pub(super) struct MicroBatchState {
     /// By tensor: its values, with space for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By output tensor of a max pooling: the window position of each maximum.
@@ -101,9 +101,9 @@ pub(super) struct Executor {
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
     /// The current micro-batch.
-    pub(super) current: InFlight,
+    pub(super) current: MicroBatchState,
     /// Micro-batches between their forward and backward passes, except the current one.
-    pub(super) in_flight: Vec<InFlight>,
+    pub(super) in_flight: Vec<MicroBatchState>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
     /// By tensor: gradients from each operation that reads the tensor.
@@ -115,7 +115,7 @@ pub(super) struct Executor {
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
-    /// One per share of a batch; see [`super::gradient`].
+    /// Scratch memory for each share of a batch; see [`super::gradient`].
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
     /// By operation: time so far in the current step, if this step is timed.
@@ -156,7 +156,7 @@ impl Executor {
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
-        let current = InFlight {
+        let current = MicroBatchState {
             activations: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
             statistics: norms.iter().map(statistics).collect(),
@@ -308,7 +308,7 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameters = ["weight", "bias"].map(|suffix| {
-            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()));
+            let index = self.layout.index_of(&format!("{}.{suffix}", self.network.head()));
             let range = &self.layout.parameters[index].range;
             HeadParameter { index, offset: range.start, width: range.len() / own.len() }
         });
@@ -437,14 +437,14 @@ impl Executor {
         if !self.network.is_last_stage() {
             return Ok(Vec::new());
         }
-        let (tensor, own) = (self.network.logits(), self.current.pictures.own_range().len());
+        let (tensor, own_pictures) = (self.network.logits(), self.current.pictures.own_range().len());
         let placement = self.network.placement(tensor);
         let len = self.value_count(tensor);
         let logits = &self.current.activations[tensor][..len];
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
         }
-        let mut own_logits = vec![0.0; own * self.network.classes];
+        let mut own_logits = vec![0.0; own_pictures * self.network.classes];
         self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut own_logits)?;
         Ok(own_logits)
     }

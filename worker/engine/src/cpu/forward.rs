@@ -53,7 +53,7 @@ impl Executor {
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.current.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
             &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
         match op {
@@ -149,7 +149,7 @@ impl Executor {
             }
         };
         let weight = |suffix: &str| {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
             &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
         let affine = Affine { statistics: &statistics, gamma: weight("weight"), beta: weight("bias") };

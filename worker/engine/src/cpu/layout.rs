@@ -143,7 +143,7 @@ impl Layout {
     }
 
     /// Index of the parameter `name`, which must exist.
-    pub(super) fn parameter(&self, name: &str) -> usize {
+    pub(super) fn index_of(&self, name: &str) -> usize {
         self.by_name[name]
     }
 

@@ -68,14 +68,14 @@ pub(super) fn build(
     let threads = thread_pool(config.threads)?;
     let mut plan = plan.clone();
     if plan.cuts.is_empty() {
-        // Networks for other image sizes have the same cuts. `Executor::new` reports errors in the plan.
+        // Chosen once, so that networks for all image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
     executor.scratch = conv::Scratch::new(format);
-    let sizes = vec![network.clone()];
+    let networks = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
-    let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
+    let mut engine = CpuEngine { threads, executor, network, networks, plan, comm, average: None };
     engine.set_parameters(&initial)?;
     if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
@@ -89,7 +89,7 @@ struct CpuEngine {
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
     /// The whole network for each prepared image size.
-    sizes: Vec<Arc<Network>>,
+    networks: Vec<Arc<Network>>,
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
     average: Option<Average>,
@@ -104,13 +104,13 @@ impl Engine for CpuEngine {
 
     fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         let sizes = training.iter().chain(evaluation);
-        self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
+        self.networks.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
         Ok(())
     }
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
         if self.network.image_size != image_size {
-            let network = self.sizes.iter().find(|network| network.image_size == image_size);
+            let network = self.networks.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
             self.executor.set_network(plan::part_of(&self.network, &self.plan, self.comm.rank())?);
         }
@@ -189,7 +189,7 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
-    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+    fn update_average(&mut self, decay: f64) -> Result<(), EngineError> {
         let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
             Some(average) => self.threads.install(|| average.update(decay, &state.weights, norms)),
@@ -228,17 +228,17 @@ impl Engine for CpuEngine {
         Ok(OptimizerState { slots, updates: state.updates })
     }
 
-    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+    fn set_optimizer_state(&mut self, new: &OptimizerState) -> Result<(), EngineError> {
         let optimizer = self.executor.config.optimizer;
         let network = &self.executor.network;
-        check::check_shapes(network, &to.slots, state_shapes(&optimizer, network))?;
+        check::check_shapes(network, &new.slots, state_shapes(&optimizer, network))?;
         let writes = self.writes_weights();
         let Executor { layout, state, .. } = &mut self.executor;
-        state.updates = to.updates;
+        state.updates = new.updates;
         if writes {
             let mut flat = vec![0.0; layout.len()];
             for (slot, &name) in optimizer.slots().iter().enumerate() {
-                layout.import(Some(name), &to.slots, &mut flat);
+                layout.import(Some(name), &new.slots, &mut flat);
                 state.set_optimizer_slot(slot, &flat);
             }
         }
@@ -261,8 +261,8 @@ impl Engine for CpuEngine {
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         // With a split network or divided optimizer state, no single rank has the whole state.
         let Mesh { stage, model, .. } = self.plan.mesh;
-        let has_all = stage * model == 1 && !self.executor.state.is_sharded();
-        (has_all && self.executor.undo_step()).then(Vec::new)
+        let has_whole_state = stage * model == 1 && !self.executor.state.is_sharded();
+        (has_whole_state && self.executor.undo_step()).then(Vec::new)
     }
 
     fn checksum(&self) -> Result<[u64; 2], EngineError> {

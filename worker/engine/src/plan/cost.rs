@@ -28,7 +28,7 @@ const BETWEEN_KERNELS_SECS: f64 = 18e-6;
 /// By what fraction kernels of the backward pass take longer while NCCL reduces gradients on some of the multiprocessors. H200: 0.5
 /// for ResNet-18 and 50 with 1,000,000 classes.
 const REDUCTION_SLOWDOWN: f64 = 0.5;
-/// Messages of a send and its acknowledgement.
+/// Number of messages of a send with its acknowledgement.
 const ACKNOWLEDGED: f64 = 2.0;
 /// Factor by which a device's 7x7 convolution of the pictures has more products if ranks share rows: tensor cores then multiply 7x7
 /// pixels of eight channels, of which pictures use four. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
@@ -296,8 +296,8 @@ impl Rates {
     }
 
     /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
-    /// Reading its weights limits a slow linear layer: more pictures than measured take the same time, until the rate reaches that of the
-    /// fastest kind of operation.
+    /// The time of a slow linear layer is that of reading its weights: more pictures than measured take the same time, until the rate
+    /// reaches that of the fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let rates = &self.flops_per_second;
         if kind == "linear"
@@ -470,11 +470,11 @@ impl StageModel<'_> {
             if is_trained {
                 // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
                 // first one. On a device, another pass adds the gradient to the sum.
-                let later = work.accumulate.saturating_sub(1) as f64;
-                let gradient_bytes = if later > 0.0 { WEIGHT_BYTES } else { value_bytes };
-                if later > 0.0 {
+                let later_batches = work.accumulate.saturating_sub(1) as f64;
+                let gradient_bytes = if later_batches > 0.0 { WEIGHT_BYTES } else { value_bytes };
+                if later_batches > 0.0 {
                     let added_bytes = if machine.shared_memory { 0.0 } else { value_bytes + WEIGHT_BYTES };
-                    let bytes_per_weight = later * WEIGHT_BYTES / (later + 1.0) + added_bytes;
+                    let bytes_per_weight = later_batches * WEIGHT_BYTES / (later_batches + 1.0) + added_bytes;
                     spent.compute += weights * bytes_per_weight / machine.rates.memory_bytes_per_second;
                 }
                 let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient_bytes);

@@ -65,7 +65,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
-/// The part of `network` that `rank` computes: the whole network under data parallelism, else that of [`lower()`].
+/// The part of `network` that `rank` computes: the whole network under data parallelism, else the result of [`lower()`].
 ///
 /// # Errors
 /// As for [`lower()`].

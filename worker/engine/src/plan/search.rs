@@ -16,7 +16,8 @@ const MIN_GAIN: f64 = 0.02;
 /// What each strategy (entry of [`Plan::shards`]) adds to [`MIN_GAIN`].
 const MIN_GAIN_PER_STRATEGY: f64 = 0.002;
 
-/// Number of partial plans that are kept for each split of an operator, in each of the two orders.
+/// Number of partial plans that are kept for each split of an operator, in each of two orders: by excess memory and time, and by
+/// time alone.
 const BEAM_WIDTH: usize = 3;
 
 /// A plan that was considered.
@@ -170,6 +171,7 @@ fn best_splits(
     let is_head = |choice: &SplitChoice| choice.pattern == network.head() && pinned.is_empty();
     let split_head: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
     let unsplit = vec![None; choices.len()];
+    // The beam begins with a split head or, if that is not possible, without splits.
     let mut beam: Vec<_> = [split_head, unsplit]
         .into_iter()
         .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))

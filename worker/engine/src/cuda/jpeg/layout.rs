@@ -104,7 +104,7 @@ impl Planes {
     /// The planes as destinations for the decoder.
     pub(super) fn destinations(&self) -> [nvjpeg::Plane; 3] {
         [(self.luma, self.luma_pitch), (self.cb, self.chroma_pitch), (self.cr, self.chroma_pitch)]
-            .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
+            .map(|(address, pitch)| nvjpeg::Plane { address, pitch: pitch as usize })
     }
 }
 

@@ -198,7 +198,8 @@ fn run_rank(
         division: division.clone(),
         store: None,
     };
-    let mut engine = build(case, comm, setup, batch_size, 0.0, threads)?;
+    let weight_decay = 0.0;
+    let mut engine = build(case, comm, setup, batch_size, weight_decay, threads)?;
     let mut steps = Vec::with_capacity(TIMED_STEPS);
     for step in 0..WARM_UP + TIMED_STEPS {
         let start = Instant::now();
@@ -322,7 +323,8 @@ fn build_with_data(
     setup: DeviceSetup,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
-    let mut engine = build(case, comm, setup, case.batch_size, 5e-4, threads)?;
+    let weight_decay = 5e-4;
+    let mut engine = build(case, comm, setup, case.batch_size, weight_decay, threads)?;
     let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
     data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))

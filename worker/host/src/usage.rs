@@ -52,8 +52,8 @@ impl UsageSampler {
     pub fn sample(&mut self) -> MachineSample {
         let stat = read("/proc/stat");
         let host_cpus = stat.lines().filter(|line| cpu_line(line).is_some()).count();
-        let usable = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
-        let limit = self.groups.cpus().filter(|limit| *limit < usable);
+        let usable_cpus = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
+        let limit = self.groups.cpus().filter(|limit| *limit < usable_cpus);
         let now = Counters {
             at: Instant::now(),
             cpu: busy(&stat, &self.allowed),
@@ -64,7 +64,7 @@ impl UsageSampler {
             }),
         };
         let before = self.last.replace(now);
-        let cpus = limit.unwrap_or(usable);
+        let cpus = limit.unwrap_or(usable_cpus);
         let (disk_used_bytes, disk_bytes) = disk_space(&self.disk_dir);
         let (memory_used_bytes, memory_bytes, host_memory_bytes) = memory(&self.groups);
         let rate = |count: fn(&Counters) -> Option<u64>| rate(&before?, &now, count);

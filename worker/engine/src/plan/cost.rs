@@ -645,13 +645,14 @@ impl StageModel<'_> {
                 (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
             Op::Halo { lowest, .. } => {
-                let (Some(owns), Some(reach)) = (self.local.rows(input), self.local.rows(output)) else {
+                let (Some(own_rows), Some(reached_rows)) = (self.local.rows(input), self.local.rows(output))
+                else {
                     return;
                 };
-                let mut ranks = owns.of_rank.iter().zip(&reach.of_rank);
+                let mut ranks = own_rows.of_rank.iter().zip(&reached_rows.of_rank);
                 let has_messages =
                     ranks.any(|(own, reached)| reached.start < own.start || own.end < reached.end);
-                let (own, reached) = (&owns.of_rank[0], &reach.of_rank[0]);
+                let (own, reached) = (&own_rows.of_rank[0], &reached_rows.of_rank[0]);
                 let fetched_rows = (reached.end - own.end).max(0) as f64;
                 let row_len = self.values(input) / (own.end - own.start).max(1) as f64;
                 // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
@@ -754,6 +755,7 @@ impl StageModel<'_> {
 #[derive(Debug, Clone, Copy)]
 struct Group {
     ranks: usize,
+    /// `None` for a single rank, or if the machine has no such connection.
     link: Option<Link>,
     /// Whether all ranks are on one machine.
     is_local: bool,

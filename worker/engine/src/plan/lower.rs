@@ -102,12 +102,12 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
         plan.shards.iter().filter(is_unknown).map(|shard| format!("{:?}", shard.pattern)).collect();
     if !unknown.is_empty() {
         let names: Vec<_> = operators(network).map(|(name, _)| name).take(MAX_NAMES).collect();
-        let more = match operators(network).count().saturating_sub(MAX_NAMES) {
+        let omitted = match operators(network).count().saturating_sub(MAX_NAMES) {
             0 => String::new(),
-            more => format!(" and {more} more (lockstep plan lists them)"),
+            count => format!(" and {count} more (lockstep plan lists them)"),
         };
         problems.push(format!(
-            "{} has no operator named {}; its operators are {}{more}",
+            "{} has no operator named {}; its operators are {}{omitted}",
             network.arch,
             unknown.join(" or "),
             names.join(", ")

@@ -174,7 +174,7 @@ fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
 
 /// The first [`MAX_NAMES`] names, and the number of further names.
 fn some_of(all: &[String], separator: &str) -> String {
-    let more = all.len().saturating_sub(MAX_NAMES);
-    let text = all[..all.len() - more].join(separator);
-    if more > 0 { format!("{text} and {more} more") } else { text }
+    let omitted = all.len().saturating_sub(MAX_NAMES);
+    let text = all[..all.len() - omitted].join(separator);
+    if omitted > 0 { format!("{text} and {omitted} more") } else { text }
 }

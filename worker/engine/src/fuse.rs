@@ -200,7 +200,7 @@ impl Norm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shortcut {
     pub(super) tensor: TensorId,
-    /// The deferred batch norm that produces `tensor`: the addition applies it.
+    /// The deferred batch norm that produces `tensor`: the addition applies it. `None` if `tensor` is in memory.
     pub(super) deferred: Option<DeferredNorm>,
 }
 

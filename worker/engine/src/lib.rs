@@ -174,7 +174,7 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: more micro-batches than `accumulate`, or a batch that does not fit the network.
-    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. The error may be that of an earlier step. After an
+    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. The error may be of an earlier step. After an
     /// error the engine cannot be used any more.
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
     /// Waits for the steps under way and returns their results, oldest first.
@@ -208,7 +208,7 @@ pub trait Engine: Send {
         Ok(())
     }
     /// The gradients that the newest step kept ([`Engine::keep_gradients`]), reduced over all ranks as the update used
-    /// them. Names are those of [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
+    /// them. The names are as in [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
     /// the engine had not enough memory.
     ///
     /// # Errors
@@ -222,13 +222,13 @@ pub trait Engine: Send {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. All ranks
-    /// except those of the last stage return zeros.
+    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. Ranks of
+    /// other stages than the last return zeros.
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
-    /// Logits `[samples, classes]` with running statistics. Empty on all ranks except those of the last stage.
+    /// Logits `[samples, classes]` with running statistics. Empty on ranks of other stages than the last.
     ///
     /// # Errors
     /// As for [`Engine::eval_step`].

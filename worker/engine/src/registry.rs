@@ -36,7 +36,7 @@ pub fn device_of(gpu: Option<&RankGpu>, requested: Device) -> DeviceChoice {
     backends().find_map(choice).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
 
-/// The slots of this machine: those of the first backend that has selected devices. `why_no_gpus` says why an earlier backend
+/// The slots of this machine: the slots of the first backend that has selected devices. `why_no_gpus` says why an earlier backend
 /// has none, or why the machine has no slot at all.
 ///
 /// # Errors

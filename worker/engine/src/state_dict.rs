@@ -20,7 +20,7 @@ pub struct StateDict {
     /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes.
     /// `None` if this rank keeps no average.
     pub average: Option<NamedTensors>,
-    /// The loss scaling of float16.
+    /// The loss scaling of float16. `None` for other formats.
     pub loss_scaling: Option<LossScaling>,
 }
 

@@ -227,8 +227,8 @@ mod tests {
             [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
         {
             let rows = Rows::shared(whole, RANKS);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
-            let windows = rows.reached(&made, kernel, stride, padding);
+            let output_rows = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
+            let windows = rows.reached(&output_rows, kernel, stride, padding);
             let region = |rows: &Range<isize>| Region {
                 pictures: 0..2,
                 pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,

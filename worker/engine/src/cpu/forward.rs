@@ -189,15 +189,16 @@ impl Executor {
     /// Copies this rank's rows of all images.
     fn copy_pictures(&mut self, images: &[f32]) {
         let (network, input) = (&self.network, self.network.input());
-        let to = &mut self.current.activations[input];
+        let own_pixels = &mut self.current.activations[input];
         let Some((part, rows)) = network.part.as_ref().zip(network.rows(input)) else {
-            return to[..images.len()].copy_from_slice(images);
+            return own_pixels[..images.len()].copy_from_slice(images);
         };
         let row_len = network.tensors[input].width * network.tensors[input].channels;
-        let own = &rows.of_rank[part.height_rank];
-        let own = own.start as usize * row_len..own.end as usize * row_len;
-        for (to, from) in to.chunks_exact_mut(own.len()).zip(images.chunks_exact(rows.whole * row_len)) {
-            to.copy_from_slice(&from[own.clone()]);
+        let own_rows = &rows.of_rank[part.height_rank];
+        let range = own_rows.start as usize * row_len..own_rows.end as usize * row_len;
+        let pictures = images.chunks_exact(rows.whole * row_len);
+        for (own, picture) in own_pixels.chunks_exact_mut(range.len()).zip(pictures) {
+            own.copy_from_slice(&picture[range.clone()]);
         }
     }
 

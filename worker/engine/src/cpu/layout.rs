@@ -20,7 +20,7 @@ fn bucket_len(parameters: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct ParameterPlace {
     pub(super) name: String,
-    /// torchvision's shape, or that of this rank's part.
+    /// torchvision's shape, or the shape of this rank's part.
     pub(super) shape: Vec<usize>,
     /// The shape of the convolution, if the parameter is a convolution's weights. They are stored in the order of
     /// [`conv`].

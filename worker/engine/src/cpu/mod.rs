@@ -255,7 +255,7 @@ impl Engine for CpuEngine {
     fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         let optimizer = &self.executor.config.optimizer;
-        distribution.state_dict(self, writers, optimizer, |keep| self.gather_optimizer_state(keep))
+        distribution.state_dict(self, writers, optimizer, |keeps| self.gather_optimizer_state(keeps))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
@@ -349,16 +349,16 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
-    /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
-    fn gather_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
+    /// Gathers the whole state of the optimizer. `None` unless this rank `keeps` it. Collective if ranks divide the state.
+    fn gather_optimizer_state(&self, keeps: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
         for (slot, &name) in config.optimizer.slots().iter().enumerate() {
-            if let Some(flat) = state.gather_slot(slot, keep)? {
+            if let Some(flat) = state.gather_slot(slot, keeps)? {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }
-        Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
+        Ok(keeps.then_some(OptimizerState { slots, updates: state.updates }))
     }
 
     /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.

@@ -95,7 +95,7 @@ pub(super) fn largest_logits(
     Ok(best)
 }
 
-/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group. `logits` are those of this rank's `classes`.
+/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group. `logits` has a logit for each of this rank's `classes`.
 /// `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
 /// [`largest_logits`] before a margin, if any, reduced `logits`. `gradient` receives the gradient of the logits of all
 /// pictures, times `scale`. Returns the loss of this rank's own pictures.

@@ -76,9 +76,9 @@ pub(super) struct State {
     /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB, Muon), of the weights and of the
     /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
-    /// The memory that all ranks map, if they share memory.
+    /// The memory that all ranks map. `None` if they do not share memory.
     pub(super) memory: Option<SharedMemory>,
-    /// Why several ranks do not share memory, if they do not.
+    /// Why several ranks do not share memory. `None` if they share it, and for a single rank.
     pub(super) shm_unavailable_reason: Option<String>,
     /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
@@ -130,9 +130,9 @@ impl State {
         // Offsets of the arrays in shared memory.
         let mut shared_bytes = 0;
         let mut allocate = |bytes: usize| {
-            let at = shared_bytes;
-            shared_bytes = (at + bytes).next_multiple_of(ALIGN);
-            at
+            let offset = shared_bytes;
+            shared_bytes = (offset + bytes).next_multiple_of(ALIGN);
+            offset
         };
         let weights_at = allocate(4 * len);
         let slots_at: Vec<usize> = optimizer.slots().iter().map(|_| allocate(4 * len)).collect();
@@ -329,8 +329,8 @@ impl State {
     /// Index of the next task, if it is ready, and the number of tasks taken so far, in all steps.
     fn next_task(&self) -> Option<(usize, u64)> {
         let earlier_tasks = self.steps * self.tasks.len() as u64;
-        let taken = self.counts[0].tasks_taken.load(Ordering::Acquire);
-        let index = usize::try_from(taken.checked_sub(earlier_tasks)?).ok()?;
+        let tasks_taken = self.counts[0].tasks_taken.load(Ordering::Acquire);
+        let index = usize::try_from(tasks_taken.checked_sub(earlier_tasks)?).ok()?;
         let task = self.tasks[..self.open_tasks].get(index)?;
         let required_buckets = self.completed_buckets(self.pieces[task.piece].bucket);
         let is_ready =
@@ -338,17 +338,17 @@ impl State {
                 && (task.required_tasks == 0
                     || self.counts[0].tasks_done.load(Ordering::Acquire)
                         >= earlier_tasks + task.required_tasks as u64);
-        is_ready.then_some((index, taken))
+        is_ready.then_some((index, tasks_taken))
     }
 
     /// Takes and runs one task. Returns false if none is ready.
     fn run_task(&self) -> bool {
         let counts = &self.counts[0];
         let index = loop {
-            let Some((index, taken)) = self.next_task() else { return false };
+            let Some((index, tasks_taken)) = self.next_task() else { return false };
             let exchanged = counts.tasks_taken.compare_exchange_weak(
-                taken,
-                taken + 1,
+                tasks_taken,
+                tasks_taken + 1,
                 Ordering::AcqRel,
                 Ordering::Relaxed,
             );

@@ -1,5 +1,5 @@
 //! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
-//! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
+//! terms (ParaDL, arXiv 2104.09075). An operation takes as long as its arithmetic or its memory traffic,
 //! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Devices also lose time before and
 //! after an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
 //! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
@@ -272,8 +272,8 @@ impl Rates {
         let smaller = larger.checked_sub(1).map(|index| self.linear[index]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
-                let from = a.operations_per_picture();
-                let share = (operations_per_picture / from).ln() / (b.operations_per_picture() / from).ln();
+                let [small, large] = [a, *b].map(|rate| rate.operations_per_picture());
+                let share = (operations_per_picture / small).ln() / (large / small).ln();
                 let between = |a: f64, b: f64| a * (b / a).powf(share);
                 Some(LinearRate {
                     flops_per_second: between(a.flops_per_second, b.flops_per_second),
@@ -296,8 +296,8 @@ impl Rates {
     }
 
     /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
-    /// The time of a slow linear layer is that of reading its weights: more pictures than measured take the same time, until the rate
-    /// reaches that of the fastest kind of operation.
+    /// A slow linear layer takes as long as reading its weights: more pictures than measured take the same time, until the layer has
+    /// the rate of the fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let rates = &self.flops_per_second;
         if kind == "linear"

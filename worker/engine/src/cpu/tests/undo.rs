@@ -104,7 +104,7 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
         let whole = uninterrupted(kind);
         assert_ne!(whole[0][1], whole[0][2]);
         let mut interrupted_steps = 0;
-        let mut kept = None;
+        let mut rank_0_state = None;
         // The last moment stands for no interruption.
         for moment in 0..MOMENTS {
             for (rank, (state, is_interrupted)) in interrupted(kind, moment).into_iter().enumerate() {
@@ -112,7 +112,7 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
                 assert!(state == whole[rank][steps - 1], "{kind:?}: rank {rank} after step {steps}");
                 interrupted_steps += u32::from(is_interrupted);
                 if is_interrupted && rank == 0 {
-                    kept = Some(state);
+                    rank_0_state = Some(state);
                 }
             }
         }
@@ -121,10 +121,10 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
             "{kind:?}: only {interrupted_steps} steps of a rank were interrupted"
         );
         // The next attempt: rank 0's state on every rank, except for the average.
-        let kept = kept.expect("rank 0 was interrupted");
+        let rank_0_state = rank_0_state.expect("rank 0 was interrupted");
         let ends = on_two_ranks(kind, |rank| {
-            let average = kept.average.clone().filter(|_| rank.number == 0);
-            rank.engine.load_state_dict(&StateDict { average, ..kept.clone() }).unwrap();
+            let average = rank_0_state.average.clone().filter(|_| rank.number == 0);
+            rank.engine.load_state_dict(&StateDict { average, ..rank_0_state.clone() }).unwrap();
             rank.ring.barrier().unwrap();
             assert!(rank.step() && rank.step());
             rank.state()

@@ -100,6 +100,7 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     Ok(AllGatherResult { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 
+/// A GPU with a stream for the test.
 struct Gpu {
     context: Arc<CudaContext>,
     stream: CUstream,
@@ -111,6 +112,7 @@ impl Gpu {
         Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
     }
 
+    /// Allocates `bytes` of zeros.
     fn memory(&self, bytes: usize) -> Result<Memory, DriverError> {
         // SAFETY: the context is current on this thread. `Memory` frees the allocation when dropped.
         unsafe {

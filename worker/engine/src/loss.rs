@@ -40,6 +40,7 @@ impl Margin {
         (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
     }
 
+    /// The margin in the form in which engines compute it.
     pub(crate) fn terms(&self) -> MarginTerms {
         let margin = f64::from(self.margin);
         let (sin, cos) = margin.sin_cos();

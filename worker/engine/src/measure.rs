@@ -89,6 +89,7 @@ struct Steps {
     slots: f64,
 }
 
+/// Trains `network` for a few steps and times them. The last step times each operation.
 fn time_steps(
     network: &Network,
     initial: &NamedTensors,

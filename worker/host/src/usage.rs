@@ -96,6 +96,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
+/// The fraction of `cpus` CPUs that was busy between two readings, 0 to 1: of the control group, if it limits this process.
 fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     let share = match (before.group_cpu_secs, now.group_cpu_secs) {
         (Some(before_secs), Some(now_secs)) => {

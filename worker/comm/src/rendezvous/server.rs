@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+/// The values that ranks have set, and the notification of threads that wait for a value.
 #[derive(Debug, Default)]
 struct SharedValues {
     values: Mutex<BTreeMap<String, Vec<u8>>>,

@@ -169,6 +169,7 @@ impl ActiveCall<'_> {
         Ok(())
     }
 
+    /// Reduce-scatter of the parts, then all-gather of their sums.
     fn all_reduce_long<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         values: &mut [T],

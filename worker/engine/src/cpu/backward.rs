@@ -42,6 +42,8 @@ impl Executor {
         ["weight", "bias"].map(|suffix| self.layout.index_of(&format!("{name}.{suffix}")))
     }
 
+    /// Computes the gradients of the inputs and of the parameters of the operation at `index`. `parts` are the parts of the gradient of
+    /// its output, one from each operation that reads the output.
     fn op_backward(
         &mut self,
         index: usize,

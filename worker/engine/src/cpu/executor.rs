@@ -83,6 +83,7 @@ pub(super) struct MicroBatchState {
     pub(super) pictures: Pictures,
 }
 
+/// One rank's part of the network with its state, and the buffers of a step.
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
@@ -450,6 +451,7 @@ impl Executor {
     }
 }
 
+/// The batch norms in forward order, with initial running statistics.
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
     let mut norms: Vec<(usize, Norm)> = ops
         .iter()

@@ -39,6 +39,7 @@ impl Executor {
         self.send_output()
     }
 
+    /// Computes the output `y` of the operation at `index`.
     fn op_forward(
         &mut self,
         index: usize,
@@ -111,6 +112,7 @@ impl Executor {
         Ok(())
     }
 
+    /// As [`Executor::op_forward`], for a batch norm and the operations fused with it.
     fn norm_forward(
         &mut self,
         index: usize,
@@ -244,6 +246,7 @@ impl Executor {
         Ok(())
     }
 
+    /// Computes the mean `y` over all rows from `x`, this rank's mean over its own rows.
     fn mean_of_rows(&self, input: TensorId, x: &[f32], y: &mut [f32]) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
         let share = self.network.share_of_rows(input);

@@ -130,6 +130,7 @@ impl Layout {
         layout
     }
 
+    /// Adds the range `bucket` as a bucket, and begins the next one at its end.
     fn close_bucket(&mut self, bucket: &mut Range<usize>, axes: Axes) {
         self.last_parameters.push(self.parameters.len() - 1);
         self.axes.push(axes);

@@ -57,6 +57,7 @@ const CAPABILITIES: Capabilities = Capabilities {
     wgmma: false,
 };
 
+/// Builds the engine of one rank. `initial` has the tensors of the whole `network`. `format` is the format of the convolutions.
 pub(super) fn build(
     network: Arc<Network>,
     initial: &dyn TensorSource,

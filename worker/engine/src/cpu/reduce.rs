@@ -45,6 +45,7 @@ enum Transport {
     Group { thread: Thread, gradients: ByAxes, statistics: ByAxes },
 }
 
+/// The communication thread. It reduces buckets in the order of the requests.
 struct Thread {
     requests: mpsc::Sender<(Group, Bucket)>,
     buckets: mpsc::Receiver<Result<Bucket, CommError>>,

@@ -417,6 +417,7 @@ struct Stage {
     memory_bytes: f64,
 }
 
+/// The input of the cost model for one stage.
 struct StageModel<'a> {
     /// The rank's part of the network.
     local: &'a Network,
@@ -587,6 +588,7 @@ impl StageModel<'_> {
         pictures * self.local.tensors[tensor].len() as f64
     }
 
+    /// Adds the computation of an operation, and for a batch norm the exchange of its statistics.
     fn add_compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
         let shares_pictures = self.local.is_pictures(op.inputs()[0]) && self.plan.mesh.height > 1;

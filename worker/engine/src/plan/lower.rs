@@ -165,6 +165,7 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
     problems
 }
 
+/// The local network so far, which is the result of lowering the first operations of the whole network.
 struct Lowering<'a> {
     whole: &'a Network,
     plan: &'a Plan,

@@ -171,6 +171,7 @@ pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     choose(gpus, &entries)
 }
 
+/// As [`select`], with the list as `entries`.
 fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     let mut chosen: Vec<Gpu> = Vec::new();
     for entry in entries {

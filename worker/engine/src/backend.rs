@@ -73,8 +73,8 @@ pub trait Backend: Debug + Sync {
     /// Starts a thread that opens what every engine on device `ordinal` needs in a job of `ranks` ranks, so that
     /// [`Backend::build`] takes less time. `precision` is the job's precision, or `None` if no job is known yet.
     fn warm_up(&self, _ordinal: i32, _ranks: u32, _precision: Option<Precision>) {}
-    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not,
-    /// only a new process may be able to use it.
+    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If it cannot
+    /// be used, only a new process may be able to use it.
     fn is_sound(&self) -> bool {
         true
     }

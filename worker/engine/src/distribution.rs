@@ -25,6 +25,8 @@ pub struct Distribution<'a> {
 }
 
 impl<'a> Distribution<'a> {
+    /// The parts of `network` under `plan`.
+    ///
     /// # Errors
     /// `plan` cannot split the network.
     pub fn new(network: &'a Network, plan: &Plan, comm: &'a dyn ProcessGroup) -> Result<Self, EngineError> {

@@ -141,6 +141,8 @@ unsafe impl Send for Hardware {}
 unsafe impl Sync for Hardware {}
 
 impl Hardware {
+    /// Opens the hardware decoders of the current GPU.
+    ///
     /// # Errors
     /// The GPU has no decoder, or the decoder cannot be used. The error is a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
@@ -182,6 +184,8 @@ pub(crate) struct State {
 unsafe impl Send for State {}
 
 impl State {
+    /// A state for the decoders `hardware`.
+    ///
     /// # Errors
     /// nvJPEG cannot create a state. The error is a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {

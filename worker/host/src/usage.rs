@@ -111,7 +111,7 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     share.is_finite().then(|| share.clamp(0.0, 1.0))
 }
 
-/// Bytes per second.
+/// The rate at which `count`, a number of bytes, has increased, in bytes per second.
 fn rate(before: &Counters, now: &Counters, count: fn(&Counters) -> Option<u64>) -> Option<u64> {
     // `None` if a disk or an interface has disappeared, which reduces the sum.
     let bytes = count(now)?.checked_sub(count(before)?)?;

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// The connections for sending and for receiving. Both may be the same.
+/// The connections for sending and for receiving, which may be one connection.
 pub(super) struct Link<'a> {
     pub(super) next: &'a TcpStream,
     pub(super) next_rank: u32,

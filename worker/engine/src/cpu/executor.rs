@@ -78,7 +78,7 @@ pub(super) struct MicroBatchState {
     pub(super) activations: Vec<Vec<f32>>,
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// By batch norm.
+    /// By batch norm: the statistics with which it normalised.
     pub(super) statistics: Vec<Statistics>,
     pub(super) pictures: Pictures,
 }
@@ -99,7 +99,8 @@ pub(super) struct Executor {
     pub(super) layout: Layout,
     pub(super) state: State,
     pub(super) norms: Vec<Norm>,
-    /// Running means and variances before the current step, whose forward passes change them.
+    /// Running means and variances before the current step, whose forward passes change them. `None` outside a step, and
+    /// for a single rank.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
     /// The current micro-batch.
     pub(super) current: MicroBatchState,

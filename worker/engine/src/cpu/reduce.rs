@@ -136,7 +136,7 @@ impl Reducer {
         answer
     }
 
-    /// Adds waiting time for sums that was measured elsewhere.
+    /// Adds waiting time that was measured elsewhere, for sums along `data` and `axes`.
     pub(super) fn add_waited(&mut self, axes: Axes, waited: Duration) {
         self.waited.add(axes, waited);
     }

@@ -66,8 +66,8 @@ pub(super) struct State {
     pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
     /// Number of updates since the optimizer's slots were zeros.
     pub(super) updates: u64,
-    /// By rank, then by bucket: of all ranks if they share memory, else only of this rank. A bucket of this rank is empty while
-    /// the reducer has it.
+    /// By rank, then by bucket. All ranks' gradients if they share memory, else only this rank's. A bucket of this rank is empty
+    /// while the reducer has it.
     gradients: Vec<Vec<Bucket>>,
     /// This rank's index in `gradients` and `counts`.
     own: usize,

@@ -79,6 +79,8 @@ pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Net
 /// Maximum number of operators that an error names.
 const MAX_NAMES: usize = 10;
 
+/// Checks that [`lower()`] can apply `plan` to `network`.
+///
 /// # Errors
 /// As for [`lower()`].
 pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {

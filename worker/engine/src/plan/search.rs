@@ -49,7 +49,7 @@ impl Candidate {
         excess.then(self.weighted_ms().total_cmp(&other.weighted_ms()))
     }
 
-    /// Milliseconds per step, increased by [`MIN_GAIN`] unless the plan is data parallelism.
+    /// Milliseconds per step, increased by [`MIN_GAIN`] and [`MIN_GAIN_PER_STRATEGY`] unless the plan is data parallelism.
     fn weighted_ms(&self) -> f64 {
         let min_gain = MIN_GAIN + MIN_GAIN_PER_STRATEGY * self.plan.shards.len() as f64;
         self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + min_gain }
@@ -119,7 +119,9 @@ fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) 
     Some(Candidate { plan, cost })
 }
 
+/// The splits of an operator without groups.
 const DENSE: &[Option<Split>] = &[None, Some(Split::Out), Some(Split::In)];
+/// The splits of a convolution with groups.
 const GROUPED: &[Option<Split>] = &[None, Some(Split::Groups)];
 
 /// How operators that are split alike can be split.

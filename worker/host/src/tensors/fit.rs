@@ -121,7 +121,7 @@ fn first_part(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// The prefix under which most tensors of the `trunk` are found.
+/// The prefix under which most tensors of the `trunk` (all layers except the head) are found.
 fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, String> {
     let count_found = |prefix: &str| {
         trunk.iter().filter(|(name, _)| given.contains_key(&format!("{prefix}{name}"))).count()

@@ -5,7 +5,7 @@ mod pictures;
 use super::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use lockstep_engine::{
-    bench::{self, Case, Division, OnDevice},
+    bench::{self, Case, DeviceSetup, Division},
     plan::Plan,
     registry,
 };
@@ -237,7 +237,7 @@ fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
     let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
-    let settings = OnDevice {
+    let settings = DeviceSetup {
         device,
         precision: args.precision,
         deterministic: args.deterministic,

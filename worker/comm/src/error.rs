@@ -31,7 +31,7 @@ pub enum CommError {
 
 impl CommError {
     /// The name of the call that failed.
-    pub(super) fn operation(&mut self) -> &mut &'static str {
+    pub(super) fn operation_mut(&mut self) -> &mut &'static str {
         match self {
             CommError::TimedOut { operation, .. }
             | CommError::Disconnected { operation, .. }

@@ -49,8 +49,8 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     let nccl = Nccl::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, GPU_TIMEOUT)?;
     let gpu = Gpu::open(ordinal).map_err(failed)?;
     let ranks = nccl.size() as usize;
-    let from = gpu.memory(4).map_err(failed)?;
-    let to = gpu.memory(4 * ranks).map_err(failed)?;
+    let own_value = gpu.memory(4).map_err(failed)?;
+    let gathered = gpu.memory(4 * ranks).map_err(failed)?;
     let vector = gpu.memory(4 * LONG).map_err(failed)?;
     let finish = || {
         gpu.finish(GPU_TIMEOUT).map_err(|error| {
@@ -60,13 +60,13 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
         })
     };
     let mut values = vec![f32::NAN; ranks];
-    // SAFETY: `from`, `to` and `vector` are large enough for the values that are copied, gathered and reduced. They
+    // SAFETY: `own_value`, `gathered` and `vector` are large enough for the values that are copied, gathered and reduced. They
     // live until `finish` has waited for this work.
     unsafe {
-        result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
-        nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;
+        result::memcpy_htod_sync(own_value.0, &[nccl.rank() as f32]).map_err(failed)?;
+        nccl.all_gather(own_value.0, gathered.0, 1, DataType::F32, gpu.stream)?;
         finish()?;
-        result::memcpy_dtoh_sync(&mut values, to.0).map_err(failed)?;
+        result::memcpy_dtoh_sync(&mut values, gathered.0).map_err(failed)?;
     }
     let mean_secs = |count: usize, rounds: u32| -> Result<f64, CommError> {
         // SAFETY: as above; `count` is at most LONG. The graph is launched on the stream on which it was recorded,
@@ -95,11 +95,12 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     };
     let short_us = mean_secs(SHORT, 200)? * 1e6;
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 5)?.max(1e-9);
-    let no_peer_memory =
-        Peers::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, 4096, 256, Ok(()))?.err();
+    let (exchange, data_bytes, flag_bytes) = (Exchange::Store(store, GPU_TIMEOUT), 4096, 256);
+    let no_peer_memory = Peers::connect(exchange, "doctor", ordinal, data_bytes, flag_bytes, Ok(()))?.err();
     Ok(AllGatherResult { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 
+/// A GPU with a stream for the test.
 struct Gpu {
     context: Arc<CudaContext>,
     stream: CUstream,
@@ -111,6 +112,7 @@ impl Gpu {
         Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
     }
 
+    /// Allocates `bytes` of zeros.
     fn memory(&self, bytes: usize) -> Result<Memory, DriverError> {
         // SAFETY: the context is current on this thread. `Memory` frees the allocation when dropped.
         unsafe {

@@ -33,6 +33,7 @@ pub struct HandshakeTerms<'a> {
 }
 
 impl HandshakeTerms<'_> {
+    /// The HMAC, over both nonces and the caller's rank, by which `side` (`caller` or `listener`) proves that it knows the secret.
     fn proof(&self, side: &str, caller: &[u8], listener: &[u8], rank: u32) -> Hmac<Sha256> {
         // HMAC accepts keys of any length.
         let mut mac = Hmac::<Sha256>::new_from_slice(self.secret).unwrap_or_else(|_| unreachable!());

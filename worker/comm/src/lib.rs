@@ -124,7 +124,7 @@ pub trait ProcessGroup: Send + Sync {
     /// [`CommError::Invalid`] if the group has no rank `from`, or `from` is this rank. [`CommError::Mismatch`] if the
     /// message has another length or type.
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError>;
-    /// Collective: divides the group into one new group for each `color`, with the ranks in the same order. Calls,
+    /// Collective: the ranks that pass the same `color` become a new group, in the same order. Calls,
     /// failures and aborts of a new group affect neither this group nor other groups split from it.
     ///
     /// # Errors
@@ -134,8 +134,8 @@ pub trait ProcessGroup: Send + Sync {
     /// this group, its [concurrent group](ProcessGroup::concurrent_group) and all groups split from either, but not the
     /// group from which this group was split. Other ranks see that their connections to this rank close.
     fn abort(&self, reason: &str);
-    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. Callers that
-    /// wait for ranks by other means than a collective use it. `operation` names their wait in errors.
+    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. For callers
+    /// that wait for ranks by other means than a collective. `operation` is the name of this wait in errors.
     ///
     /// # Errors
     /// A connection to a rank is lost, or the group was aborted.
@@ -151,8 +151,8 @@ pub trait ProcessGroup: Send + Sync {
     fn concurrent_group(&self) -> Option<Arc<dyn ProcessGroup>> {
         None
     }
-    /// Collective: allocates `bytes` of zeroed memory that all ranks share. Every rank gets the memory, or the same
-    /// reason why it is not available.
+    /// Collective: allocates `bytes` of zeroed memory that all ranks share. Either all ranks get the memory, or
+    /// each rank gets a reason why it is not available.
     ///
     /// # Errors
     /// The errors of [every call](ProcessGroup).

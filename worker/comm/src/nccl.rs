@@ -205,8 +205,8 @@ impl Drop for Nccl {
                         std::thread::sleep(POLL);
                         status = async_status(comm);
                     }
-                    // Otherwise another rank is late or has exited. Aborting a communicator during finalization has
-                    // crashed (NCCL 2.28), so the end of the process frees it.
+                    // Without success, another rank is late or has exited. Aborting a communicator during finalization
+                    // has crashed (NCCL 2.28), so the end of the process then frees it.
                     if status == ncclResult_t::ncclSuccess {
                         sys::ncclCommDestroy(comm);
                     }

@@ -18,7 +18,7 @@ use lockstep_host::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Maximum number of ranks, for which kernels are compiled.
+/// Maximum number of ranks that share GPU memory. Kernels take arrays of this length.
 pub const MAX_PEERS: usize = 8;
 /// CUDA's allocation granularity. A smaller allocation could share a block with other allocations, and an IPC handle
 /// opens whole blocks.
@@ -56,8 +56,8 @@ struct IpcDescriptor {
 
 impl Peers {
     /// Collective among the ranks of `exchange`: either all ranks get buffers, or all get the same reason why they cannot
-    /// share memory. `name` must be unique within an attempt. A rank that must not share its memory passes the reason
-    /// in `permission`.
+    /// share memory. `name` must be unique within an attempt. `ordinal` is CUDA's number for this rank's GPU. A rank that must
+    /// not share its memory passes the reason in `permission`.
     ///
     /// Dropping the value frees the buffer. Before that, all ranks must have finished their last step with the
     /// buffers (for example, by a barrier).

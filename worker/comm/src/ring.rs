@@ -50,6 +50,8 @@ pub struct Ring {
     sockets: Mutex<RingSockets>,
     mesh: Arc<Mesh>,
     end: Arc<End>,
+    /// The second ring of the same ranks ([`ProcessGroup::concurrent_group`](crate::ProcessGroup::concurrent_group)). `None` in the
+    /// second ring itself.
     concurrent: Option<Arc<Ring>>,
     /// The number of groups split from this ring, which is the same on every rank.
     split_count: AtomicU64,
@@ -147,7 +149,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // Otherwise the clones in `end` would keep the connections open.
+        // `end`, which both rings share, has clones of the sockets, which would keep the connections open. The first ring closes them.
         if self.concurrent.is_some() {
             self.end.close("this rank has left the group".into());
         }

@@ -65,7 +65,8 @@ impl SharedMemory {
         self.group.wait(operation, idle, is_ready, awaited_rank)
     }
 
-    /// Collective: as [`super::ProcessGroup::all_reduce`]. Calls `idle` as [`SharedMemory::wait`] does.
+    /// Collective: as [`super::ProcessGroup::all_reduce`]. As [`SharedMemory::wait`], calls `idle`, and
+    /// returns the time for which there was no work.
     ///
     /// # Errors
     /// As [`super::ProcessGroup::all_reduce`].

@@ -169,22 +169,22 @@ fn a_group_of_one_returns_its_own_values() {
     let mut sum = [3.0f32];
     group.all_reduce((&mut sum).into()).unwrap();
     assert_eq!(sum, [3.0]);
-    let mut to = [0.0f64; 2];
-    group.reduce_scatter((&[1.0, 2.0]).into(), (&mut to).into()).unwrap();
-    assert_eq!(to, [1.0, 2.0]);
-    group.all_gather((&[3.0, 4.0]).into(), (&mut to).into()).unwrap();
-    assert_eq!(to, [3.0, 4.0]);
-    group.all_to_all((&[5.0, 6.0]).into(), (&mut to).into()).unwrap();
-    assert_eq!(to, [5.0, 6.0]);
+    let mut output = [0.0f64; 2];
+    group.reduce_scatter((&[1.0, 2.0]).into(), (&mut output).into()).unwrap();
+    assert_eq!(output, [1.0, 2.0]);
+    group.all_gather((&[3.0, 4.0]).into(), (&mut output).into()).unwrap();
+    assert_eq!(output, [3.0, 4.0]);
+    group.all_to_all((&[5.0, 6.0]).into(), (&mut output).into()).unwrap();
+    assert_eq!(output, [5.0, 6.0]);
     assert_eq!(group.all_gather_bytes(b"word").unwrap(), [b"word"]);
-    group.broadcast((&mut to).into()).unwrap();
+    group.broadcast((&mut output).into()).unwrap();
     group.barrier().unwrap();
     assert_eq!(group.split(7).unwrap().size(), 1);
     for error in [
         group.send((&[1u8]).into(), 0),
         group.recv((&mut [0u8]).into(), 1),
         group.all_reduce(ValuesMut::U8(&mut [1])),
-        group.all_gather((&[1.0f64]).into(), (&mut to).into()),
+        group.all_gather((&[1.0f64]).into(), (&mut output).into()),
     ] {
         assert!(matches!(error, Err(CommError::Invalid { .. })), "{error:?}");
     }

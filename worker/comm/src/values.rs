@@ -36,7 +36,7 @@ impl DataType {
         }
     }
 
-    /// The name of a type code (`as u32`) from a peer.
+    /// The name of the type whose code (`as u32`) a peer has sent.
     pub(super) fn name_of_code(code: u32) -> &'static str {
         let all = [Self::U8, Self::F16, Self::Bf16, Self::F32, Self::F64];
         all.into_iter().find(|t| *t as u32 == code).map_or("an unknown type", Self::name)

@@ -28,6 +28,7 @@ pub struct Watchdog {
     shared: Arc<Shared>,
 }
 
+/// The state that the watchdog shares with its threads.
 #[derive(Debug)]
 struct Shared {
     began: Instant,
@@ -54,6 +55,7 @@ struct PostedSteps {
     last_response: Option<Instant>,
 }
 
+/// The newest post of a rank.
 #[derive(Debug, Clone)]
 struct Post {
     /// The last finished step.
@@ -155,6 +157,7 @@ impl Shared {
         self.has_ended.load(Ordering::Acquire)
     }
 
+    /// Calls `on_stall` if a submitted step is not done within `limit`. Returns then, or when the watchdog has been dropped.
     fn watch(&self, limit: Duration, on_stall: impl FnOnce(&str)) {
         let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
         while !self.has_ended() {
@@ -178,6 +181,7 @@ impl Shared {
         }
     }
 
+    /// Posts this rank's step and reads the other ranks' posts, until the watchdog has been dropped or rank 0 is gone.
     fn post(&self, store: &Store, every: Duration) {
         let world_size = store.config().world_size;
         let key = |rank: u32| format!("watchdog/{rank}");
@@ -198,13 +202,14 @@ impl Shared {
 }
 
 impl PostedSteps {
+    /// Records the posts that rank 0 has returned at the time `now`, by rank.
     fn record(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
         self.last_response = Some(now);
-        for (known, value) in self.ranks.iter_mut().zip(values) {
+        for (newest, value) in self.ranks.iter_mut().zip(values) {
             let Some(value) = value else { continue };
             let Some(step) = value.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else { continue };
-            if known.as_ref().is_none_or(|post| post.value != value) {
-                *known = Some(Post { step, value, first_seen: now });
+            if newest.as_ref().is_none_or(|post| post.value != value) {
+                *newest = Some(Post { step, value, first_seen: now });
             }
         }
     }
@@ -249,14 +254,15 @@ impl PostedSteps {
                 Some(_) => {}
             }
         }
-        let others = steps.len() - behind.len();
-        let _ = match (behind.is_empty(), others) {
-            (true, _) => {
-                write!(text, ": all ranks are at step {ahead}, in a collective that does not complete")
-            }
-            (false, 0) => write!(text, ": {}", behind.join(", ")),
-            (false, 1) => write!(text, ": {}, the other at {ahead}", behind.join(", ")),
-            (false, _) => write!(text, ": {}, the others at {ahead}", behind.join(", ")),
+        let others = match steps.len() - behind.len() {
+            0 => String::new(),
+            1 => format!(", the other at {ahead}"),
+            _ => format!(", the others at {ahead}"),
+        };
+        let _ = if behind.is_empty() {
+            write!(text, ": all ranks are at step {ahead}, in a collective that does not complete")
+        } else {
+            write!(text, ": {}{others}", behind.join(", "))
         };
         text
     }

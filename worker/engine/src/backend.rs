@@ -73,8 +73,8 @@ pub trait Backend: Debug + Sync {
     /// Starts a thread that opens what every engine on device `ordinal` needs in a job of `ranks` ranks, so that
     /// [`Backend::build`] takes less time. `precision` is the job's precision, or `None` if no job is known yet.
     fn warm_up(&self, _ordinal: i32, _ranks: u32, _precision: Option<Precision>) {}
-    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not,
-    /// only a new process may be able to use it.
+    /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If it cannot
+    /// be used, only a new process may be able to use it.
     fn is_sound(&self) -> bool {
         true
     }
@@ -86,7 +86,7 @@ pub trait Backend: Debug + Sync {
     /// Opens a device's decoder of JPEG files, for use beside an engine that computes in `precision`.
     ///
     /// # Errors
-    /// The device has no decoder, or its pixels differ from those of the CPU decoder. The error is a sentence.
+    /// The device has no decoder, or its pixels differ from the CPU decoder's. The error is a sentence.
     fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
         Err("there is no decoder of JPEG files".into())
     }
@@ -104,9 +104,10 @@ pub trait Backend: Debug + Sync {
 pub struct Selection<'a> {
     /// The kind of device that a job requests.
     pub device: Device,
-    /// The visible devices to use: numbers or names, separated by commas (`agent --gpus`).
+    /// The visible devices to use: numbers or names, separated by commas (`agent --gpus`). `None`: all.
     pub list: Option<&'a str>,
-    /// Number of CPU slots to offer instead of other devices (`agent --cpu-slots`).
+    /// Number of CPU slots to offer instead of other devices (`agent --cpu-slots`). `None`: one slot per
+    /// core if there are no other devices.
     pub cpu_slots: Option<u32>,
 }
 
@@ -121,7 +122,7 @@ impl Default for Selection<'_> {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Devices {
     pub slots: Vec<Slot>,
-    /// If a device seems to exist but cannot be used: a sentence that says why, and what to do.
+    /// If a device seems to exist but cannot be used: a sentence that says why, and what to do. Otherwise `None`.
     pub why_no_gpus: Option<String>,
 }
 
@@ -175,7 +176,7 @@ pub struct DeviceConfig {
     pub deterministic: bool,
     /// The rendezvous store. `None` for a single rank.
     pub store: Option<Arc<Store>>,
-    /// Notified of every submitted and every completed step.
+    /// Notified of every submitted and every completed step. `None` if nothing watches the steps.
     pub watchdog: Option<Arc<Watchdog>>,
     /// Number of engines that this process has built before. It makes an engine's keys in the store unique.
     pub generation: u32,

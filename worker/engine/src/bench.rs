@@ -190,7 +190,7 @@ fn run_rank(
         ..Batch::default()
     };
     let micro_batches = vec![batch; accumulate];
-    let setup = OnDevice {
+    let setup = DeviceSetup {
         device: registry::device_of(None, Device::Cpu),
         precision,
         deterministic: true,
@@ -198,7 +198,8 @@ fn run_rank(
         division: division.clone(),
         store: None,
     };
-    let mut engine = build(case, comm, setup, batch_size, 0.0, threads)?;
+    let weight_decay = 0.0;
+    let mut engine = build(case, comm, setup, batch_size, weight_decay, threads)?;
     let mut steps = Vec::with_capacity(TIMED_STEPS);
     for step in 0..WARM_UP + TIMED_STEPS {
         let start = Instant::now();
@@ -243,7 +244,7 @@ const DEVICE_MEASURED: u64 = 60;
 const PICTURES: usize = 50_000;
 
 /// The device of a rank, and how it computes.
-pub struct OnDevice {
+pub struct DeviceSetup {
     pub device: DeviceChoice,
     pub precision: Precision,
     /// Whether every run must compute the same bits.
@@ -262,7 +263,7 @@ pub struct OnDevice {
 pub fn run_on_device(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
 ) -> Result<Measurement, String> {
     let (began, mesh, accumulate) = (Instant::now(), setup.division.plan.mesh, setup.division.accumulate);
     if case.batch_size * mesh.readers() * accumulate > PICTURES {
@@ -303,7 +304,7 @@ pub fn run_on_device(
 /// # Errors
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
-pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>, String> {
+pub(super) fn profile(case: &Case, setup: DeviceSetup) -> Result<Vec<(String, f64)>, String> {
     let mesh = setup.division.plan.mesh;
     let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), setup)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
@@ -319,10 +320,11 @@ pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>
 fn build_with_data(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
-    let mut engine = build(case, comm, setup, case.batch_size, 5e-4, threads)?;
+    let weight_decay = 5e-4;
+    let mut engine = build(case, comm, setup, case.batch_size, weight_decay, threads)?;
     let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
     data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))
@@ -332,7 +334,7 @@ fn build_with_data(
 fn build(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    setup: OnDevice,
+    setup: DeviceSetup,
     batch_size: usize,
     weight_decay: f32,
     threads: usize,

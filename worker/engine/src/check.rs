@@ -44,9 +44,10 @@ pub(super) fn check_shapes(
     if mistakes.is_empty() {
         return Ok(());
     }
-    let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
+    let omitted =
+        if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
     mistakes.truncate(3);
-    Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+    Err(EngineError::Parameters(format!("{}{omitted}", mistakes.join("; "))))
 }
 
 /// Checks that a batch fits the network. Engines use batches without further checks. `values` is the number of values of the

@@ -25,6 +25,8 @@ pub struct Distribution<'a> {
 }
 
 impl<'a> Distribution<'a> {
+    /// The parts of `network` under `plan`.
+    ///
     /// # Errors
     /// `plan` cannot split the network.
     pub fn new(network: &'a Network, plan: &Plan, comm: &'a dyn ProcessGroup) -> Result<Self, EngineError> {
@@ -109,14 +111,14 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Option<StateDict>, EngineError> {
-        let copy_writes = self.ranks_of_copy().any(|rank| writers.contains(rank));
+        let has_writer = self.ranks_of_copy().any(|rank| writers.contains(rank));
         // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
-        if copy_writes {
+        if has_writer {
             state.parameters =
                 self.gather(engine.parameters()?, self.parameters(), |name| writers.of(name))?;
         }
-        if let Some(mut local) = slots(copy_writes)? {
+        if let Some(mut local) = slots(has_writer)? {
             local.slots = self.gather(local.slots, self.slots(optimizer), |name| writers.of(name))?;
             state.optimizer = Some(local);
             if let Some(average) = engine.averaged()? {
@@ -138,25 +140,27 @@ impl<'a> Distribution<'a> {
         &self,
         mut own: NamedTensors,
         shapes: Shapes,
-        writer: impl Fn(&str) -> u32,
+        writer_of: impl Fn(&str) -> u32,
     ) -> Result<NamedTensors, CommError> {
         let rank = self.comm.rank();
         let mut whole = NamedTensors::new();
         for (name, shape) in shapes {
-            let (to, own_part) = (writer(&name), own.remove(&name));
-            if self.ranks_of_copy().all(|of_copy| of_copy != to) {
+            let (writer, own_part) = (writer_of(&name), own.remove(&name));
+            if self.ranks_of_copy().all(|of_copy| of_copy != writer) {
                 continue;
             }
             let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
                 // One rank with the tensor suffices. The writer is chosen if it has the tensor.
-                let index = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
+                let index = parts.iter().position(|(rank, _)| *rank == writer).unwrap_or(0);
                 parts = parts.into_iter().skip(index).take(1).collect();
             }
-            let sends = parts.iter().any(|(from, _)| *from == rank);
+            let is_sender = parts.iter().any(|(from, _)| *from == rank);
             match own_part {
-                Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
-                own_part if rank == to => {
+                Some(tensor) if rank == writer && parts.len() == 1 && is_sender => {
+                    whole.insert(name, tensor);
+                }
+                own_part if rank == writer => {
                     let mut values = vec![0.0; shape.iter().product()];
                     for_each_piece(&parts, |from, part, offset, piece| {
                         match &own_part {
@@ -170,9 +174,9 @@ impl<'a> Distribution<'a> {
                     })?;
                     whole.insert(name, HostTensor { shape, values });
                 }
-                Some(tensor) if sends => {
+                Some(tensor) if is_sender => {
                     for piece in tensor.values.chunks(PIECE) {
-                        self.comm.send(piece.into(), to)?;
+                        self.comm.send(piece.into(), writer)?;
                     }
                 }
                 _ => {}
@@ -221,18 +225,18 @@ fn for_each_piece(
 }
 
 /// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are the tensors of `part`, a rank's part
-/// of the network. `same_part` broadcasts values among the ranks with the same part, `model` in the model group.
+/// of the network. `among_same_part` broadcasts values among the ranks with the same part, `among_model_group` in the model group.
 pub(super) fn broadcast(
     part: &Network,
     tensors: &mut NamedTensors,
-    same_part: impl Fn(&mut [f32]) -> Result<(), CommError>,
-    model: impl Fn(&mut [f32]) -> Result<(), CommError>,
+    among_same_part: impl Fn(&mut [f32]) -> Result<(), CommError>,
+    among_model_group: impl Fn(&mut [f32]) -> Result<(), CommError>,
 ) -> Result<(), CommError> {
     for parameter in part.parameters() {
         if let Some(tensor) = tensors.get_mut(&parameter.name) {
-            same_part(&mut tensor.values)?;
+            among_same_part(&mut tensor.values)?;
             if parameter.slice.is_none() {
-                model(&mut tensor.values)?;
+                among_model_group(&mut tensor.values)?;
             }
         }
     }

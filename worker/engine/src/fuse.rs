@@ -11,10 +11,11 @@
 //! | batch norm + ReLU + max pooling 3x3, stride 2 | `norm_max_pool` | one pass | one pass |
 //! | block's end + global average pooling | `norm_average_pool` | separate | batch norm spreads the mean's gradient |
 //! | batch norm + ReLU + 1x1 convolution 64 -> 256 + batch norm | `wgmma` | the convolution applies the first batch norm and takes the second one's statistics | one pass: the second batch norm, dgrad, wgrad, and the first one's sums |
-//! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution computes the block's end and takes statistics | as below |
+//! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution computes the block's end and takes statistics | as in the next row |
 //! | block's end + 1x1 convolution to 64, 128 or 256 | `wgmma` | separate | batch norm's backward pass computes the dgrad |
 //!
-//! dgrad and wgrad are a convolution's gradients of its input and of its weights (cuDNN's terms).
+//! dgrad and wgrad are a convolution's gradients of its input and of its weights (cuDNN's terms). A block's end is the batch norm,
+//! addition and ReLU at the end of a residual block.
 //!
 //! In a network with frozen batch norms, only patterns without statistics are fused ([`Capabilities::for_frozen_norm`]).
 
@@ -125,7 +126,7 @@ pub(super) struct Conv {
     pub(super) output: TensorId,
     /// Whether the input has a gradient, which the pictures have not.
     pub(super) needs_input_gradient: bool,
-    /// Index of the batch norm that reads the output and needs its statistics. `None` if the batch norm is frozen.
+    /// Index of the batch norm that reads the output and needs its statistics. `None` if no batch norm reads it, or a frozen one.
     pub(super) norm_after: Option<usize>,
     pub(super) forward: ConvForward,
     pub(super) backward: ConvBackward,
@@ -199,7 +200,7 @@ impl Norm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shortcut {
     pub(super) tensor: TensorId,
-    /// The deferred batch norm that produces `tensor`: the addition applies it.
+    /// The deferred batch norm that produces `tensor`: the addition applies it. `None` if `tensor` is in memory.
     pub(super) deferred: Option<DeferredNorm>,
 }
 
@@ -240,7 +241,7 @@ pub(super) enum NormForward {
     /// In the convolution that is the only reader of the output; in evaluation as `Here`.
     InConv,
     /// In the following convolution, which also writes the batch norm's output; in evaluation as `Here`.
-    InNextConv,
+    InConvAndStored,
 }
 
 impl FusedOp {

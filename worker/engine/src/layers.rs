@@ -5,7 +5,7 @@ use crate::net::TensorId;
 /// Time of one operation in a step: forward and backward, including all fused operations.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerTime {
-    /// Name of a convolution, batch norm or linear layer; other operations have none.
+    /// Name of a convolution, batch norm or linear layer. `None` for other operations.
     pub name: Option<String>,
     /// The output tensor of the operation.
     pub output: TensorId,

@@ -73,9 +73,9 @@ pub struct EngineConfig {
 pub struct StepResult {
     /// Mean cross-entropy over this rank's pictures of the step (label smoothing and class weights included).
     pub loss: f32,
-    /// Number of correct predictions among these pictures.
+    /// Number of correct predictions among this rank's pictures of the step.
     pub correct: u32,
-    /// Number of these pictures.
+    /// Number of this rank's pictures of the step.
     pub samples: u32,
     /// L2 norm of the reduced gradient, before weight decay.
     pub grad_norm: f32,
@@ -146,8 +146,8 @@ pub enum EngineError {
 /// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
 /// All other methods are local.
 pub trait Engine: Send {
-    /// Returns the format in which this engine reads the pictures of batches. The engine may copy pictures that are in
-    /// memory to its device.
+    /// Prepares for the pictures of `data`, before the first step: the engine may copy pictures that are in memory to its device.
+    /// Returns the format in which this engine reads the pictures of batches.
     ///
     /// # Errors
     /// The device fails, or has not enough memory for the copy.
@@ -174,7 +174,7 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: more micro-batches than `accumulate`, or a batch that does not fit the network.
-    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. The error may be that of an earlier step. After an
+    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. The error may be of an earlier step. After an
     /// error the engine cannot be used any more.
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
     /// Waits for the steps under way and returns their results, oldest first.
@@ -184,7 +184,7 @@ pub trait Engine: Send {
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
         Ok(Vec::new())
     }
-    /// Collective: runs a whole step.
+    /// Collective: runs a whole step and returns its result.
     ///
     /// # Errors
     /// As for [`Engine::start_step`].
@@ -208,7 +208,7 @@ pub trait Engine: Send {
         Ok(())
     }
     /// The gradients that the newest step kept ([`Engine::keep_gradients`]), reduced over all ranks as the update used
-    /// them. Names are those of [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
+    /// them. The names are as in [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
     /// the engine had not enough memory.
     ///
     /// # Errors
@@ -222,13 +222,13 @@ pub trait Engine: Send {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. All ranks
-    /// except those of the last stage return zeros.
+    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. Ranks of
+    /// other stages than the last return zeros.
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
-    /// Logits `[samples, classes]` with running statistics. Empty on all ranks except those of the last stage.
+    /// Logits `[samples, classes]` with running statistics. Empty on ranks of other stages than the last.
     ///
     /// # Errors
     /// As for [`Engine::eval_step`].
@@ -256,14 +256,14 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`], for the optimizer's slots.
-    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
+    fn set_optimizer_state(&mut self, state: &OptimizerState) -> Result<(), EngineError>;
     /// Updates the moving average of weights, biases and running statistics after the steps so far:
     /// `average = decay average + (1 - decay) value`, as torchvision's `ExponentialMovingAverage`, which averages buffers, too.
     /// The first call copies the values.
     ///
     /// # Errors
     /// There is not enough memory for an average, or the device fails.
-    fn average(&mut self, decay: f64) -> Result<(), EngineError>;
+    fn update_average(&mut self, decay: f64) -> Result<(), EngineError>;
     /// Whether a moving average exists.
     fn has_average(&self) -> bool;
     /// The moving average, if it exists, with the names of [`Engine::parameters`].

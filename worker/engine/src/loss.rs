@@ -40,6 +40,7 @@ impl Margin {
         (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
     }
 
+    /// The margin in the form in which engines compute it.
     pub(crate) fn terms(&self) -> MarginTerms {
         let margin = f64::from(self.margin);
         let (sin, cos) = margin.sin_cos();
@@ -54,7 +55,8 @@ impl Margin {
 }
 
 /// How the cosine of the label's class changes: a cosine above `limit` becomes the cosine of its angle plus the margin,
-/// whose sine and cosine are `sin` and `cos`; any other cosine is reduced by `shift`.
+/// whose sine and cosine are `sin` and `cos`; any other cosine is reduced by `shift`. CosFace uses only `shift`: its `limit` is never
+/// exceeded.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct MarginTerms {
     pub(crate) limit: f64,
@@ -121,6 +123,7 @@ impl LossConfig {
 
 /// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
 pub(crate) const ROUNDS: usize = 10;
+
 /// A random permutation of a rank's classes, of which a step uses the first ones. It is a Feistel network over the next
 /// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So the class at
 /// any position, and the position of any class, can be computed directly.

@@ -14,7 +14,7 @@ use std::{iter::zip, sync::Arc, time::Instant};
 
 /// Number of classes of the measured network, large enough for an efficient matrix product in the head.
 const CLASSES: usize = 1000;
-/// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
+/// Numbers of classes of wide heads. Each is measured for networks with more classes than the next smaller number, or than `CLASSES`.
 pub const WIDE_HEADS: [usize; 2] = [65_536, 524_288];
 /// A wide head is measured if the memory is at least this many times as large as its weights, gradients and momentum.
 const MEMORY_PER_HEAD: usize = 4;
@@ -89,6 +89,7 @@ struct Steps {
     slots: f64,
 }
 
+/// Trains `network` for a few steps and times them. The last step times each operation.
 fn time_steps(
     network: &Network,
     initial: &NamedTensors,

@@ -122,7 +122,7 @@ pub(crate) struct Picture<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plane {
     /// Address of a buffer with `pitch` bytes for each row of the component.
-    pub(crate) to: u64,
+    pub(crate) address: u64,
     /// Bytes from one row to the next; at least the component's number of columns.
     pub(crate) pitch: usize,
 }
@@ -141,6 +141,8 @@ unsafe impl Send for Hardware {}
 unsafe impl Sync for Hardware {}
 
 impl Hardware {
+    /// Opens the hardware decoders of the current GPU.
+    ///
     /// # Errors
     /// The GPU has no decoder, or the decoder cannot be used. The error is a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
@@ -182,6 +184,8 @@ pub(crate) struct State {
 unsafe impl Send for State {}
 
 impl State {
+    /// A state for the decoders `hardware`.
+    ///
     /// # Errors
     /// nvJPEG cannot create a state. The error is a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
@@ -231,7 +235,7 @@ impl State {
             .map(|p| {
                 let mut image = Image { channel: [ptr::null_mut(); COMPONENTS], pitch: [0; COMPONENTS] };
                 for (channel, plane) in p.planes.iter().enumerate() {
-                    image.channel[channel] = plane.to as *mut u8;
+                    image.channel[channel] = plane.address as *mut u8;
                     image.pitch[channel] = plane.pitch;
                 }
                 image

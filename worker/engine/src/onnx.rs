@@ -32,7 +32,7 @@ const HALF: (&str, f32) = ("half", 0.5);
 /// each batch norm that follows a convolution becomes part of the convolution. `metadata` becomes `metadata_props`.
 ///
 /// # Errors
-/// [`EngineError::Parameters`]: the tensors are not those of the network, or `network` is only a rank's part of a network.
+/// [`EngineError::Parameters`]: the tensors do not fit the network, or `network` is only a rank's part of a network.
 pub fn encode(
     network: &Network,
     tensors: &NamedTensors,

@@ -26,7 +26,7 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub mesh: Mesh,
-    /// Strategies: each says how the operators that match a pattern are split. The last one that matches an operator applies.
+    /// Strategies: each says how the operators that match a pattern are split. If several match an operator, the last one applies.
     pub shards: Vec<ShardSpec>,
     /// Whether ranks that reduce the same gradients divide the optimizer's state (ZeRO-1).
     pub optimizer_sharding: bool,

@@ -7,7 +7,7 @@ use lockstep_data::loader::Batch;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepPart<'a> {
     pub(super) batch: &'a Batch,
-    /// Whether this is the step's first part, whose gradients overwrite those of the previous step.
+    /// Whether this is the step's first part, whose gradients overwrite the previous step's gradients.
     pub(super) is_first: bool,
     /// Whether this is the step's last part, which the update follows.
     pub(super) is_last: bool,

@@ -36,7 +36,7 @@ pub fn device_of(gpu: Option<&RankGpu>, requested: Device) -> DeviceChoice {
     backends().find_map(choice).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
 
-/// The slots of this machine: those of the first backend that has selected devices. `why_no_gpus` says why an earlier backend
+/// The slots of this machine: the slots of the first backend that has selected devices. `why_no_gpus` says why an earlier backend
 /// has none, or why the machine has no slot at all.
 ///
 /// # Errors
@@ -53,8 +53,8 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     Ok(Devices { slots: Vec::new(), why_no_gpus: first_reason })
 }
 
-/// The GPUs of this machine for ranks on `device`, none if the ranks compute on CPU cores, and why there are no GPUs if the choice
-/// is automatic.
+/// The UUIDs of this machine's GPUs for ranks on `device`. Empty if the ranks compute on CPU cores: the second result then says why,
+/// if `device` is automatic and GPUs cannot be used.
 ///
 /// # Errors
 /// The machine has no such device. The error is a sentence.

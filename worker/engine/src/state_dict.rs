@@ -20,7 +20,7 @@ pub struct StateDict {
     /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes.
     /// `None` if this rank keeps no average.
     pub average: Option<NamedTensors>,
-    /// The loss scaling of float16.
+    /// The loss scaling of float16. `None` for other formats.
     pub loss_scaling: Option<LossScaling>,
 }
 
@@ -42,7 +42,7 @@ pub enum AverageOn {
 pub struct Writers {
     /// Writing ranks, ascending; empty if only rank 0 writes.
     ranks: Vec<u32>,
-    /// By name of a trained parameter or an optimizer slot.
+    /// The writing rank of each trained parameter and each optimizer slot, by its name.
     by_tensor: BTreeMap<String, u32>,
     average: AverageOn,
 }

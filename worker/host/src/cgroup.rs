@@ -5,22 +5,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The tightest limits of this process's control groups and their ancestors.
+/// The limits of this process's control groups and their ancestors.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlGroups {
+    /// The tightest limit of CPU time.
     cpu: Option<CpuLimit>,
+    /// All limits of memory, because the tightest limit with swap may be another one than without swap.
     memory: Vec<MemoryLimit>,
 }
 
 #[derive(Debug, Clone)]
 struct CpuLimit {
     cpus: f64,
-    usage: Usage,
+    time_file: CpuTimeFile,
 }
 
 /// The file in which the kernel counts the CPU time of a group.
 #[derive(Debug, Clone)]
-enum Usage {
+enum CpuTimeFile {
     /// The line `usage_usec` of a `cpu.stat` file.
     Microseconds(PathBuf),
     /// A `cpuacct.usage` file.
@@ -33,9 +35,9 @@ struct MemoryLimit {
     /// The limit of swap. Version 1 does not limit swap separately from memory.
     swap_bytes: Option<u64>,
     /// The file with the number of bytes in use. Beside it, `memory.stat` has statistics.
-    used: PathBuf,
+    used_file: PathBuf,
     /// The key of `memory.stat` that counts the memory the kernel reclaims first.
-    inactive: &'static str,
+    inactive_key: &'static str,
 }
 
 fn number(path: PathBuf) -> Option<u64> {
@@ -49,8 +51,8 @@ pub(crate) fn value(text: &str, key: &str) -> Option<u64> {
     words.nth(1)?.parse().ok()
 }
 
-/// The folder of a control group and its ancestors. A container may see its own group as the root, under another name
-/// than in `/proc/self/cgroup`.
+/// The folder of a control group and its ancestors. Only `root` is sure to exist: a container may see its own group as the root,
+/// and `/proc/self/cgroup` then has another path.
 fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
     let inner = root.join(path.trim_start_matches('/'));
     inner.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()
@@ -91,11 +93,15 @@ impl ControlGroups {
         // Without a limit the file has `max 100000`.
         let mut words = limit.split_whitespace().map(str::parse::<f64>);
         if let (Some(Ok(quota)), Some(Ok(period))) = (words.next(), words.next()) {
-            self.add_cpu(quota / period, Usage::Microseconds(folder.join("cpu.stat")));
+            self.add_cpu(quota / period, CpuTimeFile::Microseconds(folder.join("cpu.stat")));
         }
         if let Some(bytes) = number(folder.join("memory.max")) {
-            let (used, swap_bytes) = (folder.join("memory.current"), number(folder.join("memory.swap.max")));
-            self.memory.push(MemoryLimit { bytes, swap_bytes, used, inactive: "inactive_file" });
+            self.memory.push(MemoryLimit {
+                bytes,
+                swap_bytes: number(folder.join("memory.swap.max")),
+                used_file: folder.join("memory.current"),
+                inactive_key: "inactive_file",
+            });
         }
     }
 
@@ -105,21 +111,21 @@ impl ControlGroups {
         if let (Some(quota), Some(period)) =
             (number(folder.join("cpu.cfs_quota_us")), number(folder.join("cpu.cfs_period_us")))
         {
-            let usage = root.join("cpuacct").join(group).join("cpuacct.usage");
-            self.add_cpu(quota as f64 / period as f64, Usage::Nanoseconds(usage));
+            let time_file = root.join("cpuacct").join(group).join("cpuacct.usage");
+            self.add_cpu(quota as f64 / period as f64, CpuTimeFile::Nanoseconds(time_file));
         }
     }
 
     fn add_v1_memory(&mut self, folder: &Path) {
         if let Some(bytes) = number(folder.join("memory.limit_in_bytes")) {
-            let used = folder.join("memory.usage_in_bytes");
-            self.memory.push(MemoryLimit { bytes, swap_bytes: None, used, inactive: "total_inactive_file" });
+            let (used_file, inactive_key) = (folder.join("memory.usage_in_bytes"), "total_inactive_file");
+            self.memory.push(MemoryLimit { bytes, swap_bytes: None, used_file, inactive_key });
         }
     }
 
-    fn add_cpu(&mut self, cpus: f64, usage: Usage) {
+    fn add_cpu(&mut self, cpus: f64, time_file: CpuTimeFile) {
         if cpus > 0.0 && cpus.is_finite() && self.cpu.as_ref().is_none_or(|tightest| cpus < tightest.cpus) {
-            self.cpu = Some(CpuLimit { cpus, usage });
+            self.cpu = Some(CpuLimit { cpus, time_file });
         }
     }
 
@@ -142,11 +148,11 @@ impl ControlGroups {
 
     /// The CPU time used by the group that has the tightest limit, in seconds.
     pub(crate) fn cpu_secs(&self) -> Option<f64> {
-        match &self.cpu.as_ref()?.usage {
-            Usage::Microseconds(path) => {
+        match &self.cpu.as_ref()?.time_file {
+            CpuTimeFile::Microseconds(path) => {
                 Some(value(&fs::read_to_string(path).ok()?, "usage_usec")? as f64 / 1e6)
             }
-            Usage::Nanoseconds(path) => Some(number(path.clone())? as f64 / 1e9),
+            CpuTimeFile::Nanoseconds(path) => Some(number(path.clone())? as f64 / 1e9),
         }
     }
 
@@ -154,16 +160,17 @@ impl ControlGroups {
     /// version 1 reports a number above the memory of any machine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         let limit = self.tightest_memory()?;
-        let stat = fs::read_to_string(limit.used.with_file_name("memory.stat")).unwrap_or_default();
-        let used = number(limit.used.clone())?.saturating_sub(value(&stat, limit.inactive).unwrap_or(0));
+        let stat = fs::read_to_string(limit.used_file.with_file_name("memory.stat")).unwrap_or_default();
+        let used =
+            number(limit.used_file.clone())?.saturating_sub(value(&stat, limit.inactive_key).unwrap_or(0));
         Some((limit.bytes, used))
     }
 
     /// Bytes of cached files that the kernel reclaims last.
     pub(crate) fn files_in_use(&self) -> Option<u64> {
         let limit = self.tightest_memory()?;
-        let stat = fs::read_to_string(limit.used.with_file_name("memory.stat")).ok()?;
-        value(&stat, &limit.inactive.replace("inactive", "active"))
+        let stat = fs::read_to_string(limit.used_file.with_file_name("memory.stat")).ok()?;
+        value(&stat, &limit.inactive_key.replace("inactive", "active"))
     }
 }
 

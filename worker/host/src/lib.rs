@@ -92,7 +92,7 @@ pub fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX))
 }
 
-/// The number of processes that the kernel has killed so far because memory ran out.
+/// The number of processes that the kernel has killed so far because memory ran out. `None` if the system does not report it.
 pub fn oom_kills() -> Option<u64> {
     cgroup::value(&fs::read_to_string("/proc/vmstat").ok()?, "oom_kill")
 }

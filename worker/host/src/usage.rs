@@ -21,6 +21,7 @@ struct Counters {
     at: Instant,
     /// Busy and total time of the CPUs that this process may use, in clock ticks.
     cpu: Option<(u64, u64)>,
+    /// CPU time of the control group that limits this process. `None` without such a limit.
     group_cpu_secs: Option<f64>,
     /// Bytes read and written.
     disk: Option<(u64, u64)>,
@@ -32,6 +33,7 @@ struct Counters {
 #[derive(Debug)]
 pub struct UsageSampler {
     groups: ControlGroups,
+    /// The CPUs that this process may use. Empty if the system does not report them.
     allowed: Vec<usize>,
     disk_dir: PathBuf,
     last: Option<Counters>,
@@ -50,8 +52,8 @@ impl UsageSampler {
     pub fn sample(&mut self) -> MachineSample {
         let stat = read("/proc/stat");
         let host_cpus = stat.lines().filter(|line| cpu_line(line).is_some()).count();
-        let usable = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
-        let limit = self.groups.cpus().filter(|limit| *limit < usable);
+        let usable_cpus = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
+        let limit = self.groups.cpus().filter(|limit| *limit < usable_cpus);
         let now = Counters {
             at: Instant::now(),
             cpu: busy(&stat, &self.allowed),
@@ -62,7 +64,7 @@ impl UsageSampler {
             }),
         };
         let before = self.last.replace(now);
-        let cpus = limit.unwrap_or(usable);
+        let cpus = limit.unwrap_or(usable_cpus);
         let (disk_used_bytes, disk_bytes) = disk_space(&self.disk_dir);
         let (memory_used_bytes, memory_bytes, host_memory_bytes) = memory(&self.groups);
         let rate = |count: fn(&Counters) -> Option<u64>| rate(&before?, &now, count);
@@ -94,6 +96,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
+/// The fraction of `cpus` CPUs that was busy between two readings, 0 to 1: of the control group, if it limits this process.
 fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     let share = match (before.group_cpu_secs, now.group_cpu_secs) {
         (Some(before_secs), Some(now_secs)) => {
@@ -108,9 +111,9 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     share.is_finite().then(|| share.clamp(0.0, 1.0))
 }
 
-/// Bytes per second.
+/// The rate at which `count`, a number of bytes, has increased, in bytes per second.
 fn rate(before: &Counters, now: &Counters, count: fn(&Counters) -> Option<u64>) -> Option<u64> {
-    // A disk or an interface that has disappeared reduces the sum.
+    // `None` if a disk or an interface has disappeared, which reduces the sum.
     let bytes = count(now)?.checked_sub(count(before)?)?;
     let per_second = bytes as f64 / (now.at - before.at).as_secs_f64();
     per_second.is_finite().then_some(per_second as u64)

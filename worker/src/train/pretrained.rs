@@ -74,7 +74,7 @@ fn replace_weights(
 ) -> Result<(NamedTensors, Mapping), String> {
     let mapping = compare(&shapes(&given), &shapes(&initial), Some(head))?;
     let replaced = initial.into_iter().map(|(name, own)| {
-        let keeps = mapping.new_head.is_some() && is_in(head, &name);
+        let keeps = mapping.new_head_reason.is_some() && is_in(head, &name);
         let tensor = match given.remove(&format!("{}{name}", mapping.prefix)).filter(|_| !keeps) {
             Some(tensor) if tensor.shape == own.shape => tensor,
             Some(tensor) => sum_channels(&tensor, own.shape),

@@ -67,7 +67,7 @@ impl Run<'_> {
     pub(super) fn update_average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.is_average_kept_here()) {
-            self.engine.average(decay)?;
+            self.engine.update_average(decay)?;
         }
         self.last_average_step = self.step;
         Ok(())

@@ -294,7 +294,7 @@ fn averaged_weights_of_twenty_steps_match_pytorch() {
         let loss = engine.train_step(&[batch], expected.run.lr).unwrap().loss;
         assert!((loss - pytorch).abs() <= 1e-4 * pytorch, "step {step}: {loss} instead of {pytorch}");
         if (step + 1) % every == 0 {
-            engine.average(expected.decay.unwrap()).unwrap();
+            engine.update_average(expected.decay.unwrap()).unwrap();
         }
     }
     let average = engine.averaged().unwrap().unwrap();

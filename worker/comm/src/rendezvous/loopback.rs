@@ -36,7 +36,7 @@ pub fn unused_port() -> u16 {
     unused.next().expect("one of 10,000 ports is free")
 }
 
-/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank. `timeout` is that of the rings.
+/// Runs `body` on ranks whose rings are connected, one thread each, and returns their results by rank. `timeout` is the time-out of the rings' calls.
 pub fn on_connected_ranks<T: Send>(
     size: u32,
     timeout: Duration,

@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+/// The values that ranks have set, and the notification of threads that wait for a value.
 #[derive(Debug, Default)]
 struct SharedValues {
     values: Mutex<BTreeMap<String, Vec<u8>>>,
@@ -93,10 +94,11 @@ impl SharedValues {
             }
             Request::Get { keys, wait_ms } => {
                 let wait = Duration::from_millis(wait_ms.min(MAX_SERVER_WAIT.as_millis() as u64));
-                let lacking = |s: &mut BTreeMap<String, Vec<u8>>| keys.iter().any(|key| !s.contains_key(key));
+                let is_incomplete =
+                    |values: &mut BTreeMap<String, Vec<u8>>| keys.iter().any(|key| !values.contains_key(key));
                 let (values, _) = self
                     .changed
-                    .wait_timeout_while(values, wait, lacking)
+                    .wait_timeout_while(values, wait, is_incomplete)
                     .unwrap_or_else(PoisonError::into_inner);
                 Reply::Values(keys.iter().map(|key| values.get(key).cloned()).collect())
             }

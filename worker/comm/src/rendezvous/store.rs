@@ -46,11 +46,11 @@ impl Store {
                 return Err(RendezvousError::Stopped);
             }
             let remaining = config.timeout.saturating_sub(began.elapsed());
-            let attempt = connect(&config.addr, config.port, remaining).and_then(|mut stream| {
+            let connected = connect(&config.addr, config.port, remaining).and_then(|mut stream| {
                 terms.initiate(&mut stream, config.rank)?;
                 Ok(stream)
             });
-            match attempt {
+            match connected {
                 Ok(stream) => break stream,
                 Err(e) if remaining.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
                     let (addr, port, secs) = (&config.addr, config.port, began.elapsed().as_secs_f64());
@@ -186,12 +186,12 @@ impl Drop for Store {
 }
 
 fn connect(addr: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{addr} has no address"));
+    let mut last_error = io::Error::new(io::ErrorKind::NotFound, format!("{addr} has no address"));
     for address in (addr, port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, timeout.max(RETRY)) {
             Ok(stream) => return Ok(stream),
-            Err(e) => last = e,
+            Err(e) => last_error = e,
         }
     }
-    Err(last)
+    Err(last_error)
 }

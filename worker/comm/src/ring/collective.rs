@@ -59,8 +59,8 @@ impl ActiveCall<'_> {
             return Ok(());
         }
         for hop in 0..n - 1 {
-            let (from, to) = ((rank + n - hop) % n, (rank + 2 * n - hop - 1) % n);
-            let (out, into) = borrow_two(slots, from * size..(from + 1) * size, to * size..(to + 1) * size);
+            let [sent, received] = [rank + n - hop, rank + 2 * n - hop - 1].map(|slot| slot % n * size);
+            let (out, into) = borrow_two(slots, sent..sent + size, received..received + size);
             self.exchange(out, &mut Fill::new(into))?;
         }
         Ok(())
@@ -74,16 +74,16 @@ impl ActiveCall<'_> {
             return self.exchange(out, &mut Fill::new(&mut []));
         }
         // One block is received while the previous block is sent.
-        let mut passed = 0..0;
+        let mut previous_block = 0..0;
         loop {
-            let coming = passed.end..bytes.len().min(passed.end + BLOCK_BYTES);
-            if coming.is_empty() && passed.is_empty() {
+            let next_block = previous_block.end..bytes.len().min(previous_block.end + BLOCK_BYTES);
+            if next_block.is_empty() && previous_block.is_empty() {
                 return Ok(());
             }
-            let (out, into) = borrow_two(bytes, passed, coming.clone());
+            let (out, into) = borrow_two(bytes, previous_block, next_block.clone());
             let out = if is_last { &[] } else { out };
             self.exchange(out, &mut Fill::new(into))?;
-            passed = coming;
+            previous_block = next_block;
         }
     }
 
@@ -169,6 +169,7 @@ impl ActiveCall<'_> {
         Ok(())
     }
 
+    /// Reduce-scatter of the parts, then all-gather of their sums.
     fn all_reduce_long<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         values: &mut [T],

@@ -102,6 +102,7 @@ impl PendingRing<'_> {
         connected
     }
 
+    /// Starts the mesh, and connects both rings and the liveness connections.
     fn connect_all(self, listeners: Listeners, end: &Arc<End>) -> Result<Arc<Ring>, RendezvousError> {
         let Listeners { ring, mesh } = listeners;
         let addresses = self.addresses.iter().map(|a| a.mesh).collect();
@@ -189,6 +190,7 @@ impl PendingRing<'_> {
         Ok((next, previous))
     }
 
+    /// Accepts connections until rank `expected` has connected for the purpose in `terms`.
     fn accept(
         &self,
         listener: &TcpListener,

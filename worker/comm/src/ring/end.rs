@@ -75,13 +75,13 @@ impl End {
 
     pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         let Some(mut error) = self.cause.get().cloned() else { return Ok(()) };
-        *error.operation() = operation;
+        *error.operation_mut() = operation;
         Err(error)
     }
 
     /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
     pub(super) fn fail_with(&self, mut error: CommError) -> CommError {
-        if let Err(aborted) = self.check_not_ended(error.operation()) {
+        if let Err(aborted) = self.check_not_ended(error.operation_mut()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// The connections for sending and for receiving. Both may be the same.
+/// The connections for sending and for receiving, which may be one connection.
 pub(super) struct Link<'a> {
     pub(super) next: &'a TcpStream,
     pub(super) next_rank: u32,
@@ -26,7 +26,7 @@ impl Link<'_> {
         let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
         let (mut sent, length) = (0, header.len() + out.len());
         while sent < length || sink.remaining() > 0 {
-            let mut moved = false;
+            let mut has_moved = false;
             if sent < length {
                 let start = sent.saturating_sub(header.len());
                 let block = &out[start..out.len().min(start + BLOCK_BYTES)];
@@ -38,7 +38,7 @@ impl Link<'_> {
                 match written {
                     Ok(n) => {
                         sent += n;
-                        moved = true;
+                        has_moved = true;
                     }
                     Err(e) if is_temporary(&e) => {}
                     Err(e) => return Err(lost(self.next_rank, e.to_string())),
@@ -47,12 +47,12 @@ impl Link<'_> {
             if sink.remaining() > 0 {
                 match sink.receive(&mut previous) {
                     Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
-                    Ok(_) => moved = true,
+                    Ok(_) => has_moved = true,
                     Err(e) if is_temporary(&e) => {}
                     Err(e) => return Err(lost(self.previous_rank, e.to_string())),
                 }
             }
-            if moved {
+            if has_moved {
                 continue;
             }
             let mut ready = [

@@ -110,8 +110,8 @@ impl Mesh {
         Ok(())
     }
 
-    /// See [`ProcessGroup::recv`](crate::ProcessGroup::recv). `from` must be another rank of the group. `check` fails once the
-    /// group has ended.
+    /// See [`ProcessGroup::recv`](crate::ProcessGroup::recv). `from` must be another rank of the group. `check` is called
+    /// while this rank waits for `from` to connect, and its error ends the wait.
     pub(super) fn recv(
         &self,
         mut values: ValuesMut<'_>,

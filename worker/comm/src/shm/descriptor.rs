@@ -23,13 +23,13 @@ pub(super) struct ShmDescriptor {
     token: [u64; 2],
 }
 
-/// The memory, mapped in this process.
-pub(super) type Opened = (MemFile, Arc<Mapping>);
+/// The memory's file, and its mapping in this process.
+pub(super) type OpenedMemory = (MemFile, Arc<Mapping>);
 
 /// Allocates memory for `world` ranks, or returns the reason of the failure.
-pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
+pub(super) fn make(world: usize) -> Result<(ShmDescriptor, OpenedMemory), String> {
     check_enabled()?;
-    let allocate = || -> io::Result<Opened> {
+    let allocate = || -> io::Result<OpenedMemory> {
         let file = MemFile::create()?;
         file.grow(0, group_bytes(world))?;
         let memory = file.map(0, group_bytes(world))?;
@@ -46,12 +46,12 @@ pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
 }
 
 /// Opens the memory that rank 0 describes, or returns the reason of the failure.
-pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, String> {
+pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<OpenedMemory, String> {
     check_enabled()?;
     if descriptor.boot_id != boot_id() {
         return Err("runs on another machine than rank 0".into());
     }
-    let open = || -> io::Result<Opened> {
+    let open = || -> io::Result<OpenedMemory> {
         let file = MemFile::of_process(descriptor.pid, descriptor.fd)?;
         let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))

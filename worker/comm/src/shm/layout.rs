@@ -21,7 +21,7 @@ pub(super) struct Head {
 pub(super) struct Announcements {
     /// The number of calls so far.
     pub(super) calls: AtomicU64,
-    /// The two numbers of [`Call::pack`](crate::ring::Call::pack).
+    /// By entry: the two numbers of [`Call::pack`](crate::ring::Call::pack).
     pub(super) packed_calls: [[AtomicU64; 2]; 2],
 }
 

@@ -135,8 +135,8 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, is_ready, check) {
-            // `Ring::fail_with` returns the reason if the ring already knows why a rank has exited.
             Err(_) if is_ready() => Ok(Duration::ZERO),
+            // `Ring::fail_with` returns the reason if the ring already knows why a rank has exited.
             Err(error) => Err(self.ring.fail_with(error)),
             Ok(waited) => Ok(waited),
         }
@@ -210,6 +210,7 @@ impl ShmProcessGroup {
         }
         let own_values = values.to_vec();
         self.round(call, &own_values, idle, |slots, waited| {
+            // A sum that starts with -0.0 keeps the sign of zeros.
             values.fill(-0.0);
             for slot in slots.chunks_exact(SLOT_VALUES) {
                 values.iter_mut().zip(slot).for_each(|(sum, value)| *sum += value);
@@ -225,6 +226,7 @@ impl ShmProcessGroup {
         let call = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
         self.announce(call)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
+        // The other ranks map the file only after rank 0 has extended it.
         self.announce(call)?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut failures = [f64::from(u8::from(mapped.is_err()))];

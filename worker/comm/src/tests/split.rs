@@ -28,9 +28,9 @@ fn ranks_of_a_color_are_a_group_in_their_order() {
             let next = (part.rank() + 1) % part.size();
             part.send((&[rank as u8]).into(), next).unwrap();
             let previous = (part.rank() + part.size() - 1) % part.size();
-            let mut from = [0];
-            part.recv((&mut from).into(), previous).unwrap();
-            assert_eq!(f64::from(from[0]), members[previous as usize]);
+            let mut received = [0];
+            part.recv((&mut received).into(), previous).unwrap();
+            assert_eq!(f64::from(received[0]), members[previous as usize]);
             match (kind, part.shared_memory(100).unwrap()) {
                 (Kind::Shm, Err(why)) => panic!("{why}"),
                 (Kind::Ring, Ok(_)) => panic!("a ring has no memory to share"),

@@ -68,7 +68,7 @@ impl Backend for Cpu {
             let (name, slot) = (kind.name, kind.slot_name);
             return Err(format!("parallel.device = \"{name}\": this rank has no {slot}; use cpu or auto"));
         }
-        // Another machine may run the job; its ranks check their own processor.
+        // Assumes a processor with bfloat16: another machine may run the job, and its ranks check their own processor.
         format_of(spec.train.precision, true).map(drop)
     }
 

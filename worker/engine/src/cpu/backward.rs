@@ -39,9 +39,11 @@ impl Executor {
 
     /// Indices of the weight and the bias of `name`.
     fn parameter_indices(&self, name: &str) -> [usize; 2] {
-        ["weight", "bias"].map(|suffix| self.layout.parameter(&format!("{name}.{suffix}")))
+        ["weight", "bias"].map(|suffix| self.layout.index_of(&format!("{name}.{suffix}")))
     }
 
+    /// Computes the gradients of the inputs and of the parameters of the operation at `index`. `parts` are the parts of the gradient of
+    /// its output, one from each operation that reads the output.
     fn op_backward(
         &mut self,
         index: usize,
@@ -70,16 +72,19 @@ impl Executor {
             let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
             let x = &self.current.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
-            let keep = second.is_some() || shortcut.is_some();
+            // Whether `dy` becomes the gradient of the ReLU's input, which includes `second` and which the shortcut receives.
+            let masks_dy = second.is_some() || shortcut.is_some();
             let mask = match shortcut {
                 _ if !relu => Mask::None,
                 None => Mask::Input,
                 Some(_) => Mask::Output(&self.current.activations[*output][..len(*output)]),
             };
-            // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
+            // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero and any number of
+            // values per channel.
             let mut sums = vec![0.0; 2 * gamma.len()];
-            if !frozen || keep {
-                let computed = batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, keep);
+            if !frozen || masks_dy {
+                let computed =
+                    batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, masks_dy);
                 sums = if frozen { sums } else { computed };
             }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
@@ -99,7 +104,7 @@ impl Executor {
                     affine,
                     &sums,
                     values_per_channel,
-                    *relu && !keep,
+                    *relu && !masks_dy,
                     &mut dy,
                 );
                 self.gradient_parts[*input].push(dy);
@@ -116,7 +121,9 @@ impl Executor {
             self.pool.add(&mut dy, second);
         }
         match &op {
+            // Handled above.
             FusedOp::Norm(_) => {}
+            // Pictures have no gradient.
             FusedOp::Redistribute { input, .. } | FusedOp::Halo { input, .. }
                 if network.is_pictures(*input) => {}
             FusedOp::Redistribute { input, output } => {
@@ -145,7 +152,7 @@ impl Executor {
                 return Ok(());
             }
             FusedOp::Gelu { bias, input, .. } => {
-                let parameter = bias.as_ref().map(|name| self.layout.parameter(&format!("{name}.bias")));
+                let parameter = bias.as_ref().map(|name| self.layout.index_of(&format!("{name}.bias")));
                 let values = match parameter {
                     Some(parameter) => &self.state.weights[self.layout.parameters[parameter].range.clone()],
                     None => &[0.0][..],
@@ -168,7 +175,7 @@ impl Executor {
             }
             FusedOp::Conv(Conv { name, shape, input, output, needs_input_gradient, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let parameter = self.layout.parameter(&format!("{name}.weight"));
+                let parameter = self.layout.index_of(&format!("{name}.weight"));
                 if *needs_input_gradient {
                     let mut dx = self.pool.alloc(len(*input));
                     let weight = &self.state.weights[self.layout.parameters[parameter].range.clone()];

@@ -51,7 +51,7 @@ impl Region {
 }
 
 /// Rank `r` of `group` has the region `from[r]` and gets the region `to[r]`. A value that several ranks have is summed over these
-/// ranks. `x` has the values of this rank's `from` region; `y` is overwritten with those of its `to` region.
+/// ranks. `x` has the values of this rank's `from` region; `y` receives the values of its `to` region.
 ///
 /// In each round every rank exchanges with at most one other rank, so there are no chains of waiting ranks.
 pub(super) fn exchange(
@@ -227,8 +227,8 @@ mod tests {
             [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
         {
             let rows = Rows::shared(whole, RANKS);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
-            let windows = rows.reached(&made, kernel, stride, padding);
+            let output_rows = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
+            let windows = rows.reached(&output_rows, kernel, stride, padding);
             let region = |rows: &Range<isize>| Region {
                 pictures: 0..2,
                 pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,

@@ -73,16 +73,17 @@ impl BufferPool {
 
 /// What a forward pass keeps for the backward pass of the same micro-batch.
 #[derive(Clone)]
-pub(super) struct InFlight {
+pub(super) struct MicroBatchState {
     /// By tensor: its values, with space for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// By batch norm.
+    /// By batch norm: the statistics with which it normalised.
     pub(super) statistics: Vec<Statistics>,
     pub(super) pictures: Pictures,
 }
 
+/// One rank's part of the network with its state, and the buffers of a step.
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
@@ -98,12 +99,13 @@ pub(super) struct Executor {
     pub(super) layout: Layout,
     pub(super) state: State,
     pub(super) norms: Vec<Norm>,
-    /// Running means and variances before the current step, whose forward passes change them.
+    /// Running means and variances before the current step, whose forward passes change them. `None` outside a step, and
+    /// for a single rank.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
     /// The current micro-batch.
-    pub(super) current: InFlight,
+    pub(super) current: MicroBatchState,
     /// Micro-batches between their forward and backward passes, except the current one.
-    pub(super) in_flight: Vec<InFlight>,
+    pub(super) in_flight: Vec<MicroBatchState>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
     /// By tensor: gradients from each operation that reads the tensor.
@@ -115,7 +117,7 @@ pub(super) struct Executor {
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
-    /// One per share of a batch; see [`super::gradient`].
+    /// Scratch memory for each share of a batch; see [`super::gradient`].
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
     /// By operation: time so far in the current step, if this step is timed.
@@ -156,7 +158,7 @@ impl Executor {
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
-        let current = InFlight {
+        let current = MicroBatchState {
             activations: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
             statistics: norms.iter().map(statistics).collect(),
@@ -308,7 +310,7 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameters = ["weight", "bias"].map(|suffix| {
-            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()));
+            let index = self.layout.index_of(&format!("{}.{suffix}", self.network.head()));
             let range = &self.layout.parameters[index].range;
             HeadParameter { index, offset: range.start, width: range.len() / own.len() }
         });
@@ -437,19 +439,20 @@ impl Executor {
         if !self.network.is_last_stage() {
             return Ok(Vec::new());
         }
-        let (tensor, own) = (self.network.logits(), self.current.pictures.own_range().len());
+        let (tensor, own_pictures) = (self.network.logits(), self.current.pictures.own_range().len());
         let placement = self.network.placement(tensor);
         let len = self.value_count(tensor);
         let logits = &self.current.activations[tensor][..len];
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
         }
-        let mut own_logits = vec![0.0; own * self.network.classes];
+        let mut own_logits = vec![0.0; own_pictures * self.network.classes];
         self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut own_logits)?;
         Ok(own_logits)
     }
 }
 
+/// The batch norms in forward order, with initial running statistics.
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
     let mut norms: Vec<(usize, Norm)> = ops
         .iter()

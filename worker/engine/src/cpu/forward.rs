@@ -39,6 +39,7 @@ impl Executor {
         self.send_output()
     }
 
+    /// Computes the output `y` of the operation at `index`.
     fn op_forward(
         &mut self,
         index: usize,
@@ -53,7 +54,7 @@ impl Executor {
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.current.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
             &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
         match op {
@@ -111,6 +112,7 @@ impl Executor {
         Ok(())
     }
 
+    /// As [`Executor::op_forward`], for a batch norm and the operations fused with it.
     fn norm_forward(
         &mut self,
         index: usize,
@@ -149,7 +151,7 @@ impl Executor {
             }
         };
         let weight = |suffix: &str| {
-            let parameter = self.layout.parameter(&format!("{name}.{suffix}"));
+            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
             &self.state.weights[self.layout.parameters[parameter].range.clone()]
         };
         let affine = Affine { statistics: &statistics, gamma: weight("weight"), beta: weight("bias") };
@@ -189,15 +191,16 @@ impl Executor {
     /// Copies this rank's rows of all images.
     fn copy_pictures(&mut self, images: &[f32]) {
         let (network, input) = (&self.network, self.network.input());
-        let to = &mut self.current.activations[input];
+        let own_pixels = &mut self.current.activations[input];
         let Some((part, rows)) = network.part.as_ref().zip(network.rows(input)) else {
-            return to[..images.len()].copy_from_slice(images);
+            return own_pixels[..images.len()].copy_from_slice(images);
         };
         let row_len = network.tensors[input].width * network.tensors[input].channels;
-        let own = &rows.of_rank[part.height_rank];
-        let own = own.start as usize * row_len..own.end as usize * row_len;
-        for (to, from) in to.chunks_exact_mut(own.len()).zip(images.chunks_exact(rows.whole * row_len)) {
-            to.copy_from_slice(&from[own.clone()]);
+        let own_rows = &rows.of_rank[part.height_rank];
+        let range = own_rows.start as usize * row_len..own_rows.end as usize * row_len;
+        let pictures = images.chunks_exact(rows.whole * row_len);
+        for (own, picture) in own_pixels.chunks_exact_mut(range.len()).zip(pictures) {
+            own.copy_from_slice(&picture[range.clone()]);
         }
     }
 
@@ -243,6 +246,7 @@ impl Executor {
         Ok(())
     }
 
+    /// Computes the mean `y` over all rows from `x`, this rank's mean over its own rows.
     fn mean_of_rows(&self, input: TensorId, x: &[f32], y: &mut [f32]) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
         let share = self.network.share_of_rows(input);

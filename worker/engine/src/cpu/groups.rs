@@ -114,9 +114,9 @@ pub(super) struct Groups {
     pub(super) height: Group,
     /// The ranks with the same coordinates in the other stages.
     pub(super) stage: Group,
-    /// For gradients. They are reduced concurrently with the backward pass, so they need other groups than `statistics`.
+    /// The groups that reduce gradients, concurrently with the backward pass and therefore separate from `statistics`.
     pub(super) gradients: ByAxes,
-    /// For batch statistics and losses, for which the forward and backward passes wait.
+    /// The groups that sum batch statistics, for which the forward and backward passes wait.
     pub(super) statistics: ByAxes,
 }
 

@@ -20,7 +20,7 @@ fn bucket_len(parameters: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct ParameterPlace {
     pub(super) name: String,
-    /// torchvision's shape, or that of this rank's part.
+    /// torchvision's shape, or the shape of this rank's part.
     pub(super) shape: Vec<usize>,
     /// The shape of the convolution, if the parameter is a convolution's weights. They are stored in the order of
     /// [`conv`].
@@ -130,6 +130,7 @@ impl Layout {
         layout
     }
 
+    /// Adds the range `bucket` as a bucket, and begins the next one at its end.
     fn close_bucket(&mut self, bucket: &mut Range<usize>, axes: Axes) {
         self.last_parameters.push(self.parameters.len() - 1);
         self.axes.push(axes);
@@ -143,7 +144,7 @@ impl Layout {
     }
 
     /// Index of the parameter `name`, which must exist.
-    pub(super) fn parameter(&self, name: &str) -> usize {
+    pub(super) fn index_of(&self, name: &str) -> usize {
         self.by_name[name]
     }
 

@@ -16,6 +16,7 @@ pub(super) struct UnitRows {
 }
 
 impl UnitRows {
+    /// Normalises the rows of `values`, each of `width` values.
     pub(super) fn new(values: &[f32], width: usize) -> Self {
         let length = |row: &[f32]| {
             row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(MIN_LENGTH)
@@ -27,12 +28,13 @@ impl UnitRows {
         Self { rows, lengths, width }
     }
 
-    /// Some of the rows.
+    /// The values of a range of rows.
     pub(super) fn slice(&self, rows: Range<usize>) -> &[f32] {
         &self.rows[rows.start * self.width..rows.end * self.width]
     }
 
-    /// Converts the gradient of the normalised rows to the gradient of the original rows: `(g - u (u . g)) / length`.
+    /// Converts the gradient of the normalised rows to the gradient of the original rows: `(g - u (u . g)) / length`
+    /// for a row `u` and its gradient `g`.
     pub(super) fn backward(&self, gradient: &mut [f32]) {
         let rows = self.rows.chunks_exact(self.width).zip(&self.lengths);
         for (gradient, (row, length)) in gradient.chunks_exact_mut(self.width).zip(rows) {
@@ -45,7 +47,7 @@ impl UnitRows {
 }
 
 impl Margin {
-    /// Scaled cosines `[pictures, classes]`.
+    /// Fills `logits` `[pictures, classes]` with the scaled cosines.
     pub(super) fn forward(&self, features: &UnitRows, weights: &UnitRows, logits: &mut [f32]) {
         linear::forward(&features.rows, &weights.rows, &vec![0.0; weights.lengths.len()], logits);
         self.multiply_by_scale(logits);

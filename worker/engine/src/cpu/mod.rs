@@ -57,6 +57,7 @@ const CAPABILITIES: Capabilities = Capabilities {
     wgmma: false,
 };
 
+/// Builds the engine of one rank. `initial` has the tensors of the whole `network`. `format` is the format of the convolutions.
 pub(super) fn build(
     network: Arc<Network>,
     initial: &dyn TensorSource,
@@ -68,14 +69,14 @@ pub(super) fn build(
     let threads = thread_pool(config.threads)?;
     let mut plan = plan.clone();
     if plan.cuts.is_empty() {
-        // Networks for other image sizes have the same cuts. `Executor::new` reports errors in the plan.
+        // Chosen once, so that networks for all image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
     executor.scratch = conv::Scratch::new(format);
-    let sizes = vec![network.clone()];
+    let networks = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
-    let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
+    let mut engine = CpuEngine { threads, executor, network, networks, plan, comm, average: None };
     engine.set_parameters(&initial)?;
     if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
@@ -89,7 +90,7 @@ struct CpuEngine {
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
     /// The whole network for each prepared image size.
-    sizes: Vec<Arc<Network>>,
+    networks: Vec<Arc<Network>>,
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
     average: Option<Average>,
@@ -104,13 +105,13 @@ impl Engine for CpuEngine {
 
     fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         let sizes = training.iter().chain(evaluation);
-        self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
+        self.networks.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
         Ok(())
     }
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
         if self.network.image_size != image_size {
-            let network = self.sizes.iter().find(|network| network.image_size == image_size);
+            let network = self.networks.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
             self.executor.set_network(plan::part_of(&self.network, &self.plan, self.comm.rank())?);
         }
@@ -189,7 +190,7 @@ impl Engine for CpuEngine {
         Ok(())
     }
 
-    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+    fn update_average(&mut self, decay: f64) -> Result<(), EngineError> {
         let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
             Some(average) => self.threads.install(|| average.update(decay, &state.weights, norms)),
@@ -228,17 +229,17 @@ impl Engine for CpuEngine {
         Ok(OptimizerState { slots, updates: state.updates })
     }
 
-    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+    fn set_optimizer_state(&mut self, new: &OptimizerState) -> Result<(), EngineError> {
         let optimizer = self.executor.config.optimizer;
         let network = &self.executor.network;
-        check::check_shapes(network, &to.slots, state_shapes(&optimizer, network))?;
+        check::check_shapes(network, &new.slots, state_shapes(&optimizer, network))?;
         let writes = self.writes_weights();
         let Executor { layout, state, .. } = &mut self.executor;
-        state.updates = to.updates;
+        state.updates = new.updates;
         if writes {
             let mut flat = vec![0.0; layout.len()];
             for (slot, &name) in optimizer.slots().iter().enumerate() {
-                layout.import(Some(name), &to.slots, &mut flat);
+                layout.import(Some(name), &new.slots, &mut flat);
                 state.set_optimizer_slot(slot, &flat);
             }
         }
@@ -255,14 +256,14 @@ impl Engine for CpuEngine {
     fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         let optimizer = &self.executor.config.optimizer;
-        distribution.state_dict(self, writers, optimizer, |keep| self.gather_optimizer_state(keep))
+        distribution.state_dict(self, writers, optimizer, |keeps| self.gather_optimizer_state(keeps))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         // With a split network or divided optimizer state, no single rank has the whole state.
         let Mesh { stage, model, .. } = self.plan.mesh;
-        let has_all = stage * model == 1 && !self.executor.state.is_sharded();
-        (has_all && self.executor.undo_step()).then(Vec::new)
+        let has_whole_state = stage * model == 1 && !self.executor.state.is_sharded();
+        (has_whole_state && self.executor.undo_step()).then(Vec::new)
     }
 
     fn checksum(&self) -> Result<[u64; 2], EngineError> {
@@ -349,16 +350,16 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
-    /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
-    fn gather_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
+    /// Gathers the whole state of the optimizer. `None` unless this rank `keeps` it. Collective if ranks divide the state.
+    fn gather_optimizer_state(&self, keeps: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
         for (slot, &name) in config.optimizer.slots().iter().enumerate() {
-            if let Some(flat) = state.gather_slot(slot, keep)? {
+            if let Some(flat) = state.gather_slot(slot, keeps)? {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }
-        Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
+        Ok(keeps.then_some(OptimizerState { slots, updates: state.updates }))
     }
 
     /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.

@@ -20,6 +20,7 @@ pub(super) struct Piece {
     pub(super) in_slots: Range<usize>,
 }
 
+/// What a task does with its piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// The only pass: the sum over the ranks, and the update.
@@ -38,7 +39,8 @@ pub(super) enum Work {
 pub(super) struct Task {
     pub(super) piece: usize,
     pub(super) work: Work,
-    /// Number of leading tasks that must be done before this one: for an update, up to the last sum of its bucket.
+    /// Number of leading tasks that must be done before this one: for an update, up to the last sum of its bucket, or of
+    /// all buckets with [`Passes::TwoPerStep`].
     pub(super) required_tasks: usize,
 }
 

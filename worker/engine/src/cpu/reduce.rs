@@ -45,6 +45,7 @@ enum Transport {
     Group { thread: Thread, gradients: ByAxes, statistics: ByAxes },
 }
 
+/// The communication thread. It reduces buckets in the order of the requests.
 struct Thread {
     requests: mpsc::Sender<(Group, Bucket)>,
     buckets: mpsc::Receiver<Result<Bucket, CommError>>,
@@ -57,11 +58,12 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// `memory`: shared memory that holds all ranks' gradients, if there is one. `sharded`: a rank needs only its own part of a bucket.
+    /// `memory`: shared memory that holds all ranks' gradients, if there is one. `is_sharded`: a rank needs only its own part of a
+    /// bucket.
     pub(super) fn new(
         comm: &Arc<dyn ProcessGroup>,
         memory: Option<&SharedMemory>,
-        sharded: bool,
+        is_sharded: bool,
     ) -> io::Result<Self> {
         let transport = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
@@ -72,7 +74,7 @@ impl Reducer {
                     io::Error::other("the ranks have no concurrent group; this is a bug in Lockstep")
                 })?;
                 Transport::Group {
-                    thread: Thread::start(sharded)?,
+                    thread: Thread::start(is_sharded)?,
                     gradients: ByAxes::uniform(comm.clone()),
                     statistics: ByAxes::uniform(concurrent),
                 }
@@ -82,9 +84,9 @@ impl Reducer {
     }
 
     /// For a plan with one group for each set of axes.
-    pub(super) fn over(groups: &Groups, sharded: bool) -> io::Result<Self> {
+    pub(super) fn over(groups: &Groups, is_sharded: bool) -> io::Result<Self> {
         let (gradients, statistics) = (groups.gradients.clone(), groups.statistics.clone());
-        let transport = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
+        let transport = Transport::Group { thread: Thread::start(is_sharded)?, gradients, statistics };
         Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
@@ -134,7 +136,7 @@ impl Reducer {
         answer
     }
 
-    /// Adds waiting time for sums that was measured elsewhere.
+    /// Adds waiting time that was measured elsewhere, for sums along `data` and `axes`.
     pub(super) fn add_waited(&mut self, axes: Axes, waited: Duration) {
         self.waited.add(axes, waited);
     }
@@ -146,15 +148,15 @@ impl Reducer {
 }
 
 impl Thread {
-    fn start(sharded: bool) -> io::Result<Self> {
+    fn start(is_sharded: bool) -> io::Result<Self> {
         let (requests, incoming) = mpsc::channel::<(Group, Bucket)>();
         let (outgoing, buckets) = mpsc::channel();
         std::thread::Builder::new().name("all-reduce".into()).spawn(move || {
             // Ends when the engine drops the sender.
             for (group, mut bucket) in incoming {
                 let done = match &mut bucket {
-                    Bucket::F32(values) => sum(&group, values, sharded),
-                    Bucket::F64(values) => sum(&group, values, sharded),
+                    Bucket::F32(values) => sum(&group, values, is_sharded),
+                    Bucket::F64(values) => sum(&group, values, is_sharded),
                 };
                 if outgoing.send(done.map(|()| bucket)).is_err() {
                     return;
@@ -165,14 +167,14 @@ impl Thread {
     }
 }
 
-/// Sums values over the ranks; for a `sharded` bucket, which has one part per rank, only this rank's part.
-fn sum<T>(group: &Group, values: &mut [T], sharded: bool) -> Result<(), CommError>
+/// Sums values over the ranks. If `is_sharded`, the values have one part per rank, and only this rank's part is summed.
+fn sum<T>(group: &Group, values: &mut [T], is_sharded: bool) -> Result<(), CommError>
 where
     T: Copy + Default,
     for<'a> Values<'a>: From<&'a [T]>,
     for<'a> ValuesMut<'a>: From<&'a mut [T]>,
 {
-    if !sharded {
+    if !is_sharded {
         return group.all_reduce(values.into());
     }
     let len = values.len() / group.size() as usize;

@@ -39,7 +39,7 @@ impl Sample {
     }
 }
 
-/// Logits `[batch, classes]` of `x` `[batch, in]`, for all classes or for those of `sample`. With `margin`, logits are scaled
+/// Logits `[batch, classes]` of `x` `[batch, in]`, for all classes, or for the classes of `sample`. With `margin`, logits are scaled
 /// cosines.
 pub(super) fn forward(
     (sample, margin): (Option<&Sample>, Option<&Margin>),

@@ -18,7 +18,7 @@ pub(super) struct Labels {
 /// Collective: gathers the number of pictures and the labels of each rank of the group.
 pub(super) fn gather_labels(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
     let to_bytes = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
-    // The weight, the labels and, if pictures are mixed, the second labels.
+    // A message: the weight of the first labels, the number of pictures, the first labels and, if pictures are mixed, the second labels.
     let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
     let mut message = lambda.to_le_bytes().to_vec();
     message.extend((batch.labels.len() as u32).to_le_bytes());
@@ -95,9 +95,9 @@ pub(super) fn largest_logits(
     Ok(best)
 }
 
-/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group. `logits` are those of this rank's `classes`.
+/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group. `logits` has a logit for each of this rank's `classes`.
 /// `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
-/// [`largest_logits`] before a margin, if any, reduced `logits`. `gradient` receives the gradient of the logits of all
+/// [`largest_logits`] for the logits without a margin. `gradient` receives the gradient of the logits of all
 /// pictures, times `scale`. Returns the loss of this rank's own pictures.
 pub(super) fn cross_entropy(
     group: &Group,

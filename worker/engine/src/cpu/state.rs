@@ -48,15 +48,15 @@ const ALIGN: usize = 4096;
 #[derive(Debug, Default)]
 struct Counts {
     /// Tasks that any thread has taken; used only in rank 0's line.
-    taken: AtomicU64,
+    tasks_taken: AtomicU64,
     /// Tasks that are done; used only in rank 0's line.
-    done: AtomicU64,
+    tasks_done: AtomicU64,
     /// Buckets that this rank has completed.
-    buckets: AtomicU64,
+    completed_buckets: AtomicU64,
     /// Tasks that this rank has taken.
-    own_taken: AtomicU64,
+    own_tasks_taken: AtomicU64,
     /// Tasks that this rank has done.
-    own_done: AtomicU64,
+    own_tasks_done: AtomicU64,
 }
 
 /// The training state of a rank; see the module's documentation.
@@ -66,8 +66,8 @@ pub(super) struct State {
     pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
     /// Number of updates since the optimizer's slots were zeros.
     pub(super) updates: u64,
-    /// By rank, then by bucket: of all ranks if they share memory, else only of this rank. A bucket of this rank is empty while
-    /// the reducer has it.
+    /// By rank, then by bucket. All ranks' gradients if they share memory, else only this rank's. A bucket of this rank is empty
+    /// while the reducer has it.
     gradients: Vec<Vec<Bucket>>,
     /// This rank's index in `gradients` and `counts`.
     own: usize,
@@ -76,9 +76,9 @@ pub(super) struct State {
     /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB, Muon), of the weights and of the
     /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
-    /// The memory that all ranks map, if they share memory.
+    /// The memory that all ranks map. `None` if they do not share memory.
     pub(super) memory: Option<SharedMemory>,
-    /// Why several ranks do not share memory, if they do not.
+    /// Why several ranks do not share memory. `None` if they share it, and for a single rank.
     pub(super) shm_unavailable_reason: Option<String>,
     /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
@@ -87,11 +87,11 @@ pub(super) struct State {
     optimizer: Optimizer,
     /// The update of the current step.
     update: Update,
-    /// The rows of some parameters to which the update is limited, if it is limited.
+    /// The sampled rows, if the update of the last layer's parameters is limited to them.
     sampled: Option<SampledRows>,
-    /// For each parameter.
+    /// By parameter: how the optimizer treats it.
     policies: Vec<ParameterPolicy>,
-    /// For each parameter that Muon orthogonalises: the layout of its filters.
+    /// By parameter: the layout of its filters if Muon orthogonalises them.
     filters: Vec<Option<ConvShape>>,
     /// By parameter: the range of its pieces.
     parameter_pieces: Vec<Range<usize>>,
@@ -130,9 +130,9 @@ impl State {
         // Offsets of the arrays in shared memory.
         let mut shared_bytes = 0;
         let mut allocate = |bytes: usize| {
-            let at = shared_bytes;
-            shared_bytes = (at + bytes).next_multiple_of(ALIGN);
-            at
+            let offset = shared_bytes;
+            shared_bytes = (offset + bytes).next_multiple_of(ALIGN);
+            offset
         };
         let weights_at = allocate(4 * len);
         let slots_at: Vec<usize> = optimizer.slots().iter().map(|_| allocate(4 * len)).collect();
@@ -260,7 +260,7 @@ impl State {
 
     /// Marks this rank's gradients of a bucket as complete. The rank must not read the bucket's weights again in this step.
     pub(super) fn complete(&self, bucket: usize) {
-        self.counts[self.own].buckets.store(self.completed_buckets(bucket), Ordering::Release);
+        self.counts[self.own].completed_buckets.store(self.completed_buckets(bucket), Ordering::Release);
         if let Some(memory) = &self.memory {
             memory.notify_all();
         }
@@ -286,9 +286,11 @@ impl State {
     /// Another rank is gone.
     pub(super) fn finish(&mut self) -> Result<(f64, Duration), CommError> {
         let all_tasks = (self.steps + 1) * self.tasks.len() as u64;
-        let done = || self.counts[0].done.load(Ordering::Acquire) >= all_tasks;
+        let is_done = || self.counts[0].tasks_done.load(Ordering::Acquire) >= all_tasks;
         let waited = match &self.memory {
-            Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.awaited_rank())?,
+            Some(memory) => {
+                memory.wait("update", &mut || self.advance(), &is_done, &|| self.awaited_rank())?
+            }
             None => {
                 // The update of a divided parameter needs the norms of the whole parameter first.
                 let is_divided = self.model_group.is_some() || self.sharding.is_some();
@@ -318,43 +320,49 @@ impl State {
     /// The rank for which the others wait: a rank with an unfinished task, else the rank with the fewest completed buckets.
     fn awaited_rank(&self) -> usize {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let is_busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
+        let is_busy = |c: &Counts| read(&c.own_tasks_taken) != read(&c.own_tasks_done);
         let ranks = || self.counts.iter().enumerate();
         let busy = ranks().find(|(rank, c)| *rank != self.own && is_busy(c));
-        busy.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
+        busy.or_else(|| ranks().min_by_key(|(_, c)| read(&c.completed_buckets))).map_or(0, |(rank, _)| rank)
     }
 
     /// Index of the next task, if it is ready, and the number of tasks taken so far, in all steps.
     fn next_task(&self) -> Option<(usize, u64)> {
         let earlier_tasks = self.steps * self.tasks.len() as u64;
-        let taken = self.counts[0].taken.load(Ordering::Acquire);
-        let index = usize::try_from(taken.checked_sub(earlier_tasks)?).ok()?;
+        let tasks_taken = self.counts[0].tasks_taken.load(Ordering::Acquire);
+        let index = usize::try_from(tasks_taken.checked_sub(earlier_tasks)?).ok()?;
         let task = self.tasks[..self.open_tasks].get(index)?;
         let required_buckets = self.completed_buckets(self.pieces[task.piece].bucket);
-        let is_ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= required_buckets)
-            && (task.required_tasks == 0
-                || self.counts[0].done.load(Ordering::Acquire) >= earlier_tasks + task.required_tasks as u64);
-        is_ready.then_some((index, taken))
+        let is_ready =
+            self.counts.iter().all(|c| c.completed_buckets.load(Ordering::Acquire) >= required_buckets)
+                && (task.required_tasks == 0
+                    || self.counts[0].tasks_done.load(Ordering::Acquire)
+                        >= earlier_tasks + task.required_tasks as u64);
+        is_ready.then_some((index, tasks_taken))
     }
 
     /// Takes and runs one task. Returns false if none is ready.
     fn run_task(&self) -> bool {
         let counts = &self.counts[0];
         let index = loop {
-            let Some((index, taken)) = self.next_task() else { return false };
-            let exchanged =
-                counts.taken.compare_exchange_weak(taken, taken + 1, Ordering::AcqRel, Ordering::Relaxed);
+            let Some((index, tasks_taken)) = self.next_task() else { return false };
+            let exchanged = counts.tasks_taken.compare_exchange_weak(
+                tasks_taken,
+                tasks_taken + 1,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
             if exchanged.is_ok() {
                 break index;
             }
         };
         let own = &self.counts[self.own];
-        own.own_taken.fetch_add(1, Ordering::Relaxed);
+        own.own_tasks_taken.fetch_add(1, Ordering::Relaxed);
         let Task { piece, work, .. } = self.tasks[index];
         // SAFETY: only this thread has taken the task, and no other thread uses the task's piece at this time.
         unsafe { self.run_piece(piece, work) };
-        own.own_done.fetch_add(1, Ordering::Relaxed);
-        counts.done.fetch_add(1, Ordering::AcqRel);
+        own.own_tasks_done.fetch_add(1, Ordering::Relaxed);
+        counts.tasks_done.fetch_add(1, Ordering::AcqRel);
         if let Some(memory) = &self.memory {
             memory.notify_all();
         }

@@ -157,7 +157,7 @@ impl Engine for CudaEngine {
         self.program.set_parameters(values)
     }
 
-    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+    fn update_average(&mut self, decay: f64) -> Result<(), EngineError> {
         self.device.bind()?;
         if !self.has_average() {
             self.first_average_step = Some(self.started_steps);

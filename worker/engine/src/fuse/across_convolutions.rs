@@ -86,7 +86,7 @@ fn fuse_with_block_end(ops: &mut [FusedOp], index: usize) {
     if end.output != input || !end.relu || end.shortcut.is_none() {
         return;
     }
-    end.forward = NormForward::InNextConv;
+    end.forward = NormForward::InConvAndStored;
     let block_end = end.norm;
     if let Some(norm) = norm_mut(ops, after) {
         norm.statistics = StatisticsIn::Conv;

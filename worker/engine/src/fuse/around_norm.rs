@@ -138,11 +138,12 @@ impl Fusion<'_> {
         }
     }
 
-    /// Fuses a waiting batch norm with its addition.
-    fn fuse_addition(&mut self, index: usize, tensor: TensorId, output: TensorId) {
+    /// Fuses the waiting batch norm at `index` with its addition of `shortcut`.
+    fn fuse_addition(&mut self, index: usize, shortcut: TensorId, output: TensorId) {
         let norm = self.waiting.swap_remove(index);
-        let deferred = if self.capabilities.shortcut_norm { self.defer(tensor) } else { None };
-        self.push_fused_norm(Norm { shortcut: Some(Shortcut { tensor, deferred }), output, ..norm });
+        let deferred = if self.capabilities.shortcut_norm { self.defer(shortcut) } else { None };
+        let shortcut = Some(Shortcut { tensor: shortcut, deferred });
+        self.push_fused_norm(Norm { shortcut, output, ..norm });
     }
 
     /// Adds a batch norm, fused with the ReLU that is its only reader.

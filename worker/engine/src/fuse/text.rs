@@ -96,7 +96,7 @@ impl Display for Norm {
             NormForward::Here => {}
             NormForward::InShortcut => write!(f, "; applied by the addition")?,
             NormForward::InConv => write!(f, "; applied by the convolution after it")?,
-            NormForward::InNextConv => write!(f, "; applied and written by the convolution after it")?,
+            NormForward::InConvAndStored => write!(f, "; applied and written by the convolution after it")?,
         }
         write_if(f, self.backward_in_conv, "backward applied by its convolution")
     }

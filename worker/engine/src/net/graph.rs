@@ -176,7 +176,8 @@ pub struct Network {
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
     pub ops: Vec<Op>,
-    /// This rank's part of a network that several ranks share. All shapes are then local to this rank.
+    /// This rank's part of a network that several ranks share. All shapes are then local to this rank. `None` if this rank has the
+    /// whole network.
     pub part: Option<Arc<NetworkPart>>,
 }
 
@@ -388,9 +389,9 @@ impl Network {
     }
 
     /// Shape of the output of square windows of `kernel` pixels that move by `stride` over an activation with padding.
-    fn windows(from: TensorShape, [kernel, stride, padding]: [usize; 3], channels: usize) -> TensorShape {
+    fn windows(input: TensorShape, [kernel, stride, padding]: [usize; 3], channels: usize) -> TensorShape {
         let side = |side: usize| (side + 2 * padding).saturating_sub(kernel) / stride + 1;
-        TensorShape { height: side(from.height), width: side(from.width), channels }
+        TensorShape { height: side(input.height), width: side(input.width), channels }
     }
 
     /// Appends a convolution with "same" padding, `kernel / 2`.
@@ -427,13 +428,13 @@ impl Network {
         (kernel, stride, padding): (usize, usize, usize),
         groups: usize,
     ) -> TensorId {
-        let (from, name) = (self.tensors[input], name.into());
+        let (input_shape, name) = (self.tensors[input], name.into());
         assert!(
-            groups > 0 && from.channels.is_multiple_of(groups) && channels.is_multiple_of(groups),
+            groups > 0 && input_shape.channels.is_multiple_of(groups) && channels.is_multiple_of(groups),
             "{name}: {groups} groups of {} -> {channels} channels",
-            from.channels
+            input_shape.channels
         );
-        let shape = Self::windows(from, [kernel, stride, padding], channels);
+        let shape = Self::windows(input_shape, [kernel, stride, padding], channels);
         self.push(shape, |output| Op::Conv { name, input, output, kernel, stride, padding, groups })
     }
 
@@ -472,8 +473,8 @@ impl Network {
         stride: usize,
         padding: usize,
     ) -> TensorId {
-        let from = self.tensors[input];
-        let shape = Self::windows(from, [kernel, stride, padding], from.channels);
+        let input_shape = self.tensors[input];
+        let shape = Self::windows(input_shape, [kernel, stride, padding], input_shape.channels);
         self.push(shape, |output| Op::MaxPool { input, output, kernel, stride, padding })
     }
 

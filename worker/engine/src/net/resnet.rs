@@ -9,6 +9,7 @@
 use super::{Network, TensorId};
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 
+/// The convolutions of a residual block's branch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Block {
     /// Two 3x3 convolutions.
@@ -106,6 +107,7 @@ fn halvings_fit(arch: Arch, stem: Stem, image_size: usize) -> bool {
     side > 0
 }
 
+/// Appends a block whose convolutions have the names `name.conv1` and so on. `width` is the stage's number of channels.
 fn push_block(
     net: &mut Network,
     name: &str,

@@ -9,7 +9,7 @@ pub(super) const WHITENED: &str = "whiten.weight";
 pub(super) const KERNEL: usize = 2;
 /// Added to the variance along each eigenvector.
 const EPSILON: f64 = 5e-4;
-/// Jacobi's method converges quadratically; a matrix of this size needs about six sweeps.
+/// Maximum number of sweeps of Jacobi's method. It converges quadratically; a matrix of this size needs about six sweeps.
 const SWEEPS: usize = 50;
 
 /// Name of the parameter that is computed from training pictures by [`Patches::filters`], if `network` has such a parameter.
@@ -34,7 +34,7 @@ impl Patches {
         Self { side, channels, count: 0.0, moments: vec![0.0; values * values] }
     }
 
-    /// Adds a normalised picture: height, width, channels.
+    /// Adds a normalised picture, `[side, side, channels]`.
     pub fn add(&mut self, picture: &[f32]) {
         let Self { side, channels, .. } = *self;
         let values = channels * KERNEL * KERNEL;

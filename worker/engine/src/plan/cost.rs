@@ -1,5 +1,5 @@
 //! A cost model of plans: time and memory of each operation on one rank, from the figures of a [`Machine`]. It has few
-//! terms (ParaDL, arXiv 2104.09075). The time of an operation is that of its arithmetic or of its memory traffic,
+//! terms (ParaDL, arXiv 2104.09075). An operation takes as long as its arithmetic or its memory traffic,
 //! whichever is longer. An exchange has the latency of a tree and the bytes of a ring. Devices also lose time before and
 //! after an exchange between kernels. Gradients are reduced concurrently with the backward pass of the layers before.
 //! Stages wait for the slowest stage. The model does not include the preparation of pictures, evaluation and checkpoints.
@@ -28,10 +28,10 @@ const BETWEEN_KERNELS_SECS: f64 = 18e-6;
 /// By what fraction kernels of the backward pass take longer while NCCL reduces gradients on some of the multiprocessors. H200: 0.5
 /// for ResNet-18 and 50 with 1,000,000 classes.
 const REDUCTION_SLOWDOWN: f64 = 0.5;
-/// Messages of a send and its acknowledgement.
+/// Number of messages of a send with its acknowledgement.
 const ACKNOWLEDGED: f64 = 2.0;
-/// Factor by which a device's 7x7 convolution of the pictures has more products if ranks share rows: tensor cores then multiply 7x7
-/// pixels of eight channels, of which pictures use four. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
+/// How many times as many products a device's 7x7 convolution of the pictures has if ranks share rows: tensor cores then multiply 7x7
+/// pixels of eight channels. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
 const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
 /// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
 /// are each written and read.
@@ -119,6 +119,8 @@ impl Link {
 }
 
 impl Machine {
+    /// Checks that all figures are positive numbers.
+    ///
     /// # Errors
     /// A figure is not a positive number.
     pub fn check(&self) -> Result<(), String> {
@@ -272,8 +274,8 @@ impl Rates {
         let smaller = larger.checked_sub(1).map(|index| self.linear[index]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
-                let from = a.operations_per_picture();
-                let share = (operations_per_picture / from).ln() / (b.operations_per_picture() / from).ln();
+                let [small, large] = [a, *b].map(|rate| rate.operations_per_picture());
+                let share = (operations_per_picture / small).ln() / (large / small).ln();
                 let between = |a: f64, b: f64| a * (b / a).powf(share);
                 Some(LinearRate {
                     flops_per_second: between(a.flops_per_second, b.flops_per_second),
@@ -296,8 +298,8 @@ impl Rates {
     }
 
     /// The rate of `operations` of a kind over `pictures` pictures. For a kind that was not measured, the mean of all measured rates.
-    /// Reading its weights limits a slow linear layer: more pictures than measured take the same time, until the rate reaches that of the
-    /// fastest kind of operation.
+    /// A slow linear layer takes as long as reading its weights: more pictures than measured take the same time, until the layer has
+    /// the rate of the fastest kind of operation.
     fn flops_of(&self, kind: &str, operations: f64, pictures: f64) -> f64 {
         let rates = &self.flops_per_second;
         if kind == "linear"
@@ -417,6 +419,7 @@ struct Stage {
     memory_bytes: f64,
 }
 
+/// The input of the cost model for one stage.
 struct StageModel<'a> {
     /// The rank's part of the network.
     local: &'a Network,
@@ -470,11 +473,11 @@ impl StageModel<'_> {
             if is_trained {
                 // Sums of gradients over micro-batches are float32. They are written for each micro-batch, and read for each but the
                 // first one. On a device, another pass adds the gradient to the sum.
-                let later = work.accumulate.saturating_sub(1) as f64;
-                let gradient_bytes = if later > 0.0 { WEIGHT_BYTES } else { value_bytes };
-                if later > 0.0 {
+                let later_batches = work.accumulate.saturating_sub(1) as f64;
+                let gradient_bytes = if later_batches > 0.0 { WEIGHT_BYTES } else { value_bytes };
+                if later_batches > 0.0 {
                     let added_bytes = if machine.shared_memory { 0.0 } else { value_bytes + WEIGHT_BYTES };
-                    let bytes_per_weight = later * WEIGHT_BYTES / (later + 1.0) + added_bytes;
+                    let bytes_per_weight = later_batches * WEIGHT_BYTES / (later_batches + 1.0) + added_bytes;
                     spent.compute += weights * bytes_per_weight / machine.rates.memory_bytes_per_second;
                 }
                 let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient_bytes);
@@ -587,6 +590,7 @@ impl StageModel<'_> {
         pictures * self.local.tensors[tensor].len() as f64
     }
 
+    /// Adds the computation of an operation, and for a batch norm the exchange of its statistics.
     fn add_compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
         let shares_pictures = self.local.is_pictures(op.inputs()[0]) && self.plan.mesh.height > 1;
@@ -645,13 +649,14 @@ impl StageModel<'_> {
                 (0..2).for_each(|_| self.add_between_kernels(group, group.tree_depth(), sent, spent));
             }
             Op::Halo { lowest, .. } => {
-                let (Some(owns), Some(reach)) = (self.local.rows(input), self.local.rows(output)) else {
+                let (Some(own_rows), Some(reached_rows)) = (self.local.rows(input), self.local.rows(output))
+                else {
                     return;
                 };
-                let mut ranks = owns.of_rank.iter().zip(&reach.of_rank);
+                let mut ranks = own_rows.of_rank.iter().zip(&reached_rows.of_rank);
                 let has_messages =
                     ranks.any(|(own, reached)| reached.start < own.start || own.end < reached.end);
-                let (own, reached) = (&owns.of_rank[0], &reach.of_rank[0]);
+                let (own, reached) = (&own_rows.of_rank[0], &reached_rows.of_rank[0]);
                 let fetched_rows = (reached.end - own.end).max(0) as f64;
                 let row_len = self.values(input) / (own.end - own.start).max(1) as f64;
                 // The activation is copied, and in the backward pass its gradient. Pictures have no gradient.
@@ -754,6 +759,7 @@ impl StageModel<'_> {
 #[derive(Debug, Clone, Copy)]
 struct Group {
     ranks: usize,
+    /// `None` for a single rank, or if the machine has no such connection.
     link: Option<Link>,
     /// Whether all ranks are on one machine.
     is_local: bool,

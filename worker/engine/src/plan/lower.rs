@@ -65,7 +65,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
-/// The part of `network` that `rank` computes: the whole network under data parallelism, else that of [`lower()`].
+/// The part of `network` that `rank` computes: the whole network under data parallelism, else the result of [`lower()`].
 ///
 /// # Errors
 /// As for [`lower()`].
@@ -79,6 +79,8 @@ pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Net
 /// Maximum number of operators that an error names.
 const MAX_NAMES: usize = 10;
 
+/// Checks that [`lower()`] can apply `plan` to `network`.
+///
 /// # Errors
 /// As for [`lower()`].
 pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
@@ -102,12 +104,12 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
         plan.shards.iter().filter(is_unknown).map(|shard| format!("{:?}", shard.pattern)).collect();
     if !unknown.is_empty() {
         let names: Vec<_> = operators(network).map(|(name, _)| name).take(MAX_NAMES).collect();
-        let more = match operators(network).count().saturating_sub(MAX_NAMES) {
+        let omitted = match operators(network).count().saturating_sub(MAX_NAMES) {
             0 => String::new(),
-            more => format!(" and {more} more (lockstep plan lists them)"),
+            count => format!(" and {count} more (lockstep plan lists them)"),
         };
         problems.push(format!(
-            "{} has no operator named {}; its operators are {}{more}",
+            "{} has no operator named {}; its operators are {}{omitted}",
             network.arch,
             unknown.join(" or "),
             names.join(", ")
@@ -165,6 +167,7 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
     problems
 }
 
+/// The local network so far, which is the result of lowering the first operations of the whole network.
 struct Lowering<'a> {
     whole: &'a Network,
     plan: &'a Plan,

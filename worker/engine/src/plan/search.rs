@@ -16,7 +16,8 @@ const MIN_GAIN: f64 = 0.02;
 /// What each strategy (entry of [`Plan::shards`]) adds to [`MIN_GAIN`].
 const MIN_GAIN_PER_STRATEGY: f64 = 0.002;
 
-/// Number of partial plans that are kept for each split of an operator, in each of the two orders.
+/// Number of partial plans that are kept for each split of an operator, in each of two orders: by excess memory and time, and by
+/// time alone.
 const BEAM_WIDTH: usize = 3;
 
 /// A plan that was considered.
@@ -48,7 +49,7 @@ impl Candidate {
         excess.then(self.weighted_ms().total_cmp(&other.weighted_ms()))
     }
 
-    /// Milliseconds per step, increased by [`MIN_GAIN`] unless the plan is data parallelism.
+    /// Milliseconds per step, increased by [`MIN_GAIN`] and [`MIN_GAIN_PER_STRATEGY`] unless the plan is data parallelism.
     fn weighted_ms(&self) -> f64 {
         let min_gain = MIN_GAIN + MIN_GAIN_PER_STRATEGY * self.plan.shards.len() as f64;
         self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + min_gain }
@@ -118,7 +119,9 @@ fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) 
     Some(Candidate { plan, cost })
 }
 
+/// The splits of an operator without groups.
 const DENSE: &[Option<Split>] = &[None, Some(Split::Out), Some(Split::In)];
+/// The splits of a convolution with groups.
 const GROUPED: &[Option<Split>] = &[None, Some(Split::Groups)];
 
 /// How operators that are split alike can be split.
@@ -170,6 +173,7 @@ fn best_splits(
     let is_head = |choice: &SplitChoice| choice.pattern == network.head() && pinned.is_empty();
     let split_head: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
     let unsplit = vec![None; choices.len()];
+    // The beam begins with a split head or, if that is not possible, without splits.
     let mut beam: Vec<_> = [split_head, unsplit]
         .into_iter()
         .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))

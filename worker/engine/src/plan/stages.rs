@@ -26,7 +26,7 @@ pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> 
 /// writing one value. Measured on an H200 in 16-bit formats: 2 bytes at 4.5 TB/s, and 6 floating-point operations at 350 TFLOPS.
 const MULTIPLY_ADDS_PER_VALUE: u64 = 26;
 
-/// Cuts a network into stages so that the slowest stage is as fast as possible, as estimated by [`cost`]. Returns the index of the first
+/// Cuts a network into stages so that the slowest stage is as fast as possible, as estimated by [`op_cost`]. Returns the index of the first
 /// operation of each stage except the first.
 ///
 /// # Errors
@@ -44,7 +44,7 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
     }
     // `costs[i]` is the cost of the parts from 0 to `i`.
     let costs: Vec<u64> =
-        ends.iter().map(|end| network.ops[..*end].iter().map(|op| cost(network, op)).sum()).collect();
+        ends.iter().map(|end| network.ops[..*end].iter().map(|op| op_cost(network, op)).sum()).collect();
     // Dynamic programming. `best[i]` describes the best stages for the parts from 0 to `i`: the cost of the slowest stage, and the
     // cuts. It begins with one stage, and each iteration adds a stage.
     let mut best: Vec<(u64, Vec<usize>)> = costs.iter().map(|cost| (*cost, Vec::new())).collect();
@@ -77,7 +77,7 @@ fn borders(network: &Network) -> Vec<usize> {
 }
 
 /// The time of an operation per picture, in multiply-adds.
-fn cost(network: &Network, op: &Op) -> u64 {
+fn op_cost(network: &Network, op: &Op) -> u64 {
     let shape = |tensor: TensorId| network.tensors[tensor];
     let multiply_adds = match *op {
         Op::Conv { input, output, kernel, groups, .. } => {
@@ -234,7 +234,7 @@ mod tests {
                 let ends = [cuts, &[network.ops.len()]].concat();
                 let mut from = 0;
                 let stages = ends.into_iter().map(|end| &network.ops[std::mem::replace(&mut from, end)..end]);
-                stages.map(|ops| ops.iter().map(|op| cost(&network, op)).sum()).collect::<Vec<u64>>()
+                stages.map(|ops| ops.iter().map(|op| op_cost(&network, op)).sum()).collect::<Vec<u64>>()
             };
             let four = costs(&cuts(&network, 4).unwrap());
             let mean = four.iter().sum::<u64>() / 4;

@@ -99,7 +99,8 @@ fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
         let found = cost(&network(classes), &Plan::data(1), &machine, &work(256)).unwrap();
         assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-9, "{classes}: {} ms", found.step_ms);
     }
-    // As many classes per rank, for the pictures of both ranks: these heads are so slow that reading the weights limits them.
+    // Each rank has the classes of the measured head, for the pictures of both ranks: these heads are so slow that reading the
+    // weights limits them.
     let link = Some(Link { latency_us: 1e-9, bytes_per_second: 1e20 });
     let near = Machine { within: link, ..machine };
     let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };

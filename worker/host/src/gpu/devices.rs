@@ -18,6 +18,7 @@ const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const MAX_NVLINKS: u32 = 36;
 
+/// A GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     /// The index among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
@@ -171,6 +172,7 @@ pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     choose(gpus, &entries)
 }
 
+/// As [`select`], with the list as `entries`.
 fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     let mut chosen: Vec<Gpu> = Vec::new();
     for entry in entries {
@@ -212,7 +214,7 @@ fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
 #[derive(Debug, Clone)]
 pub struct Usable {
     pub gpus: Vec<Gpu>,
-    /// Why there are GPUs that ranks cannot use, and what to do. `None` if there are none of them.
+    /// Why `gpus` is empty, and what to do. `None` if it is not empty, or if the machine has no GPU.
     pub why_no_gpus: Option<String>,
 }
 

@@ -142,7 +142,7 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Searches `folders`, those of the setting first, and the dynamic linker's own list if `asks_linker`.
+    /// Searches `folders.setting`, the dynamic linker's own list (only if `asks_linker`), and `folders.usual`, in this order.
     fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {

@@ -36,6 +36,8 @@ impl Sample {
 pub struct Reader(Nvml);
 
 impl Reader {
+    /// Loads NVML.
+    ///
     /// # Errors
     /// NVML is missing or fails. The error is a sentence.
     pub fn open() -> Result<Self, String> {
@@ -46,6 +48,8 @@ impl Reader {
         nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
     }
 
+    /// Measures the GPU with this UUID.
+    ///
     /// # Errors
     /// The GPU is unknown or does not respond.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {

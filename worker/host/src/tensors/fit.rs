@@ -26,7 +26,7 @@ pub struct Mapping {
     /// or `model.` (Lightning).
     pub prefix: String,
     /// Why the head keeps its initial values. `None` if the head comes from the file.
-    pub new_head: Option<String>,
+    pub new_head_reason: Option<String>,
     /// Tensors of the file that belong to no layer of the network, such as a head of another name.
     pub left_out: Vec<String>,
     /// Whether the first convolution takes RGB pictures in the file and grey pictures in the network. Its weights are
@@ -70,8 +70,8 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
         .cloned()
         .partition(|name| head.is_none() || name_in_network(name).is_some_and(|name| is_of_trunk(&name)));
     if missing.is_empty() && differing.is_empty() && unknown.is_empty() {
-        let new_head = head.and_then(|head| head_mistake(given, wanted, &prefix, head));
-        return Ok(Mapping { prefix, new_head, left_out, sums_channels });
+        let new_head_reason = head.and_then(|head| head_mistake(given, wanted, &prefix, head));
+        return Ok(Mapping { prefix, new_head_reason, left_out, sums_channels });
     }
     let unknown = [unknown, left_out].concat();
     let are = |names: &[String]| if names.len() == 1 { "is" } else { "are" };
@@ -105,7 +105,7 @@ impl Mapping {
             let names = some_of(&self.left_out, ", ");
             notes.push(format!("left out because they belong to no layer of this network: {names}"));
         }
-        if let Some(why) = &self.new_head {
+        if let Some(why) = &self.new_head_reason {
             notes.push(format!("{why}: the last layer ({head}) keeps its initial values"));
         }
         notes
@@ -121,7 +121,7 @@ fn first_part(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// The prefix under which most tensors of the `trunk` are found.
+/// The prefix under which most tensors of the `trunk` (all layers except the head) are found.
 fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, String> {
     let count_found = |prefix: &str| {
         trunk.iter().filter(|(name, _)| given.contains_key(&format!("{prefix}{name}"))).count()
@@ -174,7 +174,7 @@ fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
 
 /// The first [`MAX_NAMES`] names, and the number of further names.
 fn some_of(all: &[String], separator: &str) -> String {
-    let more = all.len().saturating_sub(MAX_NAMES);
-    let text = all[..all.len() - more].join(separator);
-    if more > 0 { format!("{text} and {more} more") } else { text }
+    let omitted = all.len().saturating_sub(MAX_NAMES);
+    let text = all[..all.len() - omitted].join(separator);
+    if omitted > 0 { format!("{text} and {omitted} more") } else { text }
 }

@@ -92,7 +92,7 @@ impl Engine for Scripted {
         (self.momentum, self.updates) = (to.slots.clone(), to.updates);
         Ok(())
     }
-    fn average(&mut self, _: f64) -> Result<(), EngineError> {
+    fn update_average(&mut self, _: f64) -> Result<(), EngineError> {
         Ok(())
     }
     fn has_average(&self) -> bool {

@@ -137,7 +137,7 @@ fn averages_follow_weights_and_statistics_and_are_read_back_unchanged() {
     let mut expected: Option<NamedTensors> = None;
     for step in 0..4 {
         engine.train_step(&[pictures(step, 0, 8)], 0.1).unwrap();
-        engine.average(0.75).unwrap();
+        engine.update_average(0.75).unwrap();
         let now = engine.parameters().unwrap();
         let expected = expected.get_or_insert_with(|| now.clone());
         for (name, average) in expected.iter_mut() {
@@ -154,7 +154,7 @@ fn averages_follow_weights_and_statistics_and_are_read_back_unchanged() {
     assert!(other.averaged().unwrap() == Some(expected));
     assert!(other.parameters().unwrap() != engine.parameters().unwrap());
     for engine in [&mut other, &mut engine] {
-        engine.average(0.0).unwrap();
+        engine.update_average(0.0).unwrap();
         assert!(engine.averaged().unwrap() == Some(engine.parameters().unwrap()), "a decay of 0 is a copy");
     }
 }

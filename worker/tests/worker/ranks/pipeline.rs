@@ -40,7 +40,7 @@ pub(super) fn train_with_plan(
             let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, to));
             let micro_batches: Vec<Batch> = (0..accumulate).map(of_rank).collect();
             let result = engine.train_step(&micro_batches, LR).unwrap();
-            engine.average(0.9).unwrap();
+            engine.update_average(0.9).unwrap();
             result
         };
         (0..steps).map(step).collect()

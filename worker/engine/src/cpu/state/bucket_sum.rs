@@ -5,7 +5,7 @@ use crate::cpu::reduce::Bucket;
 use lockstep_kernels::sums;
 use std::ops::Range;
 
-/// Sums the values at `range` of bucket `bucket` over `gradients` (one element per rank), in rank order.
+/// Sums into `out`, in rank order, the values at `range` of bucket `bucket`. `gradients` has one element per rank.
 pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, range: Range<usize>, out: &mut [f32]) {
     let mut in_f64 = [0.0f64; BLOCK];
     let in_f64 = &mut in_f64[..out.len()];

@@ -116,23 +116,27 @@ impl State {
         flat
     }
 
-    /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` unless `keep`.
+    /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` unless this rank `keeps` it.
     ///
     /// # Errors
     /// Another rank is gone.
-    pub(in crate::cpu) fn gather_slot(&self, slot: usize, keep: bool) -> Result<Option<Vec<f32>>, CommError> {
-        let Some(sharding) = &self.sharding else { return Ok(keep.then(|| self.optimizer_slot(slot))) };
+    pub(in crate::cpu) fn gather_slot(
+        &self,
+        slot: usize,
+        keeps: bool,
+    ) -> Result<Option<Vec<f32>>, CommError> {
+        let Some(sharding) = &self.sharding else { return Ok(keeps.then(|| self.optimizer_slot(slot))) };
         let (mut rest, mut all) = (&self.optimizer_slots[slot][..], Vec::new());
         let mut flat = Vec::new();
         for (bucket, range) in sharding.buckets.iter().enumerate() {
             let (own, later) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
             sharding.gather_bucket(bucket, own, &mut all)?;
-            if keep {
+            if keeps {
                 flat.extend_from_slice(&all[..range.len()]);
             }
             rest = later;
         }
-        Ok(keep.then_some(flat))
+        Ok(keeps.then_some(flat))
     }
 
     /// Replaces the optimizer slot `slot` by this rank's part of `flat`, which is in the order of the weights.

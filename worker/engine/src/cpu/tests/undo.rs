@@ -34,7 +34,7 @@ impl Rank {
         let is_done = self.engine.train_step(&self.step, 0.01).is_ok();
         // As in training, only rank 0 averages the weights.
         if is_done && self.number == 0 {
-            self.engine.average(0.9).unwrap();
+            self.engine.update_average(0.9).unwrap();
         }
         is_done
     }
@@ -78,13 +78,13 @@ fn interrupted(kind: OptimizerKind, moment: u32) -> Vec<(StateDict, bool)> {
         assert!(rank.step());
         let began = Instant::now();
         assert!(rank.step());
-        let took = began.elapsed();
+        let step_duration = began.elapsed();
         rank.ring.barrier().unwrap();
         let is_done = std::thread::scope(|scope| {
             if rank.number == 1 && moment < MOMENTS - 1 {
                 let ring = rank.ring.clone();
                 scope.spawn(move || {
-                    std::thread::sleep(took * moment / (MOMENTS - 2));
+                    std::thread::sleep(step_duration * moment / (MOMENTS - 2));
                     ring.abort("this rank dies");
                 });
             }
@@ -103,25 +103,28 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
     for kind in KINDS {
         let whole = uninterrupted(kind);
         assert_ne!(whole[0][1], whole[0][2]);
-        let mut broken = 0;
-        let mut kept = None;
+        let mut interrupted_steps = 0;
+        let mut rank_0_state = None;
         // The last moment stands for no interruption.
         for moment in 0..MOMENTS {
-            for (rank, (state, is_broken)) in interrupted(kind, moment).into_iter().enumerate() {
-                let steps = if is_broken { 2 } else { 3 };
+            for (rank, (state, is_interrupted)) in interrupted(kind, moment).into_iter().enumerate() {
+                let steps = if is_interrupted { 2 } else { 3 };
                 assert!(state == whole[rank][steps - 1], "{kind:?}: rank {rank} after step {steps}");
-                broken += u32::from(is_broken);
-                if is_broken && rank == 0 {
-                    kept = Some(state);
+                interrupted_steps += u32::from(is_interrupted);
+                if is_interrupted && rank == 0 {
+                    rank_0_state = Some(state);
                 }
             }
         }
-        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} steps of a rank were interrupted");
+        assert!(
+            interrupted_steps >= MOMENTS / 2,
+            "{kind:?}: only {interrupted_steps} steps of a rank were interrupted"
+        );
         // The next attempt: rank 0's state on every rank, except for the average.
-        let kept = kept.expect("rank 0 was interrupted");
+        let rank_0_state = rank_0_state.expect("rank 0 was interrupted");
         let ends = on_two_ranks(kind, |rank| {
-            let average = kept.average.clone().filter(|_| rank.number == 0);
-            rank.engine.load_state_dict(&StateDict { average, ..kept.clone() }).unwrap();
+            let average = rank_0_state.average.clone().filter(|_| rank.number == 0);
+            rank.engine.load_state_dict(&StateDict { average, ..rank_0_state.clone() }).unwrap();
             rank.ring.barrier().unwrap();
             assert!(rank.step() && rank.step());
             rank.state()

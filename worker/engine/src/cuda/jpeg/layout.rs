@@ -104,7 +104,7 @@ impl Planes {
     /// The planes as destinations for the decoder.
     pub(super) fn destinations(&self) -> [nvjpeg::Plane; 3] {
         [(self.luma, self.luma_pitch), (self.cb, self.chroma_pitch), (self.cr, self.chroma_pitch)]
-            .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
+            .map(|(address, pitch)| nvjpeg::Plane { address, pitch: pitch as usize })
     }
 }
 
@@ -231,11 +231,15 @@ mod tests {
                 let stored = Stored { width, height, subsampling: Subsampling { columns, rows }, ..FULL };
                 let planes = Planes::new(stored, 1 << 40);
                 let [luma, cb, cr] = planes.destinations();
-                let end = |plane: nvjpeg::Plane, rows: u32| plane.to + plane.pitch as u64 * u64::from(rows);
-                assert_eq!(luma.to, 1 << 40);
-                assert!(end(luma, height) <= cb.to, "{stored:?}");
-                assert!(end(cb, planes.chroma_height) <= cr.to, "{stored:?}");
-                assert!(end(cr, planes.chroma_height) <= luma.to + planes_bytes(stored) as u64, "{stored:?}");
+                let end =
+                    |plane: nvjpeg::Plane, rows: u32| plane.address + plane.pitch as u64 * u64::from(rows);
+                assert_eq!(luma.address, 1 << 40);
+                assert!(end(luma, height) <= cb.address, "{stored:?}");
+                assert!(end(cb, planes.chroma_height) <= cr.address, "{stored:?}");
+                assert!(
+                    end(cr, planes.chroma_height) <= luma.address + planes_bytes(stored) as u64,
+                    "{stored:?}"
+                );
                 assert!(luma.pitch >= width as usize && cb.pitch >= planes.chroma_width as usize);
             }
         }

@@ -91,7 +91,7 @@ fn gpu_calls_of_a_step_are_timed() {
     use lockstep_protocol::spec::Device;
     let first = RankGpu { ordinal: 0, visible: Vec::new() };
     for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
-        let how = bench::OnDevice {
+        let setup = bench::DeviceSetup {
             device: registry::device_of(Some(&first), Device::Cuda),
             precision: Precision::Fp16,
             deterministic: true,
@@ -99,7 +99,7 @@ fn gpu_calls_of_a_step_are_timed() {
             division: bench::Division::data(1),
             store: None,
         };
-        let calls = bench::profile(&case.parse().unwrap(), how).unwrap();
+        let calls = bench::profile(&case.parse().unwrap(), setup).unwrap();
         let mut parts: std::collections::BTreeMap<&str, (usize, f64)> = Default::default();
         for (name, ms) in &calls {
             let part = parts.entry(name).or_default();

@@ -235,11 +235,11 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
         for step in 0..6 {
             let batch = [pictures(&network, 8, step)];
             stepwise.train_step(&batch, 0.02).unwrap();
-            stepwise.average(0.75).unwrap();
+            stepwise.update_average(0.75).unwrap();
             let now = stepwise.parameters().unwrap();
             average(expected.get_or_insert_with(|| now.clone()), &now);
             ahead.start_step(&batch, 0.02).unwrap();
-            ahead.average(0.75).unwrap();
+            ahead.update_average(0.75).unwrap();
         }
         ahead.finish_steps().unwrap();
         let (expected, actual) = (expected.unwrap(), stepwise.averaged().unwrap().unwrap());
@@ -292,7 +292,7 @@ fn gpu_the_average_is_unbiased_for_any_decay() {
     zeros.values_mut().for_each(|tensor| tensor.values.fill(0.0));
     engine.set_averaged(&zeros).unwrap();
     for _ in 0..STEPS {
-        engine.average(DECAY).unwrap();
+        engine.update_average(DECAY).unwrap();
     }
     let weight = 1.0 - DECAY.powi(STEPS);
     for value in expected.values_mut().flat_map(|tensor| &mut tensor.values) {

@@ -77,7 +77,7 @@ impl Run {
 
     fn average(&mut self) {
         if self.started >= AVERAGED_FROM {
-            self.engine.average(0.75).unwrap();
+            self.engine.update_average(0.75).unwrap();
         }
     }
 

@@ -429,7 +429,7 @@ fn check_continuation(case: Case) {
         assert_eq!(engine.checksum().unwrap(), checksum);
         assert_eq!(engine.first_not_finite().unwrap(), None);
         // The first average is a copy of the parameters.
-        engine.average(0.9).unwrap();
+        engine.update_average(0.9).unwrap();
         assert!(engine.averaged().unwrap().unwrap() == engine.parameters().unwrap());
     });
 }

@@ -67,7 +67,7 @@ pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Resul
     {
         assert_eq!(samples.len(), (width * height) as usize);
         for (row, samples) in samples.chunks_exact(width as usize).enumerate() {
-            memory[plane.to as usize + row * plane.pitch..][..samples.len()].copy_from_slice(samples);
+            memory[plane.address as usize + row * plane.pitch..][..samples.len()].copy_from_slice(samples);
         }
     }
     Ok(planes)

@@ -188,7 +188,7 @@ impl<'a> GraphEmitter<'a> {
             self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
-        if node.forward == NormForward::InNextConv {
+        if node.forward == NormForward::InConvAndStored {
             if !has_statistics {
                 self.compute_statistics(norm, node);
             }

@@ -224,7 +224,7 @@ impl OwnAuthority {
         Ok(Self { authority, names })
     }
 
-    /// Issues a new certificate if the current certificate expires soon or lacks a name of this machine.
+    /// Issues a new certificate if the current certificate expires soon, lacks a name of this machine, or is from another authority.
     fn renew_if_due(&self) -> Result<(), String> {
         let path = self.authority.server_file();
         let is_usable = path.exists()

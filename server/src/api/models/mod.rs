@@ -163,11 +163,13 @@ pub(crate) async fn create(
     }
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(None).await?;
-    let same = versions.iter().find(|row| row.version.model == model);
-    let same = same.or_else(|| versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)));
-    if let Some(same) = same {
-        let known = &same.version.model;
-        if !auth.may_change(&caller, same.ownership.owner.as_deref()) {
+    let existing = versions
+        .iter()
+        .find(|row| row.version.model == model)
+        .or_else(|| versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)));
+    if let Some(existing) = existing {
+        let known = &existing.version.model;
+        if !auth.may_change(&caller, existing.ownership.owner.as_deref()) {
             let detail = format!("the model {known:?} belongs to somebody else; choose another name");
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
@@ -190,7 +192,7 @@ pub(crate) async fn create(
         if !checkpoints.has_copy(&row, Some(&copies)) {
             return Err(checkpoints::removed_error());
         }
-        let new = NewVersion {
+        let new_version = NewVersion {
             model: model.clone(),
             job: row.job,
             checkpoint: row.id,
@@ -200,7 +202,7 @@ pub(crate) async fn create(
             registered_by: caller.owner().map(str::to_owned),
             at: crate::now(),
         };
-        checkpoints.store.add_model_version(&new).await?
+        checkpoints.store.add_model_version(&new_version).await?
     };
     let location = format!("/api/v1/models/{model}/versions/{version}");
     let version = find(&*checkpoints.store, &caller, &model, &Which::Number(version)).await?;

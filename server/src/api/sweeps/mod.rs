@@ -145,7 +145,7 @@ async fn submit(
         return respond_with_earlier(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     scheduler.sweeps_changed.notify_one();
-    // No trial has started yet.
+    // The response lists no trials, because none has started yet.
     let sweep = Sweep { warnings: warnings.into_iter().collect(), ..describe(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
 }

@@ -338,10 +338,10 @@ impl AgentTrust {
                 expires_soon(&format!("the certificate of the agent {name}"), facts, now)
             })
             .collect();
-        let more = expiring.len().saturating_sub(MAX_NAMED);
+        let unnamed = expiring.len().saturating_sub(MAX_NAMED);
         warnings.extend(expiring.into_iter().take(MAX_NAMED));
-        if more > 0 {
-            let agents = plural(more as u64, "more agent");
+        if unnamed > 0 {
+            let agents = plural(unnamed as u64, "more agent");
             warnings.push(format!("the certificates of {agents} expire soon; see the page Machines"));
         }
         warnings

@@ -153,9 +153,9 @@ async fn find(
     let rows = scheduler.store.checkpoints(&parse_job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
-    if let Some(owned) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
+    if let Some(ownership) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
         && query.dataset.is_none()
-        && !caller.sees_owned(&owned)
+        && !caller.sees_owned(&ownership)
     {
         return Err(Error::unprocessable(format!(
             "the dataset {:?} is no longer registered",

@@ -229,12 +229,12 @@ async fn choose_checkpoint(
         (None, Some(id)) => (parse_job_id(id)?, None),
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
-    let owned = store.job_ownership(&job).await?;
-    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
+    let ownership = store.job_ownership(&job).await?;
+    let Some(ownership) = ownership.filter(|ownership| caller.sees_owned(ownership)) else {
         let detail = if named_row.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(detail.into()));
     };
-    if !auth.may_change(caller, owned.owner.as_deref()) {
+    if !auth.may_change(caller, ownership.owner.as_deref()) {
         let detail = "the job belongs to somebody else; only the owner and admins may register its checkpoints, because a job with \
                       registered versions cannot be deleted";
         return Err(Error::Forbidden(detail.into()));

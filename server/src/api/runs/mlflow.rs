@@ -313,7 +313,7 @@ impl CallState {
                 let values = BTreeMap::from([(key.to_owned(), None)]);
                 self.change(parameters, RunChange { values, ..RunChange::default() }).await?
             }
-            // The inputs of a run are not stored, and its models are its folders.
+            // Nothing is stored: Lockstep has no inputs of runs, and a run's models are its folders.
             ("POST", "runs/log-inputs" | "runs/outputs") => {
                 self.change(parameters, RunChange::default()).await?
             }

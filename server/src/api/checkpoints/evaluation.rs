@@ -9,7 +9,7 @@ use crate::{
         datasets,
         jobs::{
             self,
-            fit::{self, Trained},
+            fit::{self, TrainingPictures},
             submission,
         },
     },
@@ -277,7 +277,7 @@ async fn start(
     let (spec, dataset) = resolve_dataset(&scheduler.datasets, &job, other).await?;
     // Refuses different classes before an agent is asked. Nearest neighbours need no common classes.
     if neighbours.is_none()
-        && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
+        && let Some(trained) = TrainingPictures::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::why_not_evaluable(&trained, &dataset)
     {
         return Err(Error::unprocessable(detail));

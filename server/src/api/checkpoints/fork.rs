@@ -8,7 +8,7 @@ use crate::{
         jobs::{
             self, CheckReport, Checked,
             check::Start,
-            fit::{self, Trained},
+            fit::{self, TrainingPictures},
             submission,
         },
         run_to_completion,
@@ -116,7 +116,7 @@ async fn prepare(
     }
     let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
     let Checked { spec, dataset, .. } = &checked;
-    let trained = Trained::of(&scheduler.checkpoints.folder(&source)).await;
+    let trained = TrainingPictures::of(&scheduler.checkpoints.folder(&source)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &parent_job.spec, spec, dataset);
     let (steps_per_epoch, total_steps) = step_counts(&parent_job, &checked);
     if spec.global_batch_size() == parent_job.spec.global_batch_size() && source.info.step >= total_steps {
@@ -215,7 +215,7 @@ async fn make(
     parent_job: &Job,
     source: CheckpointRow,
     mut spec: JobSpec,
-    key: Option<(String, String)>,
+    key: Option<jobs::IdempotencyKey>,
 ) -> Result<(StatusCode, Job)> {
     // Other people may see the fork but not its parent, so the fork must not show the parent's name and tags.
     let hides_parent = parent_job.spec.private && !spec.private;

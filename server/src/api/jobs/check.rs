@@ -92,8 +92,9 @@ pub(crate) async fn validate(
     JobFile(document, _): JobFile,
 ) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
-        // Only the first trial is checked completely. A submission checks all trials.
-        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, launched).await?;
+        // Only the first trial is checked completely. A submission checks all trials, and chooses the sweep's id.
+        let (full_checks, id) = (1, "sweep");
+        let checked = check_sweep(&scheduler, &caller, (&section, &job), id, full_checks, launched).await?;
         let estimate = match checked.trials.first() {
             Some(first) => estimate(&scheduler, &caller, first).await?,
             None => None,
@@ -523,8 +524,8 @@ fn has_expected_samples(spec: &JobSpec, dataset: &Dataset) -> bool {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are
-        // not considered.
+        // Folds are numbered from 1. The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures,
+        // which stay in one fold, are not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

@@ -49,6 +49,7 @@ pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 const EXPIRE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the times of the tokens' last use are stored.
 const STORE_USE_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval at which old tokens and sessions are removed.
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Time for which lists still show a token after it was revoked or has expired.
 const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
@@ -179,7 +180,7 @@ impl Access {
         }
     }
 
-    /// Closes the connections of expired tokens and sessions, and removes expired sessions.
+    /// Closes the connections of expired tokens and sessions, and removes sessions that have ended.
     pub(crate) fn expire(&self, now: Timestamp) {
         let has_expired = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
         let mut known = self.write();

@@ -81,8 +81,8 @@ impl Oidc {
         self.config.name.as_deref().unwrap_or_else(|| self.config.issuer.host())
     }
 
-    /// Begins a sign-in, after which the browser goes to `next`. Returns the provider's URL with all parameters, and the value of the cookie
-    /// that the browser must send when it returns.
+    /// Begins a sign-in, after which the browser goes to `next`. Returns the provider's URL with all parameters, and the value of the
+    /// cookie that the browser must send when it returns.
     pub(crate) async fn begin(
         &self,
         callback: &str,

@@ -104,6 +104,7 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let needed = requirement(&method, route.as_deref());
     let path = request.uri().path().to_owned();
+    // Path and query: for the audit log, and as the page to return to after a sign-in.
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
     // Every request has a peer here, because the guard refuses requests without a peer.

@@ -107,9 +107,9 @@ impl RequestingAgent {
             checkpoints.store.agent_place(&self.attempt, &self.agent_id).await?.ok_or_else(forbidden)?;
         let is_regular_uploader = place.has_rank_0 && place.has_own_disk;
         let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
-        let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
+        let is_of_earlier_attempt = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
         // An agent reports its disk after it has the attempt's dataset. Before, it may upload only checkpoints of earlier attempts.
-        if !place.has_own_disk && !is_earlier {
+        if !place.has_own_disk && !is_of_earlier_attempt {
             return Err(forbidden());
         }
         let has_attempt = self.has_attempt(&checkpoints.agents);
@@ -129,10 +129,10 @@ impl RequestingAgent {
         } else if has_copy && !checkpoints.folder(&row).exists() {
             // If the uploading agent disconnects, this agent may upload.
             Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
-        } else if is_earlier && has_copy && is_regular_uploader {
+        } else if is_of_earlier_attempt && has_copy && is_regular_uploader {
             // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
             Ok(())
-        } else if is_earlier || has_attempt {
+        } else if is_of_earlier_attempt || has_attempt {
             // The agent's report of this checkpoint may not have arrived yet.
             Err(self.not_found(name))
         } else {

@@ -162,6 +162,7 @@ async fn find(
             job.spec.data.dataset
         )));
     }
+
     let weights_suffix = if query.weights == Weights::Ema { "-ema" } else { "" };
     let other = match query.dataset.as_deref() {
         None => None,
@@ -189,6 +190,7 @@ async fn find(
     {
         return Ok(response(stored));
     }
+
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };

@@ -99,8 +99,8 @@ pub(crate) async fn find(
         bucket_count += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
         if bucket_count > MAX_RESPONSE_BUCKETS {
             return Err(Error::BadRequest(format!(
-                "the response would have more than {MAX_RESPONSE_BUCKETS} points, because each rank and attempt has a series; request fewer \
-                 points, ranks or jobs"
+                "the response would have more than {MAX_RESPONSE_BUCKETS} points, because each rank and attempt has a series; request \
+                 fewer points, ranks or jobs"
             )));
         }
         results.push(JobMetrics { job: job.id.to_string(), metrics });

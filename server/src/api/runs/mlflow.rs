@@ -605,7 +605,8 @@ fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     Err(refuse("PERMISSION_DENIED", detail))
 }
 
-/// Returns a key and its value, checked against MLflow's limits.
+/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: what they are, for errors; `limit`: maximum length of the
+/// value, in characters.
 fn pair(parameters: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (parameters.required("key")?, parameters.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {

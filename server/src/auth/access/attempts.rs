@@ -162,7 +162,7 @@ impl Attempts {
         Ok(false)
     }
 
-    /// Uncounts the last attempt, because its password was correct.
+    /// Uncounts the last attempt, because its password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
         self.uncount_password(name, from);
         let mut counters = self.counters();

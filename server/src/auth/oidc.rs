@@ -141,14 +141,15 @@ impl Oidc {
         let (mut claims, subject) = match check(&key) {
             Ok(checked) => checked,
             Err(error) => {
+                // The provider may have replaced the key, and kept its id.
                 let replaced = self.provider.replaced_key(&metadata, alg, kid, &key).await;
                 check(&replaced.ok_or(error)?)?
             }
         };
         let verified_claim = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups_claim = self.config.groups.as_ref().map(|groups| groups.claim.as_str());
-        let needed = [Some(self.config.name_claim.as_str()), verified_claim, groups_claim];
-        if needed.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
+        let needed_claims = [Some(self.config.name_claim.as_str()), verified_claim, groups_claim];
+        if needed_claims.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }
         let identity = Identity { issuer: self.config.issuer.as_str().to_owned(), subject };

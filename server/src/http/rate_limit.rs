@@ -35,9 +35,8 @@ impl<K: Hash + Eq> RateLimiter<K> {
 
 impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
     fn with_clock(per_second: u32, clock: C) -> Self {
-        let quota = NonZeroU32::new(per_second).map(|rate| {
-            Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_SECS))
-        });
+        let quota = NonZeroU32::new(per_second)
+            .map(|rate| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_SECS)));
         Self { quota, clock, buckets: Mutex::new(LruCache::new(MAX_KEYS)) }
     }
 

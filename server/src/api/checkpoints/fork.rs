@@ -6,7 +6,7 @@ use crate::{
     api::{
         checkpoints,
         jobs::{
-            self, CheckReport, Checked,
+            self, CheckReport, CheckedSpec,
             check::Start,
             fit::{self, TrainingPictures},
             submission,
@@ -70,7 +70,7 @@ pub(crate) async fn fork(
     let (status, job) = match jobs::find_earlier_job(&*scheduler.store, &caller, key.as_ref()).await? {
         Some(job) => (StatusCode::OK, job),
         None => {
-            let (parent_job, source, Checked { spec, warnings, .. }) =
+            let (parent_job, source, CheckedSpec { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
             let making = async move { make(&scheduler, &caller, &parent_job, source, spec, key).await };
             let (status, job) = run_to_completion(making).await?;
@@ -89,7 +89,7 @@ async fn prepare(
     caller: &Caller,
     id: &str,
     request: ForkRequest,
-) -> Result<(Job, CheckpointRow, Checked)> {
+) -> Result<(Job, CheckpointRow, CheckedSpec)> {
     let parent_job = jobs::find(scheduler, id).await?;
     jobs::check_readable(&parent_job)?;
     refuse_external(&parent_job, "forked").map_err(StoreError::from)?;
@@ -115,7 +115,7 @@ async fn prepare(
         choose_validation_again(&*scheduler.store, &parent_job, &mut document).await?;
     }
     let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
-    let Checked { spec, dataset, .. } = &checked;
+    let CheckedSpec { spec, dataset, .. } = &checked;
     let trained = TrainingPictures::of(&scheduler.checkpoints.folder(&source)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &parent_job.spec, spec, dataset);
     let (steps_per_epoch, total_steps) = step_counts(&parent_job, &checked);
@@ -155,7 +155,7 @@ fn early_stop_mistake(parent_job: &Job, source: &CheckpointRow, spec: &JobSpec) 
 
 /// Returns the number of steps in an epoch, and in the whole run. With the same pictures and global batch size, an epoch has the number of
 /// steps that the parent's ranks have counted.
-fn step_counts(parent_job: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+fn step_counts(parent_job: &Job, CheckedSpec { spec, dataset, .. }: &CheckedSpec) -> (u64, u64) {
     let parent_spec = &parent_job.spec;
     let is_counted = parent_job.steps_per_epoch > 0
         && ValidationDivision::of(&parent_spec.data) == ValidationDivision::of(&spec.data)

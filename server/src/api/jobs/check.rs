@@ -106,8 +106,8 @@ pub(crate) async fn validate(
     Ok(Json(CheckReport { estimate, ..checked.report() }))
 }
 
-async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
-    let Checked { spec, dataset, .. } = checked;
+async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &CheckedSpec) -> Result<Option<Estimate>> {
+    let CheckedSpec { spec, dataset, .. } = checked;
     let filter =
         JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
@@ -146,14 +146,14 @@ fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
 
 /// A specification that passed all checks.
 #[derive(Debug)]
-pub(in crate::api) struct Checked {
+pub(in crate::api) struct CheckedSpec {
     pub(in crate::api) spec: JobSpec,
     pub(in crate::api) dataset: Dataset,
     /// Warnings about the job, as text.
     pub(in crate::api) warnings: Vec<String>,
 }
 
-impl Checked {
+impl CheckedSpec {
     pub(in crate::api) fn report(self) -> CheckReport {
         let Self { spec, dataset, warnings } = self;
         let samples = training_samples(&spec, &dataset);
@@ -188,7 +188,7 @@ pub(in crate::api) async fn check(
     caller: &Caller,
     document: &Value,
     start: Start,
-) -> Result<Checked> {
+) -> Result<CheckedSpec> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
     check_on(scheduler, caller, &datasets, document, start).await
 }
@@ -222,7 +222,7 @@ async fn check_on(
     datasets: &[(Dataset, Option<String>)],
     document: &Value,
     start: Start,
-) -> Result<Checked> {
+) -> Result<CheckedSpec> {
     let mut weights_warning = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
     let (mut spec, mut errors) = spec::read(document);
@@ -279,7 +279,7 @@ async fn check_on(
             warnings.extend(weights_warning);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
             warnings.extend(too_few_pictures_possible(&spec, &dataset));
-            Ok(Checked { spec, dataset, warnings })
+            Ok(CheckedSpec { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
     }
@@ -291,7 +291,7 @@ pub(in crate::api) struct CheckedSweep {
     /// The settings of all trials.
     pub(in crate::api) settings: Vec<Setting>,
     /// The checked trials.
-    pub(in crate::api) trials: Vec<Checked>,
+    pub(in crate::api) trials: Vec<CheckedSpec>,
 }
 
 impl CheckedSweep {

@@ -1,6 +1,6 @@
 //! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, LaunchQuery, Start, check};
+use super::check::{CheckedSpec, LaunchQuery, Start, check};
 use crate::api::prelude::*;
 use crate::{
     api::run_to_completion,
@@ -62,7 +62,7 @@ pub(crate) async fn submit(
     if let Some(job) = find_earlier_job(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } =
+    let CheckedSpec { spec, warnings, .. } =
         check(scheduler, caller, document, Start::FirstStep { launched }).await?;
     let (status, mut job) = store_job(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;

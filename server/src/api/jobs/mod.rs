@@ -26,7 +26,7 @@ mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
 
-pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset_message, training_samples};
+pub(super) use check::{CheckReport, CheckedSpec, check, check_sweep, no_dataset_message, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{IdempotencyKey, find_earlier_job, idempotency_key, store_job};
 pub(crate) use list::ListQuery;

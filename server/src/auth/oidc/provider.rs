@@ -36,24 +36,24 @@ const MAX_EXCHANGES: usize = 32;
 pub(super) struct Provider {
     config: Arc<OidcConfig>,
     http: Client,
-    metadata: Mutex<Fetched<Metadata>>,
-    keys: Mutex<Fetched<Vec<Key>>>,
+    metadata: Mutex<CachedResponse<Metadata>>,
+    keys: Mutex<CachedResponse<Vec<Key>>>,
     exchanges: Semaphore,
 }
 
-/// A cached response of the provider, and the last failure.
-struct Fetched<T> {
+/// The newest response of the provider and the time of its arrival, and the newest failure and its time.
+struct CachedResponse<T> {
     value: Option<(Arc<T>, Instant)>,
     last_failure: Option<(OidcError, Instant)>,
 }
 
-impl<T> Default for Fetched<T> {
+impl<T> Default for CachedResponse<T> {
     fn default() -> Self {
         Self { value: None, last_failure: None }
     }
 }
 
-impl<T> Fetched<T> {
+impl<T> CachedResponse<T> {
     /// The cached response if it is younger than `max_age`. Otherwise a new response, or, if the request fails, the cached response.
     async fn get(
         &mut self,

@@ -98,7 +98,7 @@ pub(crate) struct AgentTrust {
     /// Names of the authorities, which are sent to clients, so that browsers offer only matching certificates.
     hints: Vec<DistinguishedName>,
     current: RwLock<Arc<Trust>>,
-    files: Mutex<Watched>,
+    files: Mutex<WatchedFiles>,
     changed: watch::Sender<()>,
     /// Name and certificate of agents that have joined since this server started, by the agent's id.
     joined: Mutex<BTreeMap<String, (String, Facts)>>,
@@ -111,9 +111,9 @@ struct Trust {
     next_update: Option<Timestamp>,
 }
 
-struct Watched {
+struct WatchedFiles {
     stamp: super::Stamp,
-    /// Why the current files are not used.
+    /// Why the files on the disk are not used; `None` if they are used.
     refusal: Option<String>,
     /// Whether the log has a warning that the revocation list is out of date.
     is_outdated: bool,
@@ -184,7 +184,7 @@ impl AgentTrust {
             is_own,
             hints: trust.verifier.root_hint_subjects().to_vec(),
             current: RwLock::new(Arc::new(trust)),
-            files: Mutex::new(Watched { stamp, refusal: None, is_outdated: false }),
+            files: Mutex::new(WatchedFiles { stamp, refusal: None, is_outdated: false }),
             changed: watch::Sender::new(()),
             joined: Mutex::default(),
         }))

@@ -179,6 +179,7 @@ impl Shared {
                     continue;
                 }
             };
+            // A connection beyond the limit of its address is closed, because the stream is dropped.
             let Ok(counted) = self.count_connection(from.ip()) else { continue };
             let permit = loop {
                 if let Ok(permit) = self.permits.clone().try_acquire_owned() {

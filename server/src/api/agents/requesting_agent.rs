@@ -121,6 +121,7 @@ impl RequestingAgent {
         let is_this_agent = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
         let has_copy = copies.holders.iter().any(is_this_agent);
+        // The server expects the upload from the first holder.
         let holders = checkpoints.holders_if_missing(&row, Some(&copies));
         let uploader = holders.into_iter().chain(copies.holders).next();
         if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {

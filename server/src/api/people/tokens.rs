@@ -142,6 +142,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
+    // If a personal token makes the new token, the new token is revoked with it.
     let made_with = request_token(auth, caller).filter(|token| token.owner.is_some());
     if made_with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
         let detail = "a token with the scope read cannot make tokens; sign in with your password, or use a token with the scope submit";

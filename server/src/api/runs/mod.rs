@@ -159,12 +159,12 @@ async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Re
         values: new.values,
         imported: new.imported,
     };
-    let at = started_at.map_or(now, |at| at.min(now));
+    let created_at = started_at.map_or(now, |at| at.min(now));
     let job = NewJob {
         annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },
         owner: caller.owner().map(str::to_owned),
         external: Some(external),
-        ..NewJob::of(id.clone(), spec, at)
+        ..NewJob::of(id.clone(), spec, created_at)
     };
     if let Some(job) = runs.create(job).await? {
         return Ok((StatusCode::CREATED, job));

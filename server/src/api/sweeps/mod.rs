@@ -145,7 +145,7 @@ async fn submit(
         return respond_with_earlier(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     scheduler.sweeps_changed.notify_one();
-    // The response lists no trials, because none has started yet.
+    // Described without jobs, because no trial has a job yet.
     let sweep = Sweep { warnings: warnings.into_iter().collect(), ..describe(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
 }

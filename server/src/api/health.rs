@@ -19,7 +19,7 @@ use std::{
 
 const READY: &str = "ready\n";
 /// Maximum age of the cached result of `/readyz` for clients without a token.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_RESULT_AGE: Duration = Duration::from_secs(1);
 /// Size of the probe file, in bytes: about the size of a job's first files.
 const PROBE_BYTES: usize = 64 << 10;
 
@@ -45,7 +45,7 @@ pub(crate) async fn readyz(
     }
     // Clients without a token get no details, and cause at most one check per second.
     let mut last = ingress.last_ready_check.lock().await;
-    if last.is_none_or(|(at, _)| at.elapsed() >= CHECK_INTERVAL) {
+    if last.is_none_or(|(at, _)| at.elapsed() >= MAX_RESULT_AGE) {
         let is_ready = check_readiness(&*store, &config, &ingress).await.is_ok();
         *last = Some((Instant::now(), is_ready));
     }

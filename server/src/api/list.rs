@@ -317,7 +317,8 @@ impl<T: ToSchema> List<T> {
     }
 }
 
-/// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the position of `cursor`. Returns the cursor of the next page.
+/// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the position of `cursor`. Returns the cursor of the next
+/// page; `None` if this is the last page.
 ///
 /// # Errors
 /// 400: the cursor does not belong to these pages.

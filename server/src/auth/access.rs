@@ -49,8 +49,9 @@ pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 const EXPIRE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the times of the tokens' last use are stored.
 const STORE_USE_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval at which old tokens and sessions are removed.
 const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
-/// Time for which an invalid token stays in lists.
+/// Time for which lists still show a token after it was revoked or has expired.
 const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 
 /// Why a token is refused. Only somebody who has a known token gets another reason than `Unknown`.
@@ -82,7 +83,9 @@ pub(crate) struct Access {
 struct Known {
     /// Tokens by the hash of their secret.
     tokens: HashMap<String, Arc<Credential>>,
+    /// Sessions by the hash of their cookie's value.
     sessions: HashMap<String, Arc<Credential>>,
+    /// People by name.
     people: BTreeMap<String, KnownPerson>,
     /// Accounts at OpenID providers whose person was removed.
     refused_identities: HashSet<Identity>,
@@ -151,8 +154,8 @@ impl Access {
         } else {
             None
         };
-        let ended = oldest.map(|s| s.hash.clone());
-        if let Some(session) = ended.as_ref().and_then(|hash| known.sessions.remove(hash)) {
+        let removed_hash = oldest.map(|s| s.hash.clone());
+        if let Some(session) = removed_hash.as_ref().and_then(|hash| known.sessions.remove(hash)) {
             session.ended.cancel();
         }
         let credential = Credential {
@@ -166,7 +169,7 @@ impl Access {
             usage: holder.usage.clone(),
         };
         known.sessions.insert(row.hash, Arc::new(credential));
-        ended
+        removed_hash
     }
 
     /// Ends a session, if it exists.
@@ -177,7 +180,7 @@ impl Access {
         }
     }
 
-    /// Closes the connections of expired tokens and sessions, and removes expired sessions.
+    /// Closes the connections of expired tokens and sessions, and removes sessions that have ended.
     pub(crate) fn expire(&self, now: Timestamp) {
         let has_expired = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
         let mut known = self.write();
@@ -195,8 +198,8 @@ impl Access {
     /// Removes tokens that became invalid at `before` or earlier. Rows of certificates stay, because the certificates still exist.
     pub(crate) fn remove_old_tokens(&self, before: Timestamp) {
         self.write().tokens.retain(|_, c| {
-            let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
-            ended.is_none_or(|at| at > before) || is_certificate(&c.token)
+            let invalid_since = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
+            invalid_since.is_none_or(|at| at > before) || is_certificate(&c.token)
         });
     }
 
@@ -262,7 +265,7 @@ impl Access {
         self.read().session_credential(id).map(|credential| credential.token.who())
     }
 
-    /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
+    /// Uses up a code. Returns the id of the token or person that it signs in, and the latest end of the new session.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
         let holder = self.read().session_credential(&id)?;

@@ -29,7 +29,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_s
 #[derive(Debug)]
 enum Item {
     Entry(AuditEntry),
-    /// A flush: its sender is notified when everything before it is written.
+    /// Somebody waits until all earlier entries are written, and is then notified through this channel.
     Flush(oneshot::Sender<()>),
 }
 
@@ -92,9 +92,9 @@ impl AuditWriter {
             };
             let mut batch: Vec<Item> = first.into_iter().collect();
             while batch.len() < MAX_BATCH
-                && let Ok(more) = self.queue.try_recv()
+                && let Ok(item) = self.queue.try_recv()
             {
-                batch.push(more);
+                batch.push(item);
             }
             new_entries += batch.len();
             self.write(batch).await;

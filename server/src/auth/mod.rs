@@ -16,7 +16,7 @@ use oidc::Oidc;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// Name of the token in the data directory. Jobs that its holders submit have this owner.
+/// Name of the token in the data directory, and owner of the jobs that are submitted with this token.
 pub(crate) const SERVER_TOKEN_NAME: &str = "this machine";
 
 /// The state of authentication and access control.
@@ -56,12 +56,13 @@ impl Auth {
         Ok(())
     }
 
-    /// The id of a run's job. `id` is the job's id, or an id that the caller's program chose. For a chosen id, the job's id is a hash of
-    /// the chosen id and the owner. So the job is found without a query, and different owners may choose the same id.
+    /// The id of the job of a run from elsewhere. `id` is the job's id itself, or an id that the caller's program chose for the run. For a
+    /// chosen id, the job's id is a hash of the chosen id and the owner. So the job is found without a query, and different owners may
+    /// choose the same id.
     pub(crate) fn run_id(&self, caller: &Caller, id: &str) -> JobId {
         id.parse().unwrap_or_else(|_| {
             let owner = caller.owner().unwrap_or_default();
-            // No name contains the separator.
+            // U+001F separates the owner from the chosen id, because no name contains it.
             let hash = Sha256::new().chain_update(owner).chain_update("\u{1f}").chain_update(id).finalize();
             let (bits, _) = hash.split_first_chunk().unwrap_or((&[0; 16], &[]));
             JobId::of_bits(u128::from_be_bytes(*bits))

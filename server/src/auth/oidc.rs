@@ -9,14 +9,14 @@
 
 mod id_token;
 mod keys;
-mod open_requests;
+mod pending_sign_ins;
 mod provider;
 
-pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
+pub(crate) use pending_sign_ins::{LIFE as SIGN_IN_LIFE, PendingSignIn};
 
 use crate::config::oidc::{NameClaim, OidcConfig};
 use lockstep_protocol::people::{Identity, Role, name_mistake};
-use open_requests::OpenRequests;
+use pending_sign_ins::PendingSignIns;
 use provider::Provider;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -40,10 +40,10 @@ pub(crate) enum OidcError {
 pub(crate) struct Oidc {
     pub(crate) config: Arc<OidcConfig>,
     provider: Provider,
-    requests: OpenRequests,
+    sign_ins: PendingSignIns,
 }
 
-/// The parameters with which a browser returns.
+/// The parameters with which a browser returns from the provider.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Answer {
@@ -73,7 +73,7 @@ impl Oidc {
     pub(crate) fn new(config: OidcConfig) -> Result<Self, String> {
         let config = Arc::new(config);
         let provider = Provider::new(config.clone())?;
-        Ok(Self { config, provider, requests: OpenRequests::default() })
+        Ok(Self { config, provider, sign_ins: PendingSignIns::default() })
     }
 
     /// The provider's name on pages.
@@ -81,8 +81,8 @@ impl Oidc {
         self.config.name.as_deref().unwrap_or_else(|| self.config.issuer.host())
     }
 
-    /// Begins a sign-in, after which the browser goes to `next`. Returns the provider's URL with all parameters, and the value of the cookie
-    /// that the browser must send when it returns.
+    /// Begins a sign-in, after which the browser goes to `next`. Returns the provider's URL with all parameters, and the value of the
+    /// cookie that the browser must send when it returns.
     pub(crate) async fn begin(
         &self,
         callback: &str,
@@ -91,7 +91,7 @@ impl Oidc {
     ) -> Result<(String, String), OidcError> {
         let metadata = self.provider.metadata().await?;
         let failed = |error: io::Error| OidcError::Unavailable(error.to_string());
-        let redirect = self.requests.begin(callback, next, from).map_err(failed)?;
+        let redirect = self.sign_ins.begin(callback, next, from).map_err(failed)?;
         let scope = metadata.scope(self.config.groups.as_ref());
         let mut location = metadata.authorization_endpoint.0.clone();
         location
@@ -108,12 +108,12 @@ impl Oidc {
     }
 
     /// Removes and returns the sign-in that a returning browser began. `None`: unknown, expired, already used, or of another browser.
-    pub(crate) fn take(&self, state: &str, cookie: Option<&str>) -> Option<OpenRequest> {
-        self.requests.take(state, cookie?)
+    pub(crate) fn take_sign_in(&self, state: &str, cookie: Option<&str>) -> Option<PendingSignIn> {
+        self.sign_ins.take(state, cookie?)
     }
 
     /// Exchanges the code of a returning browser for the account that the provider has signed in.
-    pub(crate) async fn finish(&self, request: &OpenRequest, answer: Answer) -> Result<Account, OidcError> {
+    pub(crate) async fn finish(&self, sign_in: &PendingSignIn, answer: Answer) -> Result<Account, OidcError> {
         let refused = |detail: String| Err(OidcError::Refused(detail));
         let metadata = self.provider.metadata().await?;
         match &answer.issuer {
@@ -132,23 +132,24 @@ impl Oidc {
         let Some(code) = &answer.code else {
             return refused(format!("{} sent neither a code nor an error.", self.name()));
         };
-        let tokens = self.provider.exchange(&metadata, code, request).await?;
+        let tokens = self.provider.exchange(&metadata, code, sign_in).await?;
         let header = id_token::header(&tokens.id_token)?;
         let (alg, kid) = (header.alg.as_str(), header.kid.as_deref());
         let check =
-            |key: &keys::Key| id_token::check(&tokens.id_token, &header, key, &self.config, &request.nonce);
+            |key: &keys::Key| id_token::check(&tokens.id_token, &header, key, &self.config, &sign_in.nonce);
         let key = self.provider.key(&metadata, alg, kid).await?;
         let (mut claims, subject) = match check(&key) {
             Ok(checked) => checked,
             Err(error) => {
+                // The provider may have replaced the key, and kept its id.
                 let replaced = self.provider.replaced_key(&metadata, alg, kid, &key).await;
                 check(&replaced.ok_or(error)?)?
             }
         };
         let verified_claim = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups_claim = self.config.groups.as_ref().map(|groups| groups.claim.as_str());
-        let needed = [Some(self.config.name_claim.as_str()), verified_claim, groups_claim];
-        if needed.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
+        let needed_claims = [Some(self.config.name_claim.as_str()), verified_claim, groups_claim];
+        if needed_claims.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }
         let identity = Identity { issuer: self.config.issuer.as_str().to_owned(), subject };

@@ -13,8 +13,8 @@ use std::{
     path::Path,
 };
 
-/// Maximum size of a file: more than any token has.
-const BYTES: u64 = 200;
+/// Maximum number of bytes that are read from a file: more than any token has.
+const MAX_BYTES: u64 = 200;
 
 /// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep.
 /// The caller then writes a new token.
@@ -42,7 +42,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
         return Ok(None);
     }
     let mut text = String::new();
-    file.take(BYTES).read_to_string(&mut text)?;
+    file.take(MAX_BYTES).read_to_string(&mut text)?;
     let text = text.trim();
     Ok(is_token(text).then(|| text.to_owned()))
 }

@@ -39,16 +39,18 @@ pub(crate) struct AccessLog {
 pub(crate) struct Line {
     log: AccessLog,
     began: Instant,
+    /// The beginning of the line: time, client, method and path.
     head: String,
     pub(crate) status: StatusCode,
+    /// Number of bytes of the response's body that were sent.
     pub(crate) bytes: u64,
     pub(crate) request_id: Option<String>,
 }
 
 impl AccessLog {
     /// Opens the log, and starts the thread that writes it. A file that reaches `max_bytes` is renamed, and a new file begins.
-    pub(crate) fn open(to: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
-        let mut out = LogSink::open(to, max_bytes)?;
+    pub(crate) fn open(target: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
+        let mut out = LogSink::open(target, max_bytes)?;
         let (lines, waiting) = sync_channel(MAX_WAITING);
         let lost = Arc::new(AtomicU64::new(0));
         let log = Self { lines, lost: lost.clone() };
@@ -104,8 +106,8 @@ enum LogSink {
 }
 
 impl LogSink {
-    fn open(to: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
-        match to {
+    fn open(target: &AccessLogTo, max_bytes: u64) -> io::Result<Self> {
+        match target {
             AccessLogTo::Stdout => Ok(LogSink::Stdout),
             AccessLogTo::File(path) => {
                 let (file, bytes) = open_private(path)?;

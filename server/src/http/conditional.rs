@@ -8,7 +8,7 @@ use axum::{
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-/// Allows clients to cache a response if they revalidate it before each use.
+/// Value of `Cache-Control`: clients may cache the response, but must revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
 /// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak,

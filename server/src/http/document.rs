@@ -15,8 +15,10 @@ use utoipa::openapi::{
     security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
 };
 
+/// Names of the two security schemes.
 const BEARER: &str = "bearer";
 const COOKIE: &str = "session";
+/// Media type of errors.
 const PROBLEM: &str = "application/problem+json";
 /// Path of the calls in which agents name an attempt by headers.
 const AGENT_ATTEMPTS_PATH: &str = "/api/v1/agent/attempts/";
@@ -42,6 +44,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
             let scope = match gate::requirement(&method, Some(path)) {
                 Requirement::Nothing => None,
                 Requirement::Scope(scope) => Some(scope),
+                // A person's token may have any scope.
                 Requirement::AdminOrPerson => Some(Scope::Read),
             };
             let mut refusals = common_refusals(path, operation, scope.is_some());

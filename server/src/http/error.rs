@@ -148,7 +148,7 @@ impl Error {
         (status, problem)
     }
 
-    /// The status and the detail, for interfaces with another form of errors.
+    /// The status and the detail, for calls whose errors have another form (MLflow's).
     pub(crate) fn status_and_detail(self) -> (StatusCode, String) {
         let (status, problem) = self.problem();
         (status, problem.detail)
@@ -167,7 +167,7 @@ impl Error {
     }
 }
 
-/// Response extension of an error: what is wrong, for interfaces with another form of errors.
+/// Response extension of an error: what is wrong, for calls whose errors have another form (MLflow's).
 #[derive(Debug, Clone)]
 pub(crate) struct Detail(pub(crate) String);
 
@@ -249,7 +249,7 @@ impl From<StoreError> for Error {
 }
 
 impl RequestError {
-    /// The same error for a request that is not a job file: without locations.
+    /// The error for a request that has no field `path`, so that no mistake can be located there.
     pub(crate) fn without_pointer(self) -> Error {
         match self {
             RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {

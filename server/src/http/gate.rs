@@ -73,7 +73,7 @@ impl Gate {
     }
 }
 
-/// Response extension of a handler that has signed a person in, for the audit log.
+/// Response extension of a handler that has signed a person or a token in, for the audit log.
 #[derive(Debug, Clone)]
 pub(crate) struct SignedIn {
     pub(crate) who: String,
@@ -104,18 +104,19 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let needed = requirement(&method, route.as_deref());
     let path = request.uri().path().to_owned();
+    // Path and query: for the audit log, and as the page to return to after a sign-in.
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
     // Every request has a peer here, because the guard refuses requests without a peer.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::read(&request).to_owned();
-    let agent = match request.extensions().get::<Peer>() {
+    let by_certificate = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::identify_by_certificate(&gate, request.headers(), peer)
         }
         _ => Ok(None),
     };
-    let identified = match agent {
+    let identified = match by_certificate {
         Ok(None) => identify(&gate, request.headers(), &path),
         agent_or_error => agent_or_error,
     };
@@ -158,8 +159,8 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
         let response = render_for(user, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
-        // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
-        // entries.
+        // Of the requests without a caller, only failed sign-ins are recorded, because their number is limited. Others could displace
+        // important entries.
         let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         let is_recorded = is_recorded && status != StatusCode::METHOD_NOT_ALLOWED;
@@ -311,7 +312,7 @@ pub(crate) fn login_address(back: &str) -> String {
 fn forbidden_response(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    // A session that a token's sign-in link began has the rights of that token.
+    // Whether the caller uses a session of the person. A session that a token's login link began has only the rights of the token.
     let is_own_session = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };

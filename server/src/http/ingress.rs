@@ -46,7 +46,7 @@ pub(crate) struct Peer {
     pub(crate) is_https: bool,
     /// Whether the connection comes from a trusted proxy.
     pub(crate) is_by_proxy: bool,
-    /// The host in the client's address, if a trusted proxy names it.
+    /// The `host[:port]` in the URL that the client used, if a trusted proxy names it (`X-Forwarded-Host`).
     host: Option<Box<str>>,
     transport: Transport,
     /// The client's certificate from the handshake. A proxy's certificate is ignored.
@@ -61,7 +61,7 @@ pub(crate) struct Ingress {
     /// Whether requests without TLS are accepted only from trusted proxies and this machine.
     requires_proxy: bool,
     limit: RateLimiter<IpAddr>,
-    /// Time and result of the last check whether jobs can be stored that a client without a token caused.
+    /// When a client without a token last caused the checks of `/readyz`, and whether these succeeded.
     pub(crate) last_ready_check: tokio::sync::Mutex<Option<(Instant, bool)>>,
 }
 
@@ -210,7 +210,7 @@ impl Peer {
         !self.transport.is_tls
     }
 
-    /// The `host[:port]` in the client's address.
+    /// The `host[:port]` in the URL that the client used.
     pub(crate) fn authority<'a>(
         &'a self,
         headers: &'a HeaderMap,

@@ -179,6 +179,7 @@ impl Shared {
                     continue;
                 }
             };
+            // A connection beyond the limit of its address is closed, because the stream is dropped.
             let Ok(counted) = self.count_connection(from.ip()) else { continue };
             let permit = loop {
                 if let Ok(permit) = self.permits.clone().try_acquire_owned() {
@@ -260,9 +261,9 @@ impl Shared {
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
-                let patience = self.gate.config.handshake_timeout;
+                let timeout = self.gate.config.handshake_timeout;
                 tokio::select! {
-                    tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
+                    tls = Box::pin(accept(&acceptor, stream, timeout)) => match tls {
                         Ok(stream) => Either::Right(Box::new(stream)),
                         Err(refused) => {
                             if let Some(refused) = refused {
@@ -333,13 +334,13 @@ impl Shared {
                 line.request_id = id.map(str::to_owned);
             }
             // The line is written, and the connection is idle, when the body is sent or dropped.
-            let count = move |frame: &Frame<Bytes>| {
+            let count_bytes = move |frame: &Frame<Bytes>| {
                 let _ = &in_flight;
                 if let Some(line) = &mut line {
                     line.bytes += frame.data_ref().map_or(0, Bytes::len) as u64;
                 }
             };
-            Ok(response.map(|body| Body::new(body.inspect_frame(count))))
+            Ok(response.map(|body| Body::new(body.inspect_frame(count_bytes))))
         }
     }
 }
@@ -362,7 +363,7 @@ struct ConnectionPermit {
     _permit: OwnedSemaphorePermit,
 }
 
-/// An address has the maximum number of connections.
+/// An address has the maximum number of connections, and all are in use.
 struct AddressFull;
 
 /// A connection among the connections of its address, until this is dropped.

@@ -11,7 +11,7 @@ use hashlink::LruCache;
 use std::{borrow::Borrow, hash::Hash, num::NonZeroU32, sync::Mutex};
 
 /// Burst size: an idle client may make as many requests at once as the rate allows in this many seconds.
-const BURST_SECS: u32 = 10;
+const BURST_SECS: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Maximum number of clients whose rates are known. A further client displaces the client that has been silent longest.
 const MAX_KEYS: usize = 16_384;
 
@@ -35,10 +35,8 @@ impl<K: Hash + Eq> RateLimiter<K> {
 
 impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
     fn with_clock(per_second: u32, clock: C) -> Self {
-        let quota = NonZeroU32::new(per_second).map(|rate| {
-            let burst = rate.saturating_mul(NonZeroU32::MIN.saturating_add(BURST_SECS - 1));
-            Quota::per_second(rate).allow_burst(burst)
-        });
+        let quota = NonZeroU32::new(per_second)
+            .map(|rate| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_SECS)));
         Self { quota, clock, buckets: Mutex::new(LruCache::new(MAX_KEYS)) }
     }
 

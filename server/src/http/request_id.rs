@@ -10,13 +10,13 @@ use tracing::Span;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 /// Maximum length of an id from a client.
-const CHARS: usize = 64;
+const MAX_CHARS: usize = 64;
 
 /// Removes a client's id that could forge a log line. An id may have letters, digits, `-`, `_` and `.`.
 pub(crate) async fn remove_unsafe(mut request: Request) -> Request {
     let is_safe = |id: &HeaderValue| {
         let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
-        (1..=CHARS).contains(&id.len()) && id.as_bytes().iter().all(is_plain)
+        (1..=MAX_CHARS).contains(&id.len()) && id.as_bytes().iter().all(is_plain)
     };
     if !request.headers().get_all(HEADER).iter().all(is_safe) {
         request.headers_mut().remove(HEADER);
@@ -46,7 +46,7 @@ mod tests {
             let request = Request::builder().header(HEADER, id).body(Body::empty());
             remove_unsafe(request.expect("a request")).await.headers().contains_key(HEADER)
         };
-        let longest = "a".repeat(CHARS);
+        let longest = "a".repeat(MAX_CHARS);
         for id in ["a", "2f-A_b.c", &longest] {
             assert!(is_kept(id).await, "{id}");
         }

@@ -24,7 +24,7 @@ use std::{
 use tower_http::timeout::{TimeoutBody, TimeoutError};
 
 /// Maximum number of bytes that are read and dropped of a body that is too large.
-const DRAINED_BYTES: usize = 256 << 20;
+const MAX_DRAINED_BYTES: usize = 256 << 20;
 /// Time limit for reading and dropping. The connection of a slower sender is closed.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -34,19 +34,19 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
     if request.body().is_end_stream() {
         return next.run(request).await;
     }
-    let patience = config.body_timeout;
-    let stopped = Arc::new(AtomicBool::new(false));
+    let timeout = config.body_timeout;
+    let has_stopped = Arc::new(AtomicBool::new(false));
     let mut rest = None;
     let request = request.map(|body| {
         let body = SharedBody(Arc::new(Mutex::new(body)));
         rest = Some(body.clone());
-        let stopped = stopped.clone();
-        Body::new(TimeoutBody::new(patience, body).inspect_err(move |error| {
-            stopped.fetch_or(error.is::<TimeoutError>(), Ordering::Relaxed);
+        let has_stopped = has_stopped.clone();
+        Body::new(TimeoutBody::new(timeout, body).inspect_err(move |error| {
+            has_stopped.fetch_or(error.is::<TimeoutError>(), Ordering::Relaxed);
         }))
     });
     let response = next.run(request).await;
-    if !stopped.load(Ordering::Relaxed) {
+    if !has_stopped.load(Ordering::Relaxed) {
         if let (StatusCode::PAYLOAD_TOO_LARGE, Some(rest)) = (response.status(), rest) {
             // The response does not depend on the result.
             let _ = tokio::time::timeout(DRAIN_TIMEOUT, drain(rest)).await;
@@ -54,16 +54,16 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
         return response;
     }
     let detail =
-        format!("no byte of the body arrived for {} s; send the request again", patience.as_secs_f32());
+        format!("no byte of the body arrived for {} s; send the request again", timeout.as_secs_f32());
     let mut response = Error::Refused(StatusCode::REQUEST_TIMEOUT, detail).into_response();
     // The connection is closed without reading the rest of the body.
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
 }
 
-/// Reads a body to its end, or past [`DRAINED_BYTES`].
+/// Reads a body to its end, or past [`MAX_DRAINED_BYTES`].
 async fn drain(body: impl HttpBody<Data = Bytes, Error = axum::Error> + Unpin) {
-    let mut body = Limited::new(body, DRAINED_BYTES);
+    let mut body = Limited::new(body, MAX_DRAINED_BYTES);
     while let Some(Ok(_)) = body.frame().await {}
 }
 
@@ -104,9 +104,9 @@ mod tests {
             drain(Body::from_stream(stream)).await;
             taken.load(Ordering::Relaxed)
         };
-        assert_eq!(read(DRAINED_BYTES - 1).await, DRAINED_BYTES - 1);
-        assert_eq!(read(DRAINED_BYTES).await, DRAINED_BYTES);
-        assert_eq!(read(DRAINED_BYTES + 1).await, DRAINED_BYTES + 1);
-        assert_eq!(read(2 * DRAINED_BYTES).await, DRAINED_BYTES + (1 << 20));
+        assert_eq!(read(MAX_DRAINED_BYTES - 1).await, MAX_DRAINED_BYTES - 1);
+        assert_eq!(read(MAX_DRAINED_BYTES).await, MAX_DRAINED_BYTES);
+        assert_eq!(read(MAX_DRAINED_BYTES + 1).await, MAX_DRAINED_BYTES + 1);
+        assert_eq!(read(2 * MAX_DRAINED_BYTES).await, MAX_DRAINED_BYTES + (1 << 20));
     }
 }

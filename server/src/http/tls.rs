@@ -19,7 +19,7 @@ use crate::{
     util::{lock, pem_files},
 };
 use ca::Authority;
-use files::{Loaded, load, minute};
+use files::{LoadedCertificate, load, minute};
 use rustls::{
     ServerConfig,
     server::{ClientHello, ResolvesServerCert},
@@ -41,14 +41,14 @@ const RENEW_BEFORE_DAYS: i64 = 120;
 
 /// The server's current certificate.
 pub(crate) struct ServerCertificate {
-    files: Mutex<Watched>,
+    files: Mutex<WatchedFiles>,
     /// Present when the server signs its certificate itself.
     own: Option<OwnAuthority>,
     /// The CA certificates that agents' certificates must come from. `None` if agents identify themselves by tokens only.
     pub(crate) agents: Option<Arc<AgentTrust>>,
     suites: Option<TlsSuites>,
     lowest_version: TlsVersion,
-    current: RwLock<Arc<Loaded>>,
+    current: RwLock<Arc<LoadedCertificate>>,
 }
 
 struct OwnAuthority {
@@ -56,11 +56,11 @@ struct OwnAuthority {
     names: Vec<String>,
 }
 
-struct Watched {
+struct WatchedFiles {
     certificate: PathBuf,
     key: PathBuf,
     stamp: Stamp,
-    /// Why the current files are not used.
+    /// Why the files on the disk are not used; `None` if they are used.
     refusal: Option<String>,
     /// When warnings were last logged.
     last_reminder: Option<Instant>,
@@ -95,7 +95,7 @@ impl ServerCertificate {
         }
         let stamp = [certificate.as_path(), key.as_path()].map(stamp_of);
         let loaded = load(&certificate, &key)?;
-        let files = Mutex::new(Watched { certificate, key, stamp, refusal: None, last_reminder: None });
+        let files = Mutex::new(WatchedFiles { certificate, key, stamp, refusal: None, last_reminder: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest_version) = (config.tls_suites.clone(), config.tls_min_version);
         // If no version or suite can be offered, no client could connect. The server then does not start.
@@ -120,7 +120,7 @@ impl ServerCertificate {
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 
-    fn current(&self) -> Arc<Loaded> {
+    fn current(&self) -> Arc<LoadedCertificate> {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -224,7 +224,7 @@ impl OwnAuthority {
         Ok(Self { authority, names })
     }
 
-    /// Issues a new certificate if the current certificate expires soon or lacks a name of this machine.
+    /// Issues a new certificate if the current certificate expires soon, lacks a name of this machine, or is from another authority.
     fn renew_if_due(&self) -> Result<(), String> {
         let path = self.authority.server_file();
         let is_usable = path.exists()

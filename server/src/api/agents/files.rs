@@ -158,7 +158,8 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
         return Ok(error);
     }
     let _guard = checkpoints.removal_lock.lock().await;
-    checkpoints.change_rows(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
+    let (removed, added) = (vec![(row.info.epoch, row.info.step)], Vec::new());
+    checkpoints.change_rows(&row.job, removed, added).await?;
     let flaw = if matches!(error, Error::NotFound(_)) { "has no files on the server" } else { "is damaged" };
     let detail =
         format!("checkpoint {} {flaw}; the next attempt continues from the previous checkpoint", row.id);

@@ -82,9 +82,9 @@ async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timest
         }
     }
     // The newest samples replace the means of their minutes.
-    let first = recent.first().map(|point| point.at);
-    let older = minutes.into_values().filter(|point| point.at >= since && first.is_none_or(|f| point.at < f));
-    Ok(older.chain(recent).collect())
+    let recent_from = recent.first().map(|point| point.at);
+    let is_older = |point: &Point| point.at >= since && recent_from.is_none_or(|from| point.at < from);
+    Ok(minutes.into_values().filter(is_older).chain(recent).collect())
 }
 
 fn to_columns(points: &[Point]) -> MachineMetrics {

@@ -234,8 +234,8 @@ pub(super) async fn all_machines(
         if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_WARNING_LIFE) {
             let text = format!(
                 "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed \
-                 and restarted, the other agent is its own: wait, it is accepted soon. If the other agent's folder is a copy of this agent's folder, remove the file agent_id \
-                 in the copy and start the other agent with its own token and another --name."
+                 and restarted, the other agent is its own: wait, it is accepted soon. If the other agent's folder is a copy of this \
+                 agent's folder, remove the file agent_id in the copy and start the other agent with its own token and another --name."
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }

@@ -105,33 +105,35 @@ impl RequestingAgent {
         let forbidden = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
             checkpoints.store.agent_place(&self.attempt, &self.agent_id).await?.ok_or_else(forbidden)?;
-        let has_rank_0 = place.has_rank_0 && place.has_own_disk;
+        let is_regular_uploader = place.has_rank_0 && place.has_own_disk;
         let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
-        let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
+        let is_of_earlier_attempt = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
         // An agent reports its disk after it has the attempt's dataset. Before, it may upload only checkpoints of earlier attempts.
-        if !place.has_own_disk && !is_earlier {
+        if !place.has_own_disk && !is_of_earlier_attempt {
             return Err(forbidden());
         }
         let has_attempt = self.has_attempt(&checkpoints.agents);
         let Some(row) = row else {
             // An agent without rank 0 has a checkpoint only if a rank was lost. The report of the checkpoint may not have arrived yet.
-            return if has_rank_0 || has_attempt { Err(self.not_found(name)) } else { Err(forbidden()) };
+            let may_report = is_regular_uploader || has_attempt;
+            return Err(if may_report { self.not_found(name) } else { forbidden() });
         };
         let is_this_agent = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
         let has_copy = copies.holders.iter().any(is_this_agent);
+        // The server expects the upload from the first holder.
         let holders = checkpoints.holders_if_missing(&row, Some(&copies));
         let uploader = holders.into_iter().chain(copies.holders).next();
         if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
-            // Allowed in any state of the agent's attempt, because the checkpoint may be the newest, and no other agent may have it.
+            // Allowed also after the end of the agent's attempt, because this may be the only copy of the newest checkpoint.
             Ok(())
         } else if has_copy && !checkpoints.folder(&row).exists() {
             // If the uploading agent disconnects, this agent may upload.
             Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
-        } else if is_earlier && has_copy && has_rank_0 {
+        } else if is_of_earlier_attempt && has_copy && is_regular_uploader {
             // The agent continued from this checkpoint, and learns from the upload's state that the checkpoint is uploaded.
             Ok(())
-        } else if is_earlier || has_attempt {
+        } else if is_of_earlier_attempt || has_attempt {
             // The agent's report of this checkpoint may not have arrived yet.
             Err(self.not_found(name))
         } else {

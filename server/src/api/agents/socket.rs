@@ -68,22 +68,22 @@ pub(crate) async fn socket(
 
 type Sink = SplitSink<WebSocket, Message>;
 
-async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
-    send_bytes(to, wire::encode(message).map_err(|e| e.to_string())?).await
+async fn send(sink: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
+    send_bytes(sink, wire::encode(message).map_err(|e| e.to_string())?).await
 }
 
-async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
-    match tokio::time::timeout(MESSAGE_TIMEOUT, to.send(Message::Binary(bytes.into()))).await {
+async fn send_bytes(sink: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
+    match tokio::time::timeout(MESSAGE_TIMEOUT, sink.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("the agent does not read messages".into()),
     }
 }
 
-async fn close(to: &mut Sink, code: u16, reason: &str) {
+async fn close(sink: &mut Sink, code: u16, reason: &str) {
     // The reason in a close frame has at most 123 bytes (RFC 6455, section 5.5).
     let reason = &reason[..reason.floor_char_boundary(123)];
     let frame = CloseFrame { code, reason: reason.into() };
-    let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
+    let _ = tokio::time::timeout(Duration::from_secs(1), sink.send(Message::Close(Some(frame)))).await;
 }
 
 /// Why a connection ends: for the log, and for the agent in the close frame.
@@ -120,23 +120,24 @@ async fn serve(
     peer: Peer,
     socket: WebSocket,
 ) {
-    let (mut to, mut from) = socket.split();
+    let (mut sink, mut stream) = socket.split();
     let mut partial = PartialMessages::with_limit(HELLO_BYTES);
     let hello_deadline = tokio::time::Instant::now() + MESSAGE_TIMEOUT;
     let hello = loop {
-        let message = match tokio::time::timeout_at(hello_deadline, from.next()).await {
+        let message = match tokio::time::timeout_at(hello_deadline, stream.next()).await {
             Ok(Some(message)) => message,
-            Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello arrived").await,
+            Ok(None) | Err(_) => return close(&mut sink, close_code::POLICY, "no Hello arrived").await,
         };
         match read_first(message, &mut partial).await {
             Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
                 tracing::warn!(reason = why, "a connection did not begin with an agent's Hello");
-                return close(&mut to, code, &why).await;
+                return close(&mut sink, code, &why).await;
             }
         }
     };
+
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
     // Messages from agents contain no pictures, so they are shorter than messages to agents.
     let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
@@ -144,8 +145,9 @@ async fn serve(
         let (joining, attempts) = check_hello(hello, peer.address)?;
         identity::check(&auth, &caller, &joining.row).await?;
         let (row, only_job) = (joining.row.clone(), joining.only_job.clone());
-        // Half a lease, so that an agent's next process is accepted before the lease of the agent's attempts expires.
-        let number = scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing)?;
+        // Half a lease, so that an agent's next process replaces a silent process before the lease of the agent's attempts expires.
+        let max_silence = scheduler.config.lease / 2;
+        let number = scheduler.agents.join(joining, max_silence, outgoing)?;
         Ok::<_, JoinError>((row, attempts, only_job, number))
     };
     let (row, attempts, only_job, number) = match joined.await {
@@ -153,10 +155,11 @@ async fn serve(
         Err(JoinError { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             scheduler.agents.refusals.note(peer.address, &who, &reason);
-            let _ = send(&mut to, &ToAgent::Refused { reason, may_pass }).await;
-            return close(&mut to, close_code::POLICY, "refused").await;
+            let _ = send(&mut sink, &ToAgent::Refused { reason, may_pass }).await;
+            return close(&mut sink, close_code::POLICY, "refused").await;
         }
     };
+
     let (id, name) = (row.id.clone(), row.name.clone());
     let certificate = identity::record_join(&ingress, &caller, &peer, &row);
     let (reports, mut records_missing) = ReportConnection::new();
@@ -171,7 +174,7 @@ async fn serve(
         leave_reason: None,
         waited: Duration::ZERO,
     };
-    let welcomed = connection.welcome(&mut to, row, &attempts).await;
+    let welcomed = connection.welcome(&mut sink, row, &attempts).await;
     // One future for the whole connection, because each new future verifies the certificate's signatures.
     let mut certificate_refused = std::pin::pin!(async {
         match &certificate {
@@ -179,8 +182,8 @@ async fn serve(
             None => std::future::pending().await,
         }
     });
-    // Unsent parts of long messages. Other messages are sent between the parts.
-    let (mut parts, mut split_messages) = (VecDeque::new(), 0);
+    // Long messages are sent in parts. Other messages are sent between the parts.
+    let (mut unsent_parts, mut split_message_count) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
         Err(why) => why.into(),
         Ok(()) => {
@@ -188,7 +191,7 @@ async fn serve(
             scheduler.agents.leases.wake_dispatch();
             loop {
                 tokio::select! {
-                    message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
+                    message = tokio::time::timeout(scheduler.config.lease, stream.next()) => match message {
                         Ok(Some(message)) => match read(message, &mut partial).await {
                             Ok(Some((message, bytes))) => {
                                 if let ControlFlow::Break(end) = connection.handle(message, bytes).await {
@@ -202,12 +205,12 @@ async fn serve(
                         Err(_) => break "the agent was silent for the length of a lease".to_owned().into(),
                     },
                     message = outbox.recv() => match message {
-                        Some(message) => match wire::frames(&message, &mut split_messages, ToAgent::Part) {
-                            Ok(frames) if frames.len() > 1 => parts.extend(frames),
+                        Some(message) => match wire::frames(&message, &mut split_message_count, ToAgent::Part) {
+                            Ok(frames) if frames.len() > 1 => unsent_parts.extend(frames),
                             Ok(frames) => {
                                 let mut frames = frames.into_iter();
                                 if let Some(frame) = frames.next()
-                                    && let Err(why) = send_bytes(&mut to, frame).await
+                                    && let Err(why) = send_bytes(&mut sink, frame).await
                                 {
                                     break why.into();
                                 }
@@ -217,9 +220,9 @@ async fn serve(
                         None => break "the agent has connected again".to_owned().into(),
                     },
                     // Sent in this arm's body, because `select!` would drop an unfinished send.
-                    () = std::future::ready(()), if !parts.is_empty() => {
-                        if let Some(part) = parts.pop_front()
-                            && let Err(why) = send_bytes(&mut to, part).await
+                    () = std::future::ready(()), if !unsent_parts.is_empty() => {
+                        if let Some(part) = unsent_parts.pop_front()
+                            && let Err(why) = send_bytes(&mut sink, part).await
                         {
                             break why.into();
                         }
@@ -241,6 +244,7 @@ async fn serve(
             }
         }
     };
+
     tracing::info!(agent = name, why, "an agent's connection ends");
     let (leave_reason, only_job) = (connection.leave_reason.clone(), connection.only_job.clone());
     if let Some(online) = scheduler.agents.disconnect(&id, number) {
@@ -249,7 +253,8 @@ async fn serve(
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
         if let Some(reason) = leave_reason {
-            dispatch::requeue_after_leave(&scheduler, online, reason, code == close_code::AGAIN).await;
+            let was_cut_off = code == close_code::AGAIN;
+            dispatch::requeue_after_leave(&scheduler, online, reason, was_cut_off).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
         // that will reconnect stays on the list, and so does a drained agent.
@@ -265,7 +270,7 @@ async fn serve(
         }
     }
     scheduler.agents.leases.wake_dispatch();
-    close(&mut to, code, &why).await;
+    close(&mut sink, code, &why).await;
 }
 
 /// The connection of the agent with this id and name.
@@ -289,7 +294,7 @@ impl Connection<'_> {
     /// Stores the agent, renews its leases, and sends `Welcome` and the orders that the agent has missed.
     async fn welcome(
         &self,
-        to: &mut Sink,
+        sink: &mut Sink,
         row: AgentRow,
         attempts: &[AttemptRef],
     ) -> std::result::Result<(), String> {
@@ -317,7 +322,7 @@ impl Connection<'_> {
             ),
         };
         scheduler.agents.machines.note_connected(&self.id);
-        send(to, &welcome).await?;
+        send(sink, &welcome).await?;
         // While the agent was not connected, a job may have been cancelled, or another agent's ranks of an attempt may have ended.
         for attempt in attempts {
             let row = match scheduler.store.job(&attempt.job).await {
@@ -328,10 +333,10 @@ impl Connection<'_> {
             let Some(row) = row else { continue };
             let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.agent_count(attempt) > 1;
             let reason = "its ranks on another machine have ended".to_owned();
-            let ending = is_ending.then_some((reason, StopMode::AtOnce));
-            for (reason, mode) in dispatch::stop_reason(&row).into_iter().chain(ending) {
+            let stop_of_remaining = is_ending.then_some((reason, StopMode::AtOnce));
+            for (reason, mode) in dispatch::stop_reason(&row).into_iter().chain(stop_of_remaining) {
                 let patient = mode == StopMode::AfterCheckpoint;
-                send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
+                send(sink, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }
         Ok(())
@@ -351,7 +356,7 @@ impl Connection<'_> {
                 if scheduler.agents.set_no_work(&self.id, no_work.map(truncate_text)) {
                     scheduler.agents.leases.wake_dispatch();
                 }
-                // The next heartbeat names the remaining attempts again.
+                // If more than `MAX_STOPS` attempts must stop, the next heartbeat names the others again.
                 for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(MAX_STOPS)
                 {
                     let reason = "it no longer belongs to this agent".into();
@@ -415,6 +420,7 @@ impl Connection<'_> {
     async fn release_from_final_job(&self) {
         let Some(job) = &self.only_job else { return };
         if is_over(&*self.scheduler.store, job).await {
+            // Attempt 0 is no attempt: the order is about the job.
             let attempt = AttemptRef { job: job.clone(), attempt: 0, fencing_token: FencingToken::NONE };
             let reason = "its job is over".into();
             self.scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });

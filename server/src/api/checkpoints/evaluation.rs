@@ -9,7 +9,7 @@ use crate::{
         datasets,
         jobs::{
             self,
-            fit::{self, Trained},
+            fit::{self, TrainingPictures},
             submission,
         },
     },
@@ -153,15 +153,16 @@ async fn find(
     let rows = scheduler.store.checkpoints(&parse_job_id(id)?).await?;
     let row = checkpoints::choose(rows, query.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of the job's dataset now, so access is checked again.
-    if let Some(owned) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
+    if let Some(ownership) = scheduler.store.dataset_ownership(&job.spec.data.dataset).await?
         && query.dataset.is_none()
-        && !caller.sees_owned(&owned)
+        && !caller.sees_owned(&ownership)
     {
         return Err(Error::unprocessable(format!(
             "the dataset {:?} is no longer registered",
             job.spec.data.dataset
         )));
     }
+
     let weights_suffix = if query.weights == Weights::Ema { "-ema" } else { "" };
     let other = match query.dataset.as_deref() {
         None => None,
@@ -189,6 +190,7 @@ async fn find(
     {
         return Ok(response(stored));
     }
+
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
@@ -277,7 +279,7 @@ async fn start(
     let (spec, dataset) = resolve_dataset(&scheduler.datasets, &job, other).await?;
     // Refuses different classes before an agent is asked. Nearest neighbours need no common classes.
     if neighbours.is_none()
-        && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
+        && let Some(trained) = TrainingPictures::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::why_not_evaluable(&trained, &dataset)
     {
         return Err(Error::unprocessable(detail));

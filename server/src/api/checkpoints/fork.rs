@@ -6,9 +6,9 @@ use crate::{
     api::{
         checkpoints,
         jobs::{
-            self, CheckReport, Checked,
+            self, CheckReport, CheckedSpec,
             check::Start,
-            fit::{self, Trained},
+            fit::{self, TrainingPictures},
             submission,
         },
         run_to_completion,
@@ -70,9 +70,9 @@ pub(crate) async fn fork(
     let (status, job) = match jobs::find_earlier_job(&*scheduler.store, &caller, key.as_ref()).await? {
         Some(job) => (StatusCode::OK, job),
         None => {
-            let (parent_job, from, Checked { spec, warnings, .. }) =
+            let (parent_job, source, CheckedSpec { spec, warnings, .. }) =
                 prepare(&scheduler, &caller, &id, request).await?;
-            let making = async move { make(&scheduler, &caller, &parent_job, from, spec, key).await };
+            let making = async move { make(&scheduler, &caller, &parent_job, source, spec, key).await };
             let (status, job) = run_to_completion(making).await?;
             (status, Job { warnings, ..job })
         }
@@ -89,12 +89,12 @@ async fn prepare(
     caller: &Caller,
     id: &str,
     request: ForkRequest,
-) -> Result<(Job, CheckpointRow, Checked)> {
+) -> Result<(Job, CheckpointRow, CheckedSpec)> {
     let parent_job = jobs::find(scheduler, id).await?;
     jobs::check_readable(&parent_job)?;
     refuse_external(&parent_job, "forked").map_err(StoreError::from)?;
-    let from = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
-    checkpoints::ensure_on_disk(&scheduler.checkpoints, &from).await?;
+    let source = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
+    checkpoints::ensure_on_disk(&scheduler.checkpoints, &source).await?;
     let mut document = serde_json::to_value(&parent_job.spec)
         .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
     document["name"] = fork_name(&parent_job.name).into();
@@ -115,32 +115,32 @@ async fn prepare(
         choose_validation_again(&*scheduler.store, &parent_job, &mut document).await?;
     }
     let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
-    let Checked { spec, dataset, .. } = &checked;
-    let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
+    let CheckedSpec { spec, dataset, .. } = &checked;
+    let trained = TrainingPictures::of(&scheduler.checkpoints.folder(&source)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &parent_job.spec, spec, dataset);
     let (steps_per_epoch, total_steps) = step_counts(&parent_job, &checked);
-    if spec.global_batch_size() == parent_job.spec.global_batch_size() && from.info.step >= total_steps {
+    if spec.global_batch_size() == parent_job.spec.global_batch_size() && source.info.step >= total_steps {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
         let detail = format!(
-            "the checkpoint is of step {} and the training ends at step {total_steps}: no steps are left; set more",
-            from.info.step
+            "the checkpoint is of step {} and the training ends at step {total_steps}: no steps are left; set a larger number",
+            source.info.step
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
-    mistakes.extend(early_stop_mistake(&parent_job, &from, spec));
+    mistakes.extend(early_stop_mistake(&parent_job, &source, spec));
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
     let warnings = [
-        schedule_warning(&parent_job, &from, spec, steps_per_epoch, total_steps),
+        schedule_warning(&parent_job, &source, spec, steps_per_epoch, total_steps),
         validation_warning(&parent_job.spec, spec),
     ];
     checked.warnings.extend(warnings.into_iter().flatten());
-    Ok((parent_job, from, checked))
+    Ok((parent_job, source, checked))
 }
 
 /// Returns the mistake if the section `stop` ended the parent at this checkpoint, and would end the fork there, too.
-fn early_stop_mistake(parent_job: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
+fn early_stop_mistake(parent_job: &Job, source: &CheckpointRow, spec: &JobSpec) -> Option<SpecError> {
     let parent_spec = &parent_job.spec;
     let Some(ReasonKind::StoppedEarly { step, .. }) = parent_job.cause.as_ref().map(Reason::kind) else {
         return None;
@@ -148,14 +148,14 @@ fn early_stop_mistake(parent_job: &Job, from: &CheckpointRow, spec: &JobSpec) ->
     let has_same_metric = spec.stop.metric == parent_spec.stop.metric
         && ValidationDivision::of(&spec.data) == ValidationDivision::of(&parent_spec.data);
     let would_stop =
-        has_same_metric && *step == from.info.step && spec.stop.patience? <= parent_spec.stop.patience?;
+        has_same_metric && *step == source.info.step && spec.stop.patience? <= parent_spec.stop.patience?;
     let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set a larger stop.patience, or remove it";
     would_stop.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
 }
 
 /// Returns the number of steps in an epoch, and in the whole run. With the same pictures and global batch size, an epoch has the number of
 /// steps that the parent's ranks have counted.
-fn step_counts(parent_job: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+fn step_counts(parent_job: &Job, CheckedSpec { spec, dataset, .. }: &CheckedSpec) -> (u64, u64) {
     let parent_spec = &parent_job.spec;
     let is_counted = parent_job.steps_per_epoch > 0
         && ValidationDivision::of(&parent_spec.data) == ValidationDivision::of(&spec.data)
@@ -170,7 +170,7 @@ fn step_counts(parent_job: &Job, Checked { spec, dataset, .. }: &Checked) -> (u6
 /// Returns a warning if the schedule of the learning rate changes.
 fn schedule_warning(
     parent_job: &Job,
-    from: &CheckpointRow,
+    source: &CheckpointRow,
     spec: &JobSpec,
     steps_per_epoch: u64,
     total_steps: u64,
@@ -178,8 +178,8 @@ fn schedule_warning(
     let old = Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
     let new = Schedule::new(&spec.train, steps_per_epoch, total_steps);
     // The fork's step at the same position in the epoch, also with another batch size.
-    let new_step = (from.info.step * steps_per_epoch).checked_div(parent_job.steps_per_epoch)?;
-    schedule::describe_change(&old, from.info.step, &new, new_step)
+    let new_step = (source.info.step * steps_per_epoch).checked_div(parent_job.steps_per_epoch)?;
+    schedule::describe_change(&old, source.info.step, &new, new_step)
 }
 
 /// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.
@@ -213,9 +213,9 @@ async fn make(
     scheduler: &Scheduler,
     caller: &Caller,
     parent_job: &Job,
-    from: CheckpointRow,
+    source: CheckpointRow,
     mut spec: JobSpec,
-    key: Option<(String, String)>,
+    key: Option<jobs::IdempotencyKey>,
 ) -> Result<(StatusCode, Job)> {
     // Other people may see the fork but not its parent, so the fork must not show the parent's name and tags.
     let hides_parent = parent_job.spec.private && !spec.private;
@@ -230,45 +230,47 @@ async fn make(
         spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
     let fork_id = JobId::generate();
-    let (target, source_folder) =
-        (scheduler.config.job_dir(&fork_id).join("checkpoints"), scheduler.checkpoints.folder(&from));
-    let name = format!("{}-{}", from.info.epoch, from.info.step);
+    let source_folder = scheduler.checkpoints.folder(&source);
+    let target_folder = scheduler.config.job_dir(&fork_id).join("checkpoints");
+    let name = format!("{}-{}", source.info.epoch, source.info.step);
     let copy_checkpoint = async || {
-        let (source_folder, target, name) = (source_folder.clone(), target.clone(), name.clone());
-        blocking(move || copy(&source_folder, &target, &name)).await
+        let (source_folder, target_folder, name) =
+            (source_folder.clone(), target_folder.clone(), name.clone());
+        blocking(move || copy(&source_folder, &target_folder, &name)).await
     };
     let mut copied = copy_checkpoint().await;
     // The object store may have an undamaged copy.
     if matches!(&copied, Err(error) if error.kind() == io::ErrorKind::InvalidData)
-        && let copies = scheduler.checkpoints.copies_of(&from).await?
-        && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
+        && let copies = scheduler.checkpoints.copies_of(&source).await?
+        && let Some((fetch, _)) =
+            artifact_fetches::check(&scheduler.checkpoints, &source, Some(&copies), None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&fork_id)).await;
-        checkpoints::await_fetch(&scheduler.config, &from, fetch).await?;
+        checkpoints::await_fetch(&scheduler.config, &source, fetch).await?;
         copied = copy_checkpoint().await;
     }
     if let Err(error) = copied {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&fork_id)).await;
         if error.kind() == io::ErrorKind::InvalidData {
-            let which = format_args!("checkpoint {}", from.id);
+            let which = format_args!("checkpoint {}", source.id);
             return Err(checkpoints::damaged_error(which, &error.to_string()));
         }
-        if error.kind() == io::ErrorKind::NotFound && !scheduler.checkpoints.folder(&from).exists() {
+        if error.kind() == io::ErrorKind::NotFound && !scheduler.checkpoints.folder(&source).exists() {
             return Err(checkpoints::removed_error());
         }
-        return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
+        return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", source.id)));
     }
-    let parent = Parent { job: parent_job.id.to_string(), checkpoint: from.id.clone() };
+    let parent = Parent { job: parent_job.id.to_string(), checkpoint: source.id.clone() };
     // Everybody who sees the fork can read the reason.
     let unless_hidden = |text: &str| (!hides_parent).then(|| text.into());
     let reason = ReasonKind::Forked {
-        step: from.info.step,
+        step: source.info.step,
         job: unless_hidden(&parent.job),
         checkpoint: unless_hidden(&parent.checkpoint),
         detail: unless_hidden(&parent_job.name),
     }
     .into();
-    let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
+    let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..source.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
     let created = jobs::store_job(scheduler, caller, fork_id, spec, key, Some(fork)).await?;
     // Updates open pages of the parent. A failure does not undo the fork.
@@ -371,12 +373,12 @@ async fn choose(store: &dyn Store, job: &Job, requested: &Value) -> Result<Check
     })
 }
 
-/// Copies a checkpoint atomically into the folder `name` of `to`, with hard links, or with copies on another disk. Links are safe because
-/// the files never change, and the links remain if the original checkpoint is deleted.
-fn copy(from: &FilePath, to: &FilePath, name: &str) -> io::Result<()> {
-    let temporary = to.join(format!(".tmp-{name}"));
+/// Copies the files of a checkpoint atomically into a new folder `name` in `target_folder`, by hard links, or by copies if that folder is
+/// on another disk. Links are safe because the files never change, and the links remain if the original checkpoint is deleted.
+fn copy(source_folder: &FilePath, target_folder: &FilePath, name: &str) -> io::Result<()> {
+    let temporary = target_folder.join(format!(".tmp-{name}"));
     fs::create_dir_all(&temporary)?;
-    for entry in fs::read_dir(from)? {
+    for entry in fs::read_dir(source_folder)? {
         let entry = entry?;
         if !fs::metadata(entry.path())?.is_file() {
             let detail = format!("its {} is not a regular file", entry.file_name().to_string_lossy());
@@ -390,6 +392,6 @@ fn copy(from: &FilePath, to: &FilePath, name: &str) -> io::Result<()> {
     }
     verify_checkpoint(&temporary)?;
     fs::File::open(&temporary)?.sync_all()?;
-    fs::rename(&temporary, to.join(name))?;
-    fs::File::open(to)?.sync_all()
+    fs::rename(&temporary, target_folder.join(name))?;
+    fs::File::open(target_folder)?.sync_all()
 }

@@ -28,7 +28,7 @@ use utoipa::{IntoParams, ToSchema};
 pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum of `wait_secs`, which is also the default. The maximum is less than the time limit of handlers.
 const MAX_WAIT_SECS: u64 = 120;
-/// Time for which a result is kept for repeated requests.
+/// Time for which a result is kept if no request waits for it. A waiting or repeated request takes the result.
 const RESULT_LIFE: Duration = Duration::from_secs(10);
 /// Time limit for an agent's reply to `InspectProgress`.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -47,7 +47,7 @@ impl WaitQuery {
     ///
     /// # Errors
     /// 400: the time is too long.
-    pub(crate) fn patience(&self) -> Result<Duration> {
+    pub(crate) fn max_wait(&self) -> Result<Duration> {
         let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
         if secs > MAX_WAIT_SECS {
             let detail = format!("wait_secs is {secs}, but must be 0 to {MAX_WAIT_SECS}");
@@ -97,7 +97,7 @@ impl IntoResponse for NotInspected {
     }
 }
 
-/// Lets an agent inspect the files under `path`, or joins a running inspection, and waits for at most `patience`. Returns the canonical
+/// Lets an agent inspect the files under `path`, or joins a running inspection, and waits for at most `max_wait`. Returns the canonical
 /// path, without symbolic links.
 ///
 /// # Errors
@@ -105,11 +105,11 @@ impl IntoResponse for NotInspected {
 pub(crate) async fn inspect(
     datasets: &Arc<Datasets>,
     path: String,
-    patience: Duration,
+    max_wait: Duration,
 ) -> Inspected<(String, DatasetInfo)> {
     let Inspection { request, mut outcome } = join_or_start(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    match tokio::time::timeout(patience, done).await {
+    match tokio::time::timeout(max_wait, done).await {
         Err(_) => Err(NotInspected::UnderWay(progress_of(datasets, request.get(), path).await)),
         Ok(outcome) => {
             datasets.inspections.forget(&path);

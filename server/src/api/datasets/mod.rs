@@ -87,7 +87,7 @@ pub(crate) async fn create(
     Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
 ) -> Inspected<Response> {
-    Ok(created_response(register(&datasets, &caller, new, wait.patience()?).await?))
+    Ok(created_response(register(&datasets, &caller, new, wait.max_wait()?).await?))
 }
 
 fn created_response(dataset: Dataset) -> Response {
@@ -95,7 +95,7 @@ fn created_response(dataset: Dataset) -> Response {
     (StatusCode::CREATED, location, Json(dataset)).into_response()
 }
 
-/// Checks a registration, lets an agent inspect the files, and stores the dataset. Waits for the inspection for at most `patience`.
+/// Checks a registration, lets an agent inspect the files, and stores the dataset. Waits for the inspection for at most `max_wait`.
 ///
 /// # Errors
 /// The registration has mistakes (all are returned), the name is taken, or the inspection failed.
@@ -103,7 +103,7 @@ pub(crate) async fn register(
     datasets: &Arc<Datasets>,
     caller: &Caller,
     new: NewDataset,
-    patience: Duration,
+    max_wait: Duration,
 ) -> Inspected<Dataset> {
     let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
     errors.extend(path_mistake(datasets, caller, &new.path).await);
@@ -129,7 +129,7 @@ pub(crate) async fn register(
         }
     }
     check_free(datasets, &new.name).await?;
-    let dataset = inspect_new(datasets, caller, new, patience).await?;
+    let dataset = inspect_new(datasets, caller, new, max_wait).await?;
     datasets.store.add_dataset(&dataset).await?;
     Ok(dataset)
 }
@@ -137,13 +137,13 @@ pub(crate) async fn register(
 /// Checks that no dataset has this name, or a name that differs from it only in capitals.
 async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     let registered = datasets.store.datasets().await?;
-    let Some(same) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
+    let Some(existing) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
     };
-    let twins = if same.name == name { "" } else { TWIN_NAMES };
+    let twins = if existing.name == name { "" } else { TWIN_NAMES };
     let detail = format!(
         "a dataset is already called {:?}{twins}; choose another name, or remove that dataset first",
-        same.name
+        existing.name
     );
     Err(Error::WithCode(Code::NameTaken, detail))
 }
@@ -153,9 +153,9 @@ async fn inspect_new(
     datasets: &Arc<Datasets>,
     caller: &Caller,
     new: NewDataset,
-    patience: Duration,
+    max_wait: Duration,
 ) -> Inspected<Dataset> {
-    let (path, info) = inspections::inspect(datasets, new.path, patience).await?;
+    let (path, info) = inspections::inspect(datasets, new.path, max_wait).await?;
     Ok(Dataset {
         name: new.name,
         info: check_info(datasets, &path, info)?,
@@ -224,7 +224,7 @@ pub(crate) async fn inspect(
     if let Some(mistake) = path_mistake(&datasets, &caller, &folder.path).await {
         return Err(Error::Invalid(vec![mistake]).into());
     }
-    let (path, info) = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
+    let (path, info) = inspections::inspect(&datasets, folder.path, wait.max_wait()?).await?;
     let info = check_info(&datasets, &path, info)?;
     Ok(Json(InspectedFolder { path, info }))
 }
@@ -241,16 +241,16 @@ pub(crate) async fn inspect_again(
     Path(name): Path<String>,
 ) -> Inspected<Json<Dataset>> {
     let dataset = find(&*datasets.store, &name).await?;
-    Ok(Json(inspect_registered(&datasets, dataset, wait.patience()?).await?))
+    Ok(Json(inspect_registered(&datasets, dataset, wait.max_wait()?).await?))
 }
 
-/// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
+/// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `max_wait`.
 async fn inspect_registered(
     datasets: &Arc<Datasets>,
     dataset: Dataset,
-    patience: Duration,
+    max_wait: Duration,
 ) -> Inspected<Dataset> {
-    let (path, info) = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
+    let (path, info) = inspections::inspect(datasets, dataset.path.clone(), max_wait).await?;
     let dataset = Dataset { info: check_info(datasets, &path, info)?, ..dataset };
     datasets.store.update_dataset(&dataset).await?;
     Ok(dataset)
@@ -405,8 +405,8 @@ fn in_use_message(jobs: &[Job]) -> String {
     match jobs.len() {
         1 => format!("a job trains on this dataset: {named}; cancel the job first"),
         n if n > MAX_NAMED_JOBS => {
-            let more = n - MAX_NAMED_JOBS;
-            format!("{n} jobs train on this dataset: {named} and {more} more; cancel these jobs first")
+            let unnamed = n - MAX_NAMED_JOBS;
+            format!("{n} jobs train on this dataset: {named} and {unnamed} more; cancel these jobs first")
         }
         n => format!("{n} jobs train on this dataset: {named}; cancel these jobs first"),
     }

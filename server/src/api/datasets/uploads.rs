@@ -96,7 +96,7 @@ pub(crate) async fn register_upload(
     Body(new, _): Body<UploadedDataset>,
 ) -> Inspected<Response> {
     let upload = find_upload(&datasets, &caller, &name)?;
-    let patience = wait.patience()?;
+    let max_wait = wait.max_wait()?;
     // The response to an earlier request may have been lost.
     if let Some(dataset) = datasets.store.dataset(&name).await?
         && upload.contains(&dataset.path)
@@ -106,7 +106,7 @@ pub(crate) async fn register_upload(
     check_free(&datasets, &name).await?;
     let unpacked = {
         let lock = FOLDERS_LOCK.lock().await;
-        let (upload, until) = (upload.clone(), Instant::now() + patience.min(TURN));
+        let (upload, until) = (upload.clone(), Instant::now() + max_wait.min(TURN));
         let unpacked = run_blocking(move || {
             let _lock = lock;
             upload.unpack(until)
@@ -121,7 +121,7 @@ pub(crate) async fn register_upload(
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
-    let inspected = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
+    let inspected = inspect_new(&datasets, &caller, new, max_wait).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
         NotInspected::Failed(Error::Invalid(mistakes)) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();

@@ -21,7 +21,7 @@ const LIST: List<Attempt> = List {
     name: "attempts",
     sorts: &[("attempt", |attempt| Some(f64::from(attempt.attempt)).into())],
     default_sort: "attempt",
-    // Numbers of attempts are unique.
+    // Not needed, because no two attempts of a job have the same number.
     id: |_| "",
     created: Some(|attempt| attempt.started_at),
 };

@@ -92,8 +92,9 @@ pub(crate) async fn validate(
     JobFile(document, _): JobFile,
 ) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
-        // Only the first trial is checked completely. A submission checks all trials.
-        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, launched).await?;
+        // Only the first trial is checked completely. A submission checks all trials, and chooses the sweep's id.
+        let (full_checks, id) = (1, "sweep");
+        let checked = check_sweep(&scheduler, &caller, (&section, &job), id, full_checks, launched).await?;
         let estimate = match checked.trials.first() {
             Some(first) => estimate(&scheduler, &caller, first).await?,
             None => None,
@@ -105,8 +106,8 @@ pub(crate) async fn validate(
     Ok(Json(CheckReport { estimate, ..checked.report() }))
 }
 
-async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
-    let Checked { spec, dataset, .. } = checked;
+async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &CheckedSpec) -> Result<Option<Estimate>> {
+    let CheckedSpec { spec, dataset, .. } = checked;
     let filter =
         JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
@@ -145,14 +146,14 @@ fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
 
 /// A specification that passed all checks.
 #[derive(Debug)]
-pub(in crate::api) struct Checked {
+pub(in crate::api) struct CheckedSpec {
     pub(in crate::api) spec: JobSpec,
     pub(in crate::api) dataset: Dataset,
     /// Warnings about the job, as text.
     pub(in crate::api) warnings: Vec<String>,
 }
 
-impl Checked {
+impl CheckedSpec {
     pub(in crate::api) fn report(self) -> CheckReport {
         let Self { spec, dataset, warnings } = self;
         let samples = training_samples(&spec, &dataset);
@@ -187,7 +188,7 @@ pub(in crate::api) async fn check(
     caller: &Caller,
     document: &Value,
     start: Start,
-) -> Result<Checked> {
+) -> Result<CheckedSpec> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
     check_on(scheduler, caller, &datasets, document, start).await
 }
@@ -221,7 +222,7 @@ async fn check_on(
     datasets: &[(Dataset, Option<String>)],
     document: &Value,
     start: Start,
-) -> Result<Checked> {
+) -> Result<CheckedSpec> {
     let mut weights_warning = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
     let (mut spec, mut errors) = spec::read(document);
@@ -278,7 +279,7 @@ async fn check_on(
             warnings.extend(weights_warning);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
             warnings.extend(too_few_pictures_possible(&spec, &dataset));
-            Ok(Checked { spec, dataset, warnings })
+            Ok(CheckedSpec { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
     }
@@ -290,7 +291,7 @@ pub(in crate::api) struct CheckedSweep {
     /// The settings of all trials.
     pub(in crate::api) settings: Vec<Setting>,
     /// The checked trials.
-    pub(in crate::api) trials: Vec<Checked>,
+    pub(in crate::api) trials: Vec<CheckedSpec>,
 }
 
 impl CheckedSweep {
@@ -523,8 +524,8 @@ fn has_expected_samples(spec: &JobSpec, dataset: &Dataset) -> bool {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are
-        // not considered.
+        // Folds are numbered from 1. The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures,
+        // which stay in one fold, are not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)

@@ -15,7 +15,7 @@ const MAX_CONDITIONS: usize = 10;
 /// Parameters of lists of jobs that users may mistake for settings.
 const FILTERS: [&str; 3] = ["state", "owner", "tag"];
 /// Maximum number of characters of a value.
-const VALUE_CHARS: usize = 200;
+const MAX_VALUE_CHARS: usize = 200;
 /// Comparison operators. Longer operators come before their prefixes.
 const COMPARISONS: [(&str, Comparison); 7] = [
     ("!=", Comparison::NotEqual),
@@ -59,10 +59,10 @@ fn parse_condition(text: &str) -> Result<Condition> {
             shortened(text)
         )));
     };
-    let names: Vec<_> = result_names().collect();
-    let as_result = names.iter().copied().find(|name| *name == path).map(result_sort_key);
+    let results: Vec<_> = result_names().collect();
+    let as_result = results.iter().copied().find(|name| *name == path).map(result_sort_key);
     // A name of both a setting and a result means the setting.
-    let (key, kind) = match (find_single_setting(path, &names), as_result) {
+    let (key, kind) = match (find_single_setting(path, &results), as_result) {
         (Ok((table, key, kind)), _) => {
             (SortBy::Setting { table, key, is_number: kind.is_number() }, Some(kind))
         }
@@ -83,9 +83,9 @@ fn parse_condition(text: &str) -> Result<Condition> {
         return Err(condition_error(format!("has no value for {path}; give a value, such as {path}=1")));
     }
     let chars = value.chars().count();
-    if chars > VALUE_CHARS {
+    if chars > MAX_VALUE_CHARS {
         return Err(condition_error(format!(
-            "has a value of {chars} characters for {path}; give at most {VALUE_CHARS}"
+            "has a value of {chars} characters for {path}; give at most {MAX_VALUE_CHARS}"
         )));
     }
     // Text, such as a name, may contain " and ", but hardly with an operator after it.
@@ -98,7 +98,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
         _ if kind.is_none_or(Kind::is_number) => {
-            let (digits, unit) =
+            let (digits, divisor) =
                 value.strip_suffix('%').map_or((value, 1.0), |digits| (digits.trim_end(), 100.0));
             let number = digits.parse().ok().filter(|number: &f64| number.is_finite());
             let hint = match value.get(..1) {
@@ -112,7 +112,7 @@ fn parse_condition(text: &str) -> Result<Condition> {
                     shortened(value)
                 ))
             };
-            SettingValue::Number(number.ok_or_else(mistake)? / unit)
+            SettingValue::Number(number.ok_or_else(mistake)? / divisor)
         }
         _ if is_ordered => {
             return Err(condition_error(format!(
@@ -146,7 +146,7 @@ pub(super) fn result_names() -> impl Iterator<Item = &'static str> {
     ["best", "speed"].into_iter().chain(metric::NAMES)
 }
 
-/// The result with one of the names in [`result_names`].
+/// The sort key for the result with this name, which is one of [`result_names`].
 pub(super) fn result_sort_key(name: &'static str) -> SortBy {
     match name {
         "best" => SortBy::Best,
@@ -161,9 +161,9 @@ fn is_single(kind: &Kind) -> bool {
     kind.is_number() || matches!(kind, Kind::Bool | Kind::Word(_) | Kind::Text { .. } | Kind::Project)
 }
 
-/// Looks up a setting in the table of keys, so that no text of the request becomes SQL. The path may omit the table if only one table has
-/// the key: `lr` means `train.lr`. Returns the table, the key and the kind. `results`: names that the request may give in place of a
-/// setting.
+/// Looks up a setting in [`KEYS`], so that no text of the request becomes SQL. `path` is a table of the job file and a key, such as
+/// `train.lr`. The table may be omitted if only one table has the key. Returns the table, the key and the kind. `results`: names that the
+/// request may give in place of a setting, for suggestions.
 ///
 /// # Errors
 /// The key is unknown or ambiguous. The message continues a sentence that begins with the name of the request's parameter.

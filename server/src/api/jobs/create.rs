@@ -1,6 +1,6 @@
 //! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, LaunchQuery, Start, check};
+use super::check::{CheckedSpec, LaunchQuery, Start, check};
 use crate::api::prelude::*;
 use crate::{
     api::run_to_completion,
@@ -25,6 +25,9 @@ use sha2::{Digest, Sha256};
 /// Maximum length of an `Idempotency-Key`, in bytes.
 const MAX_KEY_BYTES: usize = 255;
 
+/// A client's `Idempotency-Key`, and a hash of the request's path and body, which identifies the request.
+pub(in crate::api) type IdempotencyKey = (String, String);
+
 /// Submit a job
 ///
 /// All mistakes are reported at once. The body may also be TOML (`application/toml`). With an `Idempotency-Key`, repeating the request
@@ -48,19 +51,18 @@ pub(crate) async fn create(
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job. If `launched`, the job's agents are started later, so the slots are not checked. `key` is the
-/// result of [`idempotency_key`].
+/// Checks a document and stores it as a job. If `launched`, the job's agents are started later, so the slots are not checked.
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
     document: &Value,
-    key: Option<(String, String)>,
+    key: Option<IdempotencyKey>,
     launched: bool,
 ) -> Result<(StatusCode, Job)> {
     if let Some(job) = find_earlier_job(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } =
+    let CheckedSpec { spec, warnings, .. } =
         check(scheduler, caller, document, Start::FirstStep { launched }).await?;
     let (status, mut job) = store_job(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
@@ -72,7 +74,7 @@ pub(crate) async fn submit(
 pub(in crate::api) async fn find_earlier_job(
     store: &dyn Store,
     caller: &Caller,
-    key: Option<&(String, String)>,
+    key: Option<&IdempotencyKey>,
 ) -> Result<Option<Job>> {
     let Some(key) = key else { return Ok(None) };
     match store.job_by_idempotency_key(key).await? {
@@ -87,7 +89,7 @@ pub(in crate::api) async fn store_job(
     caller: &Caller,
     id: JobId,
     spec: JobSpec,
-    key: Option<(String, String)>,
+    key: Option<IdempotencyKey>,
     fork: Option<Fork>,
 ) -> Result<(StatusCode, Job)> {
     let mut new = new_job(id, spec, caller.owner().map(str::to_owned));
@@ -102,14 +104,14 @@ pub(in crate::api) async fn store_job(
     })
 }
 
-/// Returns the client's `Idempotency-Key`, and a hash of the request's path and body, which identifies the request. `None` without a key.
+/// Returns the key of a request; `None` if the request has none.
 pub(in crate::api) fn idempotency_key(
     auth: &Auth,
     caller: &Caller,
     headers: &HeaderMap,
     uri: &Uri,
     body: &Bytes,
-) -> Result<Option<(String, String)>> {
+) -> Result<Option<IdempotencyKey>> {
     let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
     let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
     let key = key.ok_or_else(|| {

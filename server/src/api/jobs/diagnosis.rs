@@ -53,7 +53,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    // A fork has its own start.
+    // The loss at the start of this job; of a fork, not the loss at the start of its parent.
     let start_loss = job.sparkline.first().map_or(f64::INFINITY, |loss| f64::from(*loss));
     let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.max(MIN_START_LOSS);
     if is_running && let Some(loss) = job.last.loss.filter(has_exploded) {
@@ -68,7 +68,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let series = read_series(metrics, job, "val_accuracy", 0).await?;
     let mut by_step = BTreeMap::new();
     for attempt in series {
-        // An attempt replaces what an earlier attempt did after the checkpoint.
+        // An attempt repeats the steps after its checkpoint. Its validations replace those of earlier attempts at these steps.
         if let Some(first) = attempt.first() {
             by_step.split_off(&first.step);
         }
@@ -93,10 +93,10 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let exploded_loss = highest_loss.filter(has_exploded);
     let pictures = job.last.val_pictures;
     let training_pictures = job.steps_per_epoch * job.spec.global_batch_size();
-    let lacks_weights = job.spec.model.pretrained.is_none() && job.parent.is_none();
-    let suits_weights = lacks_weights && training_pictures < FEW_TRAINING_PICTURES;
+    let is_from_scratch = job.spec.model.pretrained.is_none() && job.parent.is_none();
+    let needs_weights = is_from_scratch && training_pictures < FEW_TRAINING_PICTURES;
     let spec = &job.spec;
-    let trained_validation = if lacks_weights {
+    let trained_validation = if is_from_scratch {
         None
     } else {
         logs::find_line(store, job, TRAINED_VALIDATION).await?.map(|line| format!("{line}."))
@@ -105,7 +105,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         spec,
         training,
         is_augmented,
-        suits_weights,
+        needs_weights,
         validations,
         pictures,
         has_trained_validation: trained_validation.is_some(),
@@ -154,15 +154,15 @@ fn progress(validations: &[f64], pictures: Option<u64>) -> Option<String> {
             "Validation accuracy improves: the newest, {measured}, is the best so far; the best before was {best}."
         ));
     }
-    let count = before.iter().skip_while(|accuracy| **accuracy < best_before).count();
+    let count_since_best = before.iter().skip_while(|accuracy| **accuracy < best_before).count();
     let error = pictures.map_or(0.0, |pictures| standard_error(*newest, pictures));
     if best_before - newest <= error {
-        let ago = plural(count as u64, "validation");
+        let ago = plural(count_since_best as u64, "validation");
         return Some(format!(
             "Validation accuracy is about the same as the best ({best}, {ago} ago): the newest is {measured}."
         ));
     }
-    let since = match count {
+    let since = match count_since_best {
         1 => "the last validation".to_owned(),
         count => format!("the last {count} validations"),
     };
@@ -183,8 +183,8 @@ struct Course<'a> {
     training: Option<f64>,
     /// Whether the training pictures are strongly augmented, which lowers the training accuracy.
     is_augmented: bool,
-    /// Whether the job has few pictures and began with random weights.
-    suits_weights: bool,
+    /// Whether the job has few pictures and began with random weights, so that it should begin with trained weights.
+    needs_weights: bool,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
@@ -213,7 +213,7 @@ impl Course<'_> {
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
         let exploded_loss = self.exploded_loss.filter(|_| !is_learned);
         let may_rise = !is_learned && exploded_loss.is_none();
-        let rise = rise(&self.validations).filter(|rise| may_rise && is_best && *rise > min_rise);
+        let rise = late_rise(&self.validations).filter(|rise| may_rise && is_best && *rise > min_rise);
         if let Some(rise) = rise {
             findings.push(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
@@ -257,7 +257,7 @@ impl Course<'_> {
         let measured = accuracy_of(last, self.pictures);
         if let Some(training) = overfitted {
             let augment = if self.is_augmented { "Raise" } else { "Set data.augment = \"trivial\", raise" };
-            let weights = if self.suits_weights {
+            let weights = if self.needs_weights {
                 ", or start from trained weights (model.pretrained with the recipe finetune)"
             } else {
                 ""
@@ -294,7 +294,7 @@ impl Course<'_> {
 }
 
 /// The mean of the last fifth of the values minus the mean of the fifth before it; `None` for fewer than three values.
-fn rise(values: &[f64]) -> Option<f64> {
+fn late_rise(values: &[f64]) -> Option<f64> {
     let fifth = values.len().div_ceil(5);
     let (rest, last) = values.split_at(values.len() - fifth);
     let before = &rest[rest.len().checked_sub(fifth).filter(|_| values.len() >= 3)?..];
@@ -317,7 +317,7 @@ mod tests {
             spec,
             training,
             is_augmented,
-            suits_weights: false,
+            needs_weights: false,
             validations: validations.to_vec(),
             pictures,
             exploded_loss: None,
@@ -524,7 +524,7 @@ mod tests {
 
     #[test]
     fn a_rise_compares_the_last_fifth_with_the_fifth_before() {
-        let near = |values: &[f64], expected: Option<f64>| match (rise(values), expected) {
+        let near = |values: &[f64], expected: Option<f64>| match (late_rise(values), expected) {
             (Some(found), Some(expected)) => assert!((found - expected).abs() < 1e-9, "{values:?}: {found}"),
             (found, expected) => assert_eq!(found, expected, "{values:?}"),
         };

@@ -16,10 +16,10 @@ use serde_json::Value;
 const DEFAULT_LIMIT: u32 = 100;
 /// The only sort key, for cursors.
 const ORDER: &str = "seq";
-/// Number of rows in each query.
-const ROWS: u32 = 250;
+/// Number of rows in each query. A row has one or more events.
+const QUERY_ROWS: u32 = 250;
 /// Maximum number of rows that a request examines. In a long run, nearly all rows are points of metrics.
-const MAX_EXAMINED: usize = 20_000;
+const MAX_EXAMINED_ROWS: usize = 20_000;
 
 /// Types of events.
 const TYPES: &[&str] = &[
@@ -83,13 +83,13 @@ pub(crate) async fn list(
     let has_metrics = types.is_empty() || types.contains(&"metrics");
     let pages = Pages::new("events", ORDER).owned_by("job", job.id.as_str());
     let mut after: u64 = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
-    let (mut items, mut bytes, mut examined) = (Vec::new(), 0, 0);
+    let (mut items, mut bytes, mut examined_rows) = (Vec::new(), 0, 0);
     let _permit = large::acquire_permit(limit).await?;
     let limit = limit as usize;
     let next_cursor = 'pages: loop {
-        let rows = scheduler.store.events(&job.id, after, ROWS).await?;
-        examined += rows.len();
-        let is_end = rows.len() < ROWS as usize;
+        let rows = scheduler.store.events(&job.id, after, QUERY_ROWS).await?;
+        examined_rows += rows.len();
+        let is_end = rows.len() < QUERY_ROWS as usize;
         // Lets other requests run between two queries.
         tokio::task::yield_now().await;
         for row in rows {
@@ -118,7 +118,7 @@ pub(crate) async fn list(
         if is_end {
             break None;
         }
-        if examined >= MAX_EXAMINED {
+        if examined_rows >= MAX_EXAMINED_ROWS {
             break Some(pages.encode(&after)?);
         }
     };

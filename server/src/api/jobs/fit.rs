@@ -27,7 +27,7 @@ const HEADER_BYTES: u64 = 16 << 20;
 
 /// Properties of the pictures that a checkpoint was trained on.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Trained {
+pub(crate) struct TrainingPictures {
     classes: Vec<String>,
     channels: u32,
     image_size: u32,
@@ -40,7 +40,7 @@ struct Header {
     metadata: HashMap<String, String>,
 }
 
-impl Trained {
+impl TrainingPictures {
     /// Reads the properties from a checkpoint's folder; `None` if they cannot be read. The ranks then check the checkpoint.
     pub(crate) async fn of(folder: &Path) -> Option<Self> {
         let folder = folder.to_owned();
@@ -55,7 +55,7 @@ impl Trained {
 }
 
 /// Returns the reason if a checkpoint cannot be evaluated on `dataset`, because classes or channels differ.
-pub(crate) fn why_not_evaluable(trained: &Trained, dataset: &Dataset) -> Option<String> {
+pub(crate) fn why_not_evaluable(trained: &TrainingPictures, dataset: &Dataset) -> Option<String> {
     let (name, info) = (&dataset.name, &dataset.info);
     if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
         return Some(format!(
@@ -76,7 +76,7 @@ pub(crate) fn why_not_evaluable(trained: &Trained, dataset: &Dataset) -> Option<
 /// Returns the mistakes if `spec` on `dataset` does not fit a checkpoint of a job with the specification `source`. If the properties of the
 /// checkpoint are unknown (`trained` is `None`), only the specifications are compared.
 pub(crate) fn mistakes(
-    trained: Option<&Trained>,
+    trained: Option<&TrainingPictures>,
     source: &JobSpec,
     spec: &JobSpec,
     dataset: &Dataset,
@@ -161,7 +161,7 @@ pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Calle
     let Some(newest) = checkpoints.store.checkpoints(&job.id).await?.into_iter().next() else {
         return Ok(());
     };
-    let trained = Trained::of(&checkpoints.folder(&newest)).await;
+    let trained = TrainingPictures::of(&checkpoints.folder(&newest)).await;
     let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
     if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
 }
@@ -210,9 +210,9 @@ mod tests {
             // Headers are padded with spaces.
             file.resize(8 + bytes as usize, b' ');
             std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
-            Trained::of(dir.path()).await
+            TrainingPictures::of(dir.path()).await
         };
-        let found = Trained { classes: vec!["cat".into()], channels: 3, image_size: 32 };
+        let found = TrainingPictures { classes: vec!["cat".into()], channels: 3, image_size: 32 };
         assert_eq!(trained(HEADER_BYTES).await, Some(found));
         assert_eq!(trained(HEADER_BYTES + 1).await, None);
     }

@@ -20,7 +20,7 @@ const MAX_GROUPS: usize = 10_000;
 /// Maximum number of metrics in a request.
 const MAX_METRICS: usize = 16;
 /// Maximum size of a group's values in a cursor, in bytes. Longer values are replaced by their hash.
-const ID_BYTES: usize = 600;
+const MAX_ID_BYTES: usize = 600;
 
 /// Parameters of `GET /jobs/groups`. The filters are the same as in `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -101,7 +101,7 @@ impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
         let json = serde_json::to_string(&row.values);
         let mut id = json.map_err(|e| Error::Internal(format!("a group cannot be serialized: {e}")))?;
-        if id.len() > ID_BYTES {
+        if id.len() > MAX_ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
         let statistics = row.metrics.iter().map(RunningStatistics::statistics);
@@ -165,7 +165,7 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
-    // Each request reads all matching jobs, and the database has few readers.
+    // A permit for any `limit`, because each request reads all matching jobs, and the database has few readers.
     let _permit = large::acquire_permit(MAX_LIMIT).await?;
     let rows = store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MAX_GROUPS).await?;
     let Some(rows) = rows else {

@@ -97,14 +97,14 @@ impl FoundLines {
             return self;
         }
         // The event of the first line beyond `limit` is left out completely.
-        let kept = if keeps_newest {
+        let kept_seqs = if keeps_newest {
             (self.lines[count - limit - 1].seq + 1).min(last.seq)..=last.seq
         } else {
             first.seq..=(self.lines[limit].seq - 1).max(first.seq)
         };
-        self.lines.retain(|line| kept.contains(&line.seq));
+        self.lines.retain(|line| kept_seqs.contains(&line.seq));
         if self.lines.len() < count {
-            self.next = Some(if keeps_newest { *kept.start() } else { *kept.end() });
+            self.next = Some(if keeps_newest { *kept_seqs.start() } else { *kept_seqs.end() });
         }
         self
     }
@@ -147,9 +147,10 @@ pub(crate) async fn query(
         let format = shortened(format);
         return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
-    let newest = query.is_newest_first()?;
+    let is_newest_first = query.is_newest_first()?;
     let limit = check_count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
-    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
+    let order = if is_newest_first { "-seq" } else { "seq" };
+    let pages = Pages::new("logs", order).owned_by("job", job.id.as_str());
     let position: Option<u64> = pages.decode(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
@@ -171,18 +172,19 @@ pub(crate) async fn query(
     }
     let (after, before) = match position {
         None => (after, before),
-        Some(seq) if newest => (after, Some(before.map_or(seq, |before| before.min(seq)))),
+        Some(seq) if is_newest_first => (after, Some(before.map_or(seq, |before| before.min(seq)))),
         Some(seq) => (after.max(seq), before),
     };
-    let filter = LogFilter { rank, attempt, after, before, limit, selects_newest: newest, containing: None };
+    let selects_newest = is_newest_first;
+    let filter = LogFilter { rank, attempt, after, before, limit, selects_newest, containing: None };
     let found = if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         search(&*scheduler.store, &job, filter, q).await?
     } else {
         let LogPage { events, range, is_full } = scheduler.store.logs(&job.id, &filter).await?;
-        let next = range.filter(|_| is_full).map(|(first, last)| if newest { first } else { last });
+        let next = range.filter(|_| is_full).map(|(first, last)| if is_newest_first { first } else { last });
         FoundLines { lines: lines(events, None), next }
     };
-    found.limit_to(limit as usize, newest).into_page(pages, newest).await
+    found.limit_to(limit as usize, is_newest_first).into_page(pages, is_newest_first).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.
@@ -195,20 +197,20 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();
     loop {
-        (filter.after, filter.before) = if filter.selects_newest {
-            (low.max(high.saturating_sub(SEARCH_EVENTS)), Some(high))
+        let (after, before) = if filter.selects_newest {
+            (low.max(high.saturating_sub(SEARCH_EVENTS)), high)
         } else {
-            (low, Some(high.min(low.saturating_add(SEARCH_EVENTS))))
+            (low, high.min(low.saturating_add(SEARCH_EVENTS)))
         };
-        let (from, to) = (filter.after, filter.before.unwrap_or(high));
+        (filter.after, filter.before) = (after, Some(before));
         let LogPage { events, range, is_full } = store.logs(&job.id, &filter).await?;
         let part = lines(events, Some(q));
         let next = if filter.selects_newest {
-            high = range.filter(|_| is_full).map_or(from + 1, |(first, _)| first);
+            high = range.filter(|_| is_full).map_or(after + 1, |(first, _)| first);
             found.splice(0..0, part);
             high
         } else {
-            low = range.filter(|_| is_full).map_or(to.saturating_sub(1), |(_, last)| last);
+            low = range.filter(|_| is_full).map_or(before.saturating_sub(1), |(_, last)| last);
             found.extend(part);
             low
         };
@@ -221,7 +223,7 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
     }
 }
 
-/// The first line of rank 0 that contains `text`, near the beginning of a job's log.
+/// The first line of rank 0 that contains `text`, among the first [`SEARCH_EVENTS`] events of a job.
 pub(super) async fn find_line(store: &dyn Store, job: &Job, text: &str) -> Result<Option<String>> {
     let filter = LogFilter { rank: Some(0), before: Some(SEARCH_EVENTS), limit: 1, ..LogFilter::default() };
     let found = search(store, job, filter, text).await?;

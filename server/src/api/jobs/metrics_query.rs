@@ -16,7 +16,7 @@ const MAX_POINTS: u32 = 10_000;
 /// Maximum product of the parameter `points` and the number of jobs.
 const MAX_TOTAL_POINTS: usize = 100_000;
 /// Maximum number of buckets in a response. Each rank and attempt of a job has its own series.
-const MAX_RESPONSE_POINTS: usize = 1_000_000;
+const MAX_RESPONSE_BUCKETS: usize = 1_000_000;
 
 /// Parameters of `GET /metrics/query`.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -97,10 +97,10 @@ pub(crate) async fn find(
         let metrics: Metrics =
             metrics::to_response(query::find(&stored_metrics, &job, &filter, points).await?);
         bucket_count += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
-        if bucket_count > MAX_RESPONSE_POINTS {
+        if bucket_count > MAX_RESPONSE_BUCKETS {
             return Err(Error::BadRequest(format!(
-                "the response would have more than {MAX_RESPONSE_POINTS} points, because each rank and attempt has a series; request fewer \
-                 points, ranks or jobs"
+                "the response would have more than {MAX_RESPONSE_BUCKETS} points, because each rank and attempt has a series; request \
+                 fewer points, ranks or jobs"
             )));
         }
         results.push(JobMetrics { job: job.id.to_string(), metrics });

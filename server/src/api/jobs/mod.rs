@@ -26,9 +26,9 @@ mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
 
-pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset_message, training_samples};
+pub(super) use check::{CheckReport, CheckedSpec, check, check_sweep, no_dataset_message, training_samples};
 pub(crate) use create::submit;
-pub(super) use create::{find_earlier_job, idempotency_key, store_job};
+pub(super) use create::{IdempotencyKey, find_earlier_job, idempotency_key, store_job};
 pub(crate) use list::ListQuery;
 
 use super::run_to_completion;
@@ -77,11 +77,11 @@ pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
 pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
-        let owned = match parent.job.parse() {
+        let ownership = match parent.job.parse() {
             Ok(id) => scheduler.store.job_ownership(&id).await?,
             Err(_) => None,
         };
-        let is_visible = owned.is_some_and(|owned| caller.sees_owned(&owned));
+        let is_visible = ownership.is_some_and(|ownership| caller.sees_owned(&ownership));
         job.parent = is_visible.then_some(parent);
     }
     scheduler.last_plan.fill_in(&mut job);
@@ -286,8 +286,8 @@ pub(super) async fn remove(scheduler: &Scheduler, deleted_jobs: &DeletedJobs, id
     // The purge of the rows also removes the files (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
     deleted_jobs.wake();
-    if let Some(store) = &scheduler.checkpoints.artifact_store {
-        checkpoints.iter().for_each(|row| store.queue(&row.id));
+    if let Some(artifact_store) = &scheduler.checkpoints.artifact_store {
+        checkpoints.iter().for_each(|row| artifact_store.queue(&row.id));
     }
     scheduler.events.hub.publish_deletion(job);
     Ok(())

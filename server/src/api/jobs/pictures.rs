@@ -102,29 +102,30 @@ pub(crate) async fn of_dataset(
     let pages = Pages::new("samples", &order).owned_by("dataset", &id);
     let begin = query.previous_count(pages)?;
     // Saturating, because a client's cursor may contain any number.
-    let end = |pictures: u64| begin.saturating_add(pictures);
-    let (pick, next) = match query.augmented {
+    let end_after = |pictures: u64| begin.saturating_add(pictures);
+    let (pick, end) = match query.augmented {
         None => {
             let SamplesQuery { split, class, shuffle, .. } = query;
             let split = split.unwrap_or_else(|| TRAIN.into());
-            (Pick::Stored { split, class, shuffle, offset: begin, limit }, end(u64::from(limit)))
+            (Pick::Stored { split, class, shuffle, offset: begin, limit }, end_after(u64::from(limit)))
         }
         Some(id) => {
             let spec = jobs::find_visible(&scheduler, &caller, &id).await?.spec;
-            let next = end(u64::from(limit.div_ceil(VERSIONS)));
+            // `limit` counts the versions of a picture separately.
+            let end = end_after(u64::from(limit.div_ceil(VERSIONS)));
             let pick = Pick::Seen {
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
                 validation: false,
                 // The agent refuses an offset beyond the last picture.
-                places: (begin..next).collect(),
+                places: (begin..end).collect(),
                 epochs: (0..VERSIONS).collect(),
             };
-            (pick, next)
+            (pick, end)
         }
     };
     let samples = read_pictures(&scheduler.datasets, dataset.path, pick).await?;
-    let next_cursor = (next < samples.total).then(|| pages.encode(&next)).transpose()?;
+    let next_cursor = (end < samples.total).then(|| pages.encode(&end)).transpose()?;
     Ok(Json(SamplePage { samples, next_cursor }))
 }
 

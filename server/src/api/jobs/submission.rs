@@ -1,4 +1,4 @@
-//! Checks of a valid specification that need the server's data: the default validation split, warnings, and pretrained weights.
+//! Parts of the check of a specification (`check.rs`): the default validation split, warnings, and pretrained weights.
 
 use crate::api::prelude::*;
 use crate::{
@@ -69,11 +69,11 @@ fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let named: Vec<_> = info.broken.iter().take(MAX_NAMED).map(ToString::to_string).collect();
     let named = named.join("; ");
     let unnamed_count = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
-    let more = if unnamed_count > 0 { format!("; and {unnamed_count} more") } else { String::new() };
+    let unnamed = if unnamed_count > 0 { format!("; and {unnamed_count} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     Some(format!(
         "{files} of {} could not be read when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
-         is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+         is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{unnamed})",
         dataset.name
     ))
 }
@@ -154,11 +154,11 @@ pub(crate) async fn check_pretrained(
     let is_known_name = KNOWN_WEIGHTS.contains(&given.as_str());
     let weights = if is_checkpoint {
         let row = scheduler.store.checkpoint(given).await?;
-        let job = match &row {
+        let ownership = match &row {
             Some(row) => scheduler.store.job_ownership(&row.job).await?,
             None => None,
         };
-        let is_visible = job.is_some_and(|owned| caller.sees_owned(&owned));
+        let is_visible = ownership.is_some_and(|ownership| caller.sees_owned(&ownership));
         match row.filter(|_| is_visible) {
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {

@@ -163,11 +163,13 @@ pub(crate) async fn create(
     }
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(None).await?;
-    let same = versions.iter().find(|row| row.version.model == model);
-    let same = same.or_else(|| versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)));
-    if let Some(same) = same {
-        let known = &same.version.model;
-        if !auth.may_change(&caller, same.ownership.owner.as_deref()) {
+    let existing = versions
+        .iter()
+        .find(|row| row.version.model == model)
+        .or_else(|| versions.iter().find(|row| row.version.model.eq_ignore_ascii_case(&model)));
+    if let Some(existing) = existing {
+        let known = &existing.version.model;
+        if !auth.may_change(&caller, existing.ownership.owner.as_deref()) {
             let detail = format!("the model {known:?} belongs to somebody else; choose another name");
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
@@ -190,7 +192,7 @@ pub(crate) async fn create(
         if !checkpoints.has_copy(&row, Some(&copies)) {
             return Err(checkpoints::removed_error());
         }
-        let new = NewVersion {
+        let new_version = NewVersion {
             model: model.clone(),
             job: row.job,
             checkpoint: row.id,
@@ -200,7 +202,7 @@ pub(crate) async fn create(
             registered_by: caller.owner().map(str::to_owned),
             at: crate::now(),
         };
-        checkpoints.store.add_model_version(&new).await?
+        checkpoints.store.add_model_version(&new_version).await?
     };
     let location = format!("/api/v1/models/{model}/versions/{version}");
     let version = find(&*checkpoints.store, &caller, &model, &Which::Number(version)).await?;
@@ -227,12 +229,12 @@ async fn choose_checkpoint(
         (None, Some(id)) => (parse_job_id(id)?, None),
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
-    let owned = store.job_ownership(&job).await?;
-    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
+    let ownership = store.job_ownership(&job).await?;
+    let Some(ownership) = ownership.filter(|ownership| caller.sees_owned(ownership)) else {
         let detail = if named_row.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(detail.into()));
     };
-    if !auth.may_change(caller, owned.owner.as_deref()) {
+    if !auth.may_change(caller, ownership.owner.as_deref()) {
         let detail = "the job belongs to somebody else; only the owner and admins may register its checkpoints, because a job with \
                       registered versions cannot be deleted";
         return Err(Error::Forbidden(detail.into()));

@@ -80,6 +80,7 @@ pub(crate) async fn read_page(auth: &Auth, query: &AuditQuery) -> Result<AuditPa
     let mut has_more = entries.len() > limit as usize;
     entries.truncate(limit as usize);
     if let Some(after) = after {
+        // The newest entries come first.
         let newer = entries.iter().take_while(|entry| entry.at >= after).count();
         has_more = has_more && newer == entries.len();
         entries.truncate(newer);

@@ -35,7 +35,9 @@ const MAX_NEXT_BYTES: usize = 2000;
 /// Parameters of `GET /login`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct LoginQuery {
+    /// The code of a login link.
     code: Option<String>,
+    /// Where the browser goes after the sign-in.
     next: Option<String>,
 }
 

@@ -8,7 +8,7 @@ use crate::{
     auth::{
         Auth,
         access::SignsInAs,
-        oidc::{Account, Answer, Oidc, OidcError, OpenRequest, REQUEST_LIFE},
+        oidc::{Account, Answer, Oidc, OidcError, PendingSignIn, SIGN_IN_LIFE},
     },
     http::{
         error::PageError,
@@ -31,6 +31,7 @@ const COOKIE_PATH: &str = "/login/oidc";
 /// Parameters of `GET /login/oidc`.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct BeginQuery {
+    /// Where the browser goes after the sign-in.
     next: Option<String>,
 }
 
@@ -50,10 +51,11 @@ pub(crate) async fn begin(
     let oidc = provider(&auth)?;
     let next = login::return_path(query.next.as_deref());
     match oidc.begin(&format!("{server}/login/oidc/callback"), next, peer.address).await {
-        Ok((location, value)) => {
+        Ok((location, cookie_value)) => {
             let mut response = Redirect::to(&location).into_response();
-            let cookie = provider_cookie(&auth);
-            set_cookie(&mut response, &peer, (&cookie, COOKIE_PATH), &value, REQUEST_LIFE.as_secs());
+            let cookie_name = provider_cookie_name(&auth);
+            let seconds = SIGN_IN_LIFE.as_secs();
+            set_cookie(&mut response, &peer, (&cookie_name, COOKIE_PATH), &cookie_value, seconds);
             Ok(response)
         }
         Err(error) => login::provider_failure_page(&auth, &ingress, next, error.into()),
@@ -69,16 +71,17 @@ pub(crate) async fn finish(
     PageQuery(answer): PageQuery<Answer>,
 ) -> Page {
     let oidc = provider(&auth)?;
-    let Some(request) = oidc.take(&answer.state, cookie(&headers, &provider_cookie(&auth))) else {
+    let cookie_name = provider_cookie_name(&auth);
+    let Some(pending) = oidc.take_sign_in(&answer.state, cookie(&headers, &cookie_name)) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
         let refused = FailedSignIn { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
         return login::provider_failure_page(&auth, &ingress, "/jobs", refused);
     };
-    // Counts the attempt before the provider is asked, so that requests that the client aborts are also counted.
     let too_often = |wait| PageError(people::too_often_error(peer.address, wait));
+    // The attempt is counted before the provider is asked, so that requests that the client aborts are also counted.
     auth.access.attempts.count_attempt(peer.address).map_err(too_often)?;
-    let next = request.next.clone();
-    let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
+    let next = pending.next.clone();
+    let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await? {
         Ok(response) => {
             auth.access.attempts.uncount_failure(peer.address);
             response
@@ -90,18 +93,19 @@ pub(crate) async fn finish(
             login::provider_failure_page(&auth, &ingress, &next, refused)?
         }
     };
-    set_cookie(&mut response, &peer, (&provider_cookie(&auth), COOKIE_PATH), "", 0);
+    set_cookie(&mut response, &peer, (&cookie_name, COOKIE_PATH), "", 0);
     Ok(response)
 }
 
+/// Finishes a sign-in. The inner error is a refusal, which the sign-in page shows.
 async fn sign_in(
     auth: &Auth,
     oidc: &Oidc,
     peer: &Peer,
-    request: OpenRequest,
+    pending: PendingSignIn,
     answer: Answer,
 ) -> Result<std::result::Result<Response, FailedSignIn>> {
-    let account = match oidc.finish(&request, answer).await {
+    let account = match oidc.finish(&pending, answer).await {
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
     };
@@ -109,7 +113,7 @@ async fn sign_in(
         Ok(found) => found,
         Err(refused) => return Ok(Err(refused)),
     };
-    let mut response = login::sign_in_person(auth, peer, &row, &request.next, SESSION_LIFE).await?;
+    let mut response = login::sign_in_person(auth, peer, &row, &pending.next, SESSION_LIFE).await?;
     if let Some(change) = change {
         response.extensions_mut().insert(AuditSubject(change));
     }
@@ -117,7 +121,7 @@ async fn sign_in(
 }
 
 /// Returns the person for an account, and a text for the audit log if the person was added or changed. A new person is added if the
-/// configuration allows new people.
+/// configuration allows new people. The inner error is a refusal, which the sign-in page shows.
 async fn find_or_add_person(
     auth: &Auth,
     oidc: &Oidc,
@@ -228,7 +232,7 @@ impl From<OidcError> for FailedSignIn {
 }
 
 /// Name of the cookie that a browser keeps while it is at the provider.
-fn provider_cookie(auth: &Auth) -> String {
+fn provider_cookie_name(auth: &Auth) -> String {
     format!("{}_oidc", auth.cookie_name)
 }
 

@@ -142,13 +142,15 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
+    // If a personal token makes the new token, the new token is revoked with it.
     let made_with = request_token(auth, caller).filter(|token| token.owner.is_some());
     if made_with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
         let detail = "a token with the scope read cannot make tokens; sign in with your password, or use a token with the scope submit";
         return Err(Error::Forbidden(detail.into()));
     }
-    let last_expiry = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
-    if last_expiry.is_some_and(|last| expires_at.is_none_or(|at| at > last)) {
+    let latest_expiry =
+        caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
+    if latest_expiry.is_some_and(|latest| expires_at.is_none_or(|at| at > latest)) {
         let detail = "must not be longer than the remaining lifetime of the token that makes this request; \
                       sign in with your password to make a token that stays valid for longer";
         return mistake("/expires_in_secs", detail);
@@ -234,7 +236,7 @@ pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Resu
             "a token cannot revoke a token that allows more; sign in with your password, or ask an admin";
         return Err(Error::Forbidden(detail.into()));
     }
-    // Tokens that were made with this token are revoked first. Otherwise they would stay valid if a write fails.
+    // The token, the tokens that were made with it, the tokens that were made with these, and so on.
     let mut to_revoke = vec![row];
     let tokens = auth.access.tokens();
     let mut index = 0;
@@ -244,6 +246,7 @@ pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Resu
         to_revoke.extend(made.filter_map(|token| auth.access.token(&token.id)));
         index += 1;
     }
+    // In reverse order: if a write fails, the token itself is still valid, and revoking it again also revokes the others.
     for mut row in to_revoke.into_iter().rev().filter(|row| row.token.revoked_at.is_none()) {
         row.token.revoked_at = Some(crate::now());
         auth.store.put_token(&row).await?;

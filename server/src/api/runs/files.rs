@@ -57,7 +57,7 @@ pub(crate) struct FilesOfRun {
 ///
 /// # Errors
 /// The job does not exist, or is no run from elsewhere and so has no files.
-async fn run_id(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
+async fn find_run(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
     let job = jobs::find_row(&*auth.store, &id).await?.job;
     match job.external {
@@ -91,7 +91,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<Json<FilesOfRun>> {
-    let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
+    let files = run_files(&config, &find_run(&auth, &caller, &id).await?);
     Ok(Json(FilesOfRun { files: list_files(files).await? }))
 }
 
@@ -117,7 +117,7 @@ pub(crate) async fn upload(
     Query(query): Query<UploadQuery>,
     request: Request<Body>,
 ) -> Result<Json<RunFile>> {
-    let id = run_id(&auth, &caller, &id).await?;
+    let id = find_run(&auth, &caller, &id).await?;
     let body = runs.observe_body(&id, request.into_body());
     Ok(Json(store_file(run_files(&config, &id), query.path, query.modified_ms, body).await?))
 }
@@ -151,7 +151,7 @@ pub(super) async fn store_file(
         }
         file.write_all(&part).await.map_err(|e| disk_error(&e))?;
     }
-    // `sync_data` drops the error of the last write.
+    // Reports an error of the last write, which `sync_data` drops.
     file.flush().await.map_err(|e| disk_error(&e))?;
     file.sync_data().await.map_err(|e| disk_error(&e))?;
     run_blocking(move || files.put(&path, incoming, size_bytes, modified_ms)).await?.map_err(refusal)
@@ -173,7 +173,7 @@ pub(crate) async fn download(
     Query(query): Query<FileQuery>,
     request: Request<Body>,
 ) -> Result<Response> {
-    send_file(&run_files(&config, &run_id(&auth, &caller, &id).await?), &query.path, request).await
+    send_file(&run_files(&config, &find_run(&auth, &caller, &id).await?), &query.path, request).await
 }
 
 /// Returns the response with a file. Browsers save the file and do not show it, because the file could contain scripts.
@@ -212,7 +212,7 @@ pub(crate) async fn delete(
     Path(id): Path<String>,
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
-    let files = run_files(&config, &run_id(&auth, &caller, &id).await?);
+    let files = run_files(&config, &find_run(&auth, &caller, &id).await?);
     run_to_completion(remove_path(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }

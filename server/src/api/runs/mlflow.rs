@@ -313,7 +313,7 @@ impl CallState {
                 let values = BTreeMap::from([(key.to_owned(), None)]);
                 self.change(parameters, RunChange { values, ..RunChange::default() }).await?
             }
-            // The inputs of a run are not stored, and its models are its folders.
+            // Nothing is stored: Lockstep has no inputs of runs, and a run's models are its folders.
             ("POST", "runs/log-inputs" | "runs/outputs") => {
                 self.change(parameters, RunChange::default()).await?
             }
@@ -605,7 +605,8 @@ fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     Err(refuse("PERMISSION_DENIED", detail))
 }
 
-/// Returns a key and its value, checked against MLflow's limits.
+/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: what they are, for errors; `limit`: maximum length of the
+/// value, in characters.
 fn pair(parameters: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (parameters.required("key")?, parameters.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {

@@ -56,7 +56,7 @@ pub(crate) struct NewRun {
     /// Whether the run is copied from elsewhere after its end, so that webhooks get no messages about it.
     #[serde(default)]
     imported: bool,
-    /// Tags, which only MLflow's clients can set.
+    /// Tags with values, which only MLflow's clients send.
     #[serde(skip)]
     values: BTreeMap<String, String>,
 }
@@ -130,6 +130,7 @@ async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Re
     }
     let config = new.config.unwrap_or_default();
     let id = new.id.as_deref().map_or_else(JobId::generate, |id| auth.run_id(caller, id));
+    // `Auth::run_id` returns a job's id unchanged, and the hash of any other id.
     let is_job_id = new.id.as_deref() == Some(id.as_str());
     if new.id.is_some()
         && let Some(job) = continue_run(runs, auth, caller, &id, is_job_id, &config).await?
@@ -158,12 +159,12 @@ async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Re
         values: new.values,
         imported: new.imported,
     };
-    let at = started_at.map_or(now, |at| at.min(now));
+    let created_at = started_at.map_or(now, |at| at.min(now));
     let job = NewJob {
         annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },
         owner: caller.owner().map(str::to_owned),
         external: Some(external),
-        ..NewJob::of(id.clone(), spec, at)
+        ..NewJob::of(id.clone(), spec, created_at)
     };
     if let Some(job) = runs.create(job).await? {
         return Ok((StatusCode::CREATED, job));
@@ -187,12 +188,12 @@ async fn continue_run(
     is_job_id: bool,
     config: &Map<String, Value>,
 ) -> Result<Option<Job>> {
-    let Some(owned) = auth.store.job_ownership(id).await? else { return Ok(None) };
-    if !caller.sees_owned(&owned) {
+    let Some(ownership) = auth.store.job_ownership(id).await? else { return Ok(None) };
+    if !caller.sees_owned(&ownership) {
         let detail = "a private run of somebody else has this id; choose another id";
         return if is_job_id { Ok(None) } else { Err(Error::Conflict(detail.into())) };
     }
-    if !auth.may_change(caller, owned.owner.as_deref()) {
+    if !auth.may_change(caller, ownership.owner.as_deref()) {
         return Err(Error::Forbidden(
             "this run belongs to somebody else; only the owner and admins may change it".into(),
         ));

@@ -3,7 +3,7 @@
 pub(crate) mod pages;
 
 use super::{
-    jobs::{check::LaunchQuery, check_sweep, idempotency_key},
+    jobs::{IdempotencyKey, check::LaunchQuery, check_sweep, idempotency_key},
     list::{List, ListParams, list_of},
     run_to_completion,
 };
@@ -102,7 +102,7 @@ async fn submit(
     caller: &Caller,
     document: Value,
     launched: bool,
-    key: Option<(String, String)>,
+    key: Option<IdempotencyKey>,
 ) -> Result<(StatusCode, Sweep)> {
     let store = &*scheduler.store;
     let (section, job) = split_sweep(&document).ok_or_else(|| {
@@ -145,7 +145,7 @@ async fn submit(
         return respond_with_earlier(store, caller, &find(store, &row.id).await?, &row.spec).await;
     }
     scheduler.sweeps_changed.notify_one();
-    // No trial has started yet.
+    // Described without jobs, because no trial has a job yet.
     let sweep = Sweep { warnings: warnings.into_iter().collect(), ..describe(&row, &[]) };
     Ok((StatusCode::CREATED, sweep))
 }

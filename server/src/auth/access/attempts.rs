@@ -22,9 +22,9 @@ pub(super) const MAX_FAILURES: u32 = 10;
 pub(super) const MAX_FAILURES_OF_A_NAME: u32 = 30;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Maximum number of addresses with a counter. At the limit, every failure of a further address is answered 429.
-const ADDRESSES: usize = 10_000;
-/// Maximum number of remembered names, and of addresses from which people have signed in. Beyond that, the oldest are forgotten.
-const NAMES: usize = 10_000;
+const MAX_ADDRESSES: usize = 10_000;
+/// Maximum number of names with a counter, and of pairs in [`Counters::familiar`]. A further entry displaces the oldest.
+const MAX_NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Attempts(Mutex<Counters>);
@@ -55,8 +55,8 @@ struct Counters {
 /// The time until a counter is reset, if it is full.
 fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
     let Counter { count, since } = counts.get(key)?;
-    let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
-    (*count >= max).then_some(left)
+    let wait = WINDOW.checked_sub(since.elapsed()).filter(|wait| !wait.is_zero())?;
+    (*count >= max).then_some(wait)
 }
 
 fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> Counter {
@@ -74,7 +74,7 @@ fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     }
 }
 
-/// Removes the oldest entry if there are `max` entries.
+/// Removes the oldest entry if there are `max` entries, so that another can be added.
 fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
     while counts.len() >= max {
         let oldest = counts.iter().min_by_key(|(_, counter)| counter.since).map(|(key, _)| key.clone());
@@ -89,9 +89,9 @@ impl Counters {
     /// # Errors
     /// There are too many addresses. The error is the time to wait.
     fn make_room(&mut self, from: IpAddr) -> Result<(), Duration> {
-        if self.addresses.len() >= ADDRESSES && !self.addresses.contains_key(&from) {
+        if self.addresses.len() >= MAX_ADDRESSES && !self.addresses.contains_key(&from) {
             self.addresses.retain(|_, counter| counter.since.elapsed() < WINDOW);
-            if self.addresses.len() >= ADDRESSES {
+            if self.addresses.len() >= MAX_ADDRESSES {
                 return Err(WINDOW);
             }
         }
@@ -155,20 +155,20 @@ impl Attempts {
             return Err(wait);
         }
         if !counters.names.contains_key(name) {
-            forget_oldest(&mut counters.names, NAMES);
+            forget_oldest(&mut counters.names, MAX_NAMES);
         }
         add(&mut counters.addresses, from);
         add(&mut counters.names, pair.0);
         Ok(false)
     }
 
-    /// Uncounts the last attempt, because its password was correct.
+    /// Uncounts the last attempt, because its password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
         self.uncount_password(name, from);
         let mut counters = self.counters();
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
-            forget_oldest(&mut counters.familiar, NAMES);
+            forget_oldest(&mut counters.familiar, MAX_NAMES);
             counters.familiar.insert(pair, Counter::new());
         }
     }
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn the_number_of_remembered_addresses_is_limited() {
         let attempts = Attempts::default();
-        for n in 0..ADDRESSES as u32 {
+        for n in 0..MAX_ADDRESSES as u32 {
             assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
         assert!(attempts.count_failure([255, 0, 0, 1].into()).is_err());
@@ -281,13 +281,13 @@ mod tests {
     #[test]
     fn the_number_of_remembered_names_is_limited() {
         let attempts = Attempts::default();
-        for n in 0..=NAMES as u32 {
+        for n in 0..=MAX_NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
             assert_eq!(attempts.count_password_attempt(&format!("n{n}"), from), Ok(false));
             attempts.note_success(&format!("n{n}"), from);
         }
         let counters = attempts.counters();
-        assert_eq!((counters.names.len(), counters.familiar.len()), (NAMES, NAMES));
+        assert_eq!((counters.names.len(), counters.familiar.len()), (MAX_NAMES, MAX_NAMES));
         assert!(
             !counters.names.contains_key("n0") && counters.names.contains_key("n1"),
             "the oldest was removed"

@@ -13,10 +13,10 @@ use std::sync::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A token, or a session.
+/// A token, a session, or a person. A session has the rights of its token or person.
 #[derive(Debug, Clone)]
 pub(crate) struct Credential {
-    /// The token as stored.
+    /// The token; of a session, the session's token; of a person, a token that represents the person.
     pub(super) token: Token,
     /// The hash of the secret; empty for a person's own credential, which has no secret.
     pub(super) hash: String,
@@ -27,7 +27,7 @@ pub(crate) struct Credential {
     pub(super) expires_at: Option<Timestamp>,
     /// Cancelled when the credential becomes invalid. Its websockets are then closed.
     pub(super) ended: CancellationToken,
-    /// A session shares the usage of its token.
+    /// When the token was last used, itself or by one of its sessions.
     pub(super) usage: Arc<Usage>,
 }
 
@@ -72,7 +72,7 @@ impl Credential {
     }
 }
 
-/// The caller of a request, as determined by the gate. Without a credential under `--no-auth`.
+/// The caller of a request, as determined by the gate; `None` under `--no-auth`.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 
@@ -112,7 +112,7 @@ impl Caller {
         self.may(Scope::Admin)
     }
 
-    /// Whether the caller sees an object of this owner, which may be private.
+    /// Whether the caller sees an object of this owner. `private`: whether the object is private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
     }
@@ -132,8 +132,8 @@ impl Caller {
         owner.is_some() && owner == self.owner()
     }
 
-    /// The owner whose private objects lists show to the caller, beside all objects that are not private. `None` if lists show every
-    /// object.
+    /// The owner by which lists are filtered for the caller: they show objects that are not private, and private objects of this owner.
+    /// `None` if lists show every object.
     pub(crate) fn viewer_name(&self) -> Option<String> {
         // Only a caller under `--no-auth` has no name, and that caller sees all.
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())

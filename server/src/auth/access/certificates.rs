@@ -20,7 +20,7 @@ pub(crate) fn certificate_id(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Separates the certificate's id and the time in milliseconds in the id of a row that records a revocation.
+/// In the id of a row that records an earlier revocation: stands between the certificate's id and the time (milliseconds since 1970).
 const UNTIL: &str = " until ";
 
 /// Whether a row belongs to a certificate.
@@ -57,14 +57,14 @@ impl Access {
         }
         let now = crate::now();
         if known.is_none() || revoked.is_some() {
-            // Certificates from before the revocation stay refused.
-            if let Some(mut earlier) = self.token(&id)
-                && let Some(at) = earlier.token.revoked_at
+            // The revoked row stays under another id and another hash, so that certificates from before the revocation stay refused.
+            if let Some(mut revoked_row) = self.token(&id)
+                && let Some(at) = revoked_row.token.revoked_at
             {
-                earlier.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
-                earlier.token.agent_id = None;
-                earlier.hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
-                self.put_token(earlier);
+                revoked_row.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
+                revoked_row.token.agent_id = None;
+                revoked_row.hash = Secret::new_token().map_err(|_| Denied::Unknown)?.hash;
+                self.put_token(revoked_row);
             }
             let label = format!("certificate {name}").chars().take(TOKEN_NAME_CHARS).collect();
             let agent = Some(name.to_owned());

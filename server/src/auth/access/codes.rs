@@ -29,8 +29,8 @@ struct Code {
 }
 
 impl Codes {
-    /// Makes a code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `session_until` at the
-    /// latest, which is the end of the session that requests the code.
+    /// Makes a code that signs a browser in once, within ten minutes, as a token or a person. `session_until`: the latest end of the
+    /// browser's session, which is the end of the token or session that requests the code; `None` if that has no end.
     pub(crate) fn make(&self, token_id: &str, session_until: Option<Timestamp>) -> io::Result<String> {
         let secret = Secret::new_plain()?;
         let mut codes = lock(&self.0);

@@ -33,7 +33,7 @@ pub(crate) enum NotSignedIn {
 }
 
 impl Known {
-    /// The credential that a session uses: a token's, or a person's.
+    /// The credential that a session uses. `id`: a token's id, or a person's id (`principal`).
     pub(super) fn session_credential(&self, id: &str) -> Option<Arc<Credential>> {
         let person = id.strip_prefix(principal("").as_str()).and_then(|name| self.people.get(name));
         match person {
@@ -115,7 +115,7 @@ impl Access {
         self.codes.forget(&principal(&name));
     }
 
-    /// Removes a person. The person's sessions are ended, and the person's tokens allow nothing.
+    /// Removes a person, ends the person's sessions, and revokes the person's tokens.
     pub(crate) fn remove_person(&self, name: &str) {
         let mut known = self.write();
         if let Some(old) = known.people.remove(name) {

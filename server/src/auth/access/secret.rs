@@ -56,7 +56,7 @@ pub(super) fn hash(text: &str) -> String {
     hex::encode(Sha256::digest(text.as_bytes()))
 }
 
-/// Compares two hashes in constant time.
+/// Compares two secrets, or two hashes of secrets, in constant time.
 pub(crate) fn is_same_secret(a: &str, b: &str) -> bool {
     a.as_bytes().ct_eq(b.as_bytes()).into()
 }

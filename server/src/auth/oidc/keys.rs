@@ -15,7 +15,7 @@ const MAX_KEYS: usize = 100;
 /// public key that is used as a secret.
 enum Algorithm {
     Rsa(&'static RsaParameters),
-    Ecdsa { curve: &'static str, bytes: usize, verification: &'static dyn VerificationAlgorithm },
+    Ecdsa { curve: &'static str, coordinate_bytes: usize, verification: &'static dyn VerificationAlgorithm },
     Ed25519(&'static EdDSAParameters),
 }
 
@@ -28,8 +28,12 @@ fn algorithm(name: &str) -> Option<Algorithm> {
         "PS256" => Rsa(&signature::RSA_PSS_2048_8192_SHA256),
         "PS384" => Rsa(&signature::RSA_PSS_2048_8192_SHA384),
         "PS512" => Rsa(&signature::RSA_PSS_2048_8192_SHA512),
-        "ES256" => Ecdsa { curve: "P-256", bytes: 32, verification: &signature::ECDSA_P256_SHA256_FIXED },
-        "ES384" => Ecdsa { curve: "P-384", bytes: 48, verification: &signature::ECDSA_P384_SHA384_FIXED },
+        "ES256" => {
+            Ecdsa { curve: "P-256", coordinate_bytes: 32, verification: &signature::ECDSA_P256_SHA256_FIXED }
+        }
+        "ES384" => {
+            Ecdsa { curve: "P-384", coordinate_bytes: 48, verification: &signature::ECDSA_P384_SHA384_FIXED }
+        }
         "EdDSA" => Ed25519(&signature::ED25519),
         _ => return None,
     })
@@ -95,12 +99,12 @@ impl Key {
                 let n = &n[n.iter().position(|byte| *byte != 0).unwrap_or(n.len())..];
                 RsaPublicKeyComponents { n, e: &e[..] }.verify(parameters, signed, signature)
             }
-            Algorithm::Ecdsa { bytes, verification, .. } => {
+            Algorithm::Ecdsa { coordinate_bytes, verification, .. } => {
                 let (x, y) = (decode(&self.x)?, decode(&self.y)?);
-                if x.len() != bytes || y.len() != bytes {
+                if x.len() != coordinate_bytes || y.len() != coordinate_bytes {
                     return Err(wrong());
                 }
-                // An uncompressed point.
+                // An uncompressed point is the byte 4 and the two coordinates.
                 let point = [&[4], &x[..], &y[..]].concat();
                 UnparsedPublicKey::new(verification, point).verify(signed, signature)
             }

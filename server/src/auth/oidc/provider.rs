@@ -4,7 +4,7 @@
 use super::{
     Claims, OidcError, error_in_words,
     keys::{self, Key},
-    open_requests::OpenRequest,
+    pending_sign_ins::PendingSignIn,
 };
 use crate::{
     config::oidc::{Groups, NameClaim, OidcConfig},
@@ -36,24 +36,24 @@ const MAX_EXCHANGES: usize = 32;
 pub(super) struct Provider {
     config: Arc<OidcConfig>,
     http: Client,
-    metadata: Mutex<Fetched<Metadata>>,
-    keys: Mutex<Fetched<Vec<Key>>>,
+    metadata: Mutex<CachedResponse<Metadata>>,
+    keys: Mutex<CachedResponse<Vec<Key>>>,
     exchanges: Semaphore,
 }
 
-/// A cached response of the provider, and the last failure.
-struct Fetched<T> {
+/// The newest response of the provider and the time of its arrival, and the newest failure and its time.
+struct CachedResponse<T> {
     value: Option<(Arc<T>, Instant)>,
     last_failure: Option<(OidcError, Instant)>,
 }
 
-impl<T> Default for Fetched<T> {
+impl<T> Default for CachedResponse<T> {
     fn default() -> Self {
         Self { value: None, last_failure: None }
     }
 }
 
-impl<T> Fetched<T> {
+impl<T> CachedResponse<T> {
     /// The cached response if it is younger than `max_age`. Otherwise a new response, or, if the request fails, the cached response.
     async fn get(
         &mut self,
@@ -66,12 +66,12 @@ impl<T> Fetched<T> {
         {
             return Ok(value.clone());
         }
-        let paused = self
+        let recent_failure = self
             .last_failure
             .as_ref()
             .filter(|(_, at)| at.elapsed() < RETRY_PAUSE)
             .map(|(error, _)| error.clone());
-        let response = match paused {
+        let response = match recent_failure {
             Some(error) => Err(error),
             None => {
                 let response = request.await;
@@ -156,7 +156,7 @@ impl Provider {
             .redirect(redirect::Policy::none())
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
             .tls_backend_preconfigured(tls(&config)?);
-        // Requests to this machine do not use a proxy.
+        // Only a provider on this machine may use plain HTTP. Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
             config,
@@ -237,7 +237,7 @@ impl Provider {
         &self,
         metadata: &Metadata,
         code: &str,
-        request: &OpenRequest,
+        sign_in: &PendingSignIn,
     ) -> Result<Tokens, OidcError> {
         let Ok(_permit) = self.exchanges.try_acquire() else {
             return Err(OidcError::Unavailable(
@@ -247,8 +247,8 @@ impl Provider {
         let mut form = vec![
             ("grant_type", "authorization_code"),
             ("code", code),
-            ("redirect_uri", &request.callback),
-            ("code_verifier", &request.verifier),
+            ("redirect_uri", &sign_in.callback),
+            ("code_verifier", &sign_in.verifier),
         ];
         let mut request_builder =
             self.http.post(metadata.token_endpoint.0.clone()).header(header::ACCEPT, "application/json");
@@ -293,12 +293,12 @@ impl Provider {
             return Ok(());
         };
         let request_builder = self.http.get(url.clone()).bearer_auth(&tokens.access_token);
-        let more: Claims = self.send(request_builder, url.as_str()).await?;
+        let user_info: Claims = self.send(request_builder, url.as_str()).await?;
         // The response must be about the same account (OpenID Connect Core 1.0, 5.3.2).
-        if more.get("sub").and_then(Value::as_str) != Some(subject) {
+        if user_info.get("sub").and_then(Value::as_str) != Some(subject) {
             return Err(OidcError::Refused("The provider's UserInfo is about another account.".into()));
         }
-        for (name, value) in more {
+        for (name, value) in user_info {
             claims.entry(name).or_insert(value);
         }
         Ok(())

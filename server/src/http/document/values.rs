@@ -50,7 +50,7 @@ pub(super) fn complete(document: &mut OpenApi) {
 
 fn complete_content((media, content): (&String, &mut RefOr<Content>)) {
     let RefOr::T(content) = content else { return };
-    // `Vec<u8>` is a list of numbers.
+    // The generated schema of `Vec<u8>` is a list of numbers.
     if media == "application/octet-stream" {
         let bytes = ObjectBuilder::new().schema_type(Type::String);
         let bytes = bytes.format(Some(SchemaFormat::KnownFormat(KnownFormat::Binary)));
@@ -81,7 +81,7 @@ fn complete_schema(schema: &mut RefOr<Schema>) {
     }
 }
 
-/// Sets the limits of an unsigned integer. The formats `int32` and `int64` are signed.
+/// Sets the format and the maximum of an unsigned integer, whose generated format is the signed `int32` or `int64`.
 fn set_limits(object: &mut Object) {
     let is_integer = match &object.schema_type {
         SchemaType::Type(kind) => *kind == Type::Integer,

@@ -95,33 +95,33 @@ pub(super) async fn check(
     else {
         return Ok(());
     };
-    let owned = match kind {
-        Kind::Job => job_owner(auth, name).await?,
-        Kind::Run => job_owner(auth, auth.run_id(caller, name).as_str()).await?,
+    let ownership = match kind {
+        Kind::Job => job_ownership(auth, name).await?,
+        Kind::Run => job_ownership(auth, auth.run_id(caller, name).as_str()).await?,
         // A checkpoint's id begins with the id of its job. Whether the checkpoint exists is checked by the handler.
-        Kind::Checkpoint => job_owner(auth, name.split('-').next().unwrap_or_default()).await?,
+        Kind::Checkpoint => job_ownership(auth, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.dataset_ownership(name).await?,
-        Kind::Model => model_owner(auth, caller, name).await?,
+        Kind::Model => model_ownership(auth, caller, name).await?,
         Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.ownership),
     };
-    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
+    let Some(ownership) = ownership.filter(|ownership| caller.sees_owned(ownership)) else {
         return Err(kind.not_found(route));
     };
     let is_read =
         matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || UNCHANGING_POSTS.contains(&route);
-    if is_read || auth.may_change(caller, owned.owner.as_deref()) {
+    if is_read || auth.may_change(caller, ownership.owner.as_deref()) {
         return Ok(());
     }
-    Err(Error::Forbidden(not_yours(kind, &owned)))
+    Err(Error::Forbidden(not_yours(kind, &ownership)))
 }
 
-async fn job_owner(auth: &Auth, id: &str) -> Result<Option<Ownership>> {
+async fn job_ownership(auth: &Auth, id: &str) -> Result<Option<Ownership>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     Ok(auth.store.job_ownership(&id).await?)
 }
 
 /// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
-async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Ownership>> {
+async fn model_ownership(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Ownership>> {
     let versions = auth.store.model_versions(Some(name)).await?;
     let is_visible = versions.iter().any(|row| caller.sees_owned(&row.ownership));
     let first = versions.into_iter().next().filter(|_| is_visible);

@@ -38,7 +38,7 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
         "/api/v1/agents/{id}" | "/api/v1/agents/{id}/drain" | "/api/v1/agents/{id}/undrain" => {
             Requirement::Scope(Scope::Admin)
         }
-        // Read requests that have a body.
+        // Requests that change nothing, although their method is POST.
         "/api/v1/jobs/form"
         | "/api/2.0/mlflow/experiments/search"
         | "/api/2.0/mlflow/runs/search"
@@ -78,9 +78,9 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 /// Whether a request is written to the audit log, because it may change something.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded, because no person made them, and each part of a file would have an entry.
-    let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
+    let is_by_agent = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     let is_exempt = method != Method::DELETE && route.is_some_and(|route| NOT_RECORDED.contains(&route));
-    !is_safe(method) && !is_agents && !is_exempt && !is_upload(method, route)
+    !is_safe(method) && !is_by_agent && !is_exempt && !is_upload(method, route)
 }
 
 /// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an

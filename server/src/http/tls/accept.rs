@@ -22,7 +22,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) async fn accept(
     acceptor: &TlsAcceptor,
     stream: TcpStream,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<TlsStream<TcpStream>, Option<RefusedCertificate>> {
     let work = async {
         let mut first = [0];
@@ -45,7 +45,7 @@ pub(crate) async fn accept(
             }
         }
     };
-    tokio::time::timeout(patience, work).await.unwrap_or(Err(None))
+    tokio::time::timeout(timeout, work).await.unwrap_or(Err(None))
 }
 
 /// Lets a client read the last bytes that were sent: the alert with the reason of a refusal, or a response. If the connection were closed

@@ -98,7 +98,7 @@ pub(crate) struct AgentTrust {
     /// Names of the authorities, which are sent to clients, so that browsers offer only matching certificates.
     hints: Vec<DistinguishedName>,
     current: RwLock<Arc<Trust>>,
-    files: Mutex<Watched>,
+    files: Mutex<WatchedFiles>,
     changed: watch::Sender<()>,
     /// Name and certificate of agents that have joined since this server started, by the agent's id.
     joined: Mutex<BTreeMap<String, (String, Facts)>>,
@@ -111,9 +111,9 @@ struct Trust {
     next_update: Option<Timestamp>,
 }
 
-struct Watched {
+struct WatchedFiles {
     stamp: super::Stamp,
-    /// Why the current files are not used.
+    /// Why the files on the disk are not used; `None` if they are used.
     refusal: Option<String>,
     /// Whether the log has a warning that the revocation list is out of date.
     is_outdated: bool,
@@ -184,7 +184,7 @@ impl AgentTrust {
             is_own,
             hints: trust.verifier.root_hint_subjects().to_vec(),
             current: RwLock::new(Arc::new(trust)),
-            files: Mutex::new(Watched { stamp, refusal: None, is_outdated: false }),
+            files: Mutex::new(WatchedFiles { stamp, refusal: None, is_outdated: false }),
             changed: watch::Sender::new(()),
             joined: Mutex::default(),
         }))
@@ -338,10 +338,10 @@ impl AgentTrust {
                 expires_soon(&format!("the certificate of the agent {name}"), facts, now)
             })
             .collect();
-        let more = expiring.len().saturating_sub(MAX_NAMED);
+        let unnamed = expiring.len().saturating_sub(MAX_NAMED);
         warnings.extend(expiring.into_iter().take(MAX_NAMED));
-        if more > 0 {
-            let agents = plural(more as u64, "more agent");
+        if unnamed > 0 {
+            let agents = plural(unnamed as u64, "more agent");
             warnings.push(format!("the certificates of {agents} expire soon; see the page Machines"));
         }
         warnings

@@ -115,11 +115,11 @@ impl Authority {
         if !certificate.exists() {
             return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
         }
-        // The key must belong to the certificate, and the certificate must not have expired.
         let der = pem_files::read_certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
         let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
+        // Fails if the key does not belong to the certificate.
         files::read_pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
             return Err(format!(
@@ -129,6 +129,7 @@ impl Authority {
                 minute(facts.not_after)
             ));
         }
+        // The parameters of `new_authority` that `Issuer` needs.
         let name = facts.common_name.clone().ok_or_else(|| not_ours(&certificate))?;
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();

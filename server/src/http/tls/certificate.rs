@@ -48,9 +48,9 @@ impl Name {
 /// Facts of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
-    /// The serial number.
+    /// The serial number, the most significant byte first.
     pub serial: Vec<u8>,
-    /// The subject's common name, if the subject has no other attribute.
+    /// The subject's common name, if the subject has no other attribute, as in certificates of the server's own authority.
     pub common_name: Option<String>,
     /// The subject's last common name.
     pub subject_name: Option<String>,
@@ -120,7 +120,7 @@ pub(super) fn next_update(list: &[u8]) -> Option<Timestamp> {
 }
 
 const DAY: i64 = 24 * 3600;
-/// Seconds before its expiry from which a certificate with a longer validity should be renewed.
+/// A certificate expires soon if it is valid for fewer seconds. For certificates with a shorter validity, see [`Facts::expires_soon`].
 const SOON: i64 = 90 * DAY;
 
 /// Converts a time. Certificates without an end have the last second of the year 9999, which is later than [`Timestamp::MAX`].

@@ -15,7 +15,7 @@ use std::{path::Path, sync::Arc};
 
 /// A certificate with its key.
 #[derive(Debug)]
-pub(super) struct Loaded {
+pub(super) struct LoadedCertificate {
     pub(super) key: Arc<CertifiedKey>,
     pub(super) facts: Facts,
 }
@@ -24,7 +24,7 @@ pub(super) struct Loaded {
 ///
 /// # Errors
 /// A sentence that says what to change.
-pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
+pub(super) fn load(certificate: &Path, key: &Path) -> Result<LoadedCertificate, String> {
     let shown = certificate.display();
     let certified = read_pair(certificate, key)?;
     let facts = first_facts(certificate, &certified.cert)?;
@@ -44,7 +44,7 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
             minute(facts.not_before)
         ));
     }
-    Ok(Loaded { key: Arc::new(certified), facts })
+    Ok(LoadedCertificate { key: Arc::new(certified), facts })
 }
 
 /// The facts of the first certificate of a chain that was read from `path`.

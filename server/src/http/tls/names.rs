@@ -32,17 +32,17 @@ pub fn addresses() -> Vec<IpAddr> {
             found.push(ip);
         }
     }
-    // IPv4 comes first. The system may list addresses of container bridges, which other machines cannot reach, before the address of the
-    // default route.
-    let outward = outward();
-    found.sort_by_key(|ip| (Some(*ip) != outward, ip.is_ipv6()));
+    // The address of the default route comes first, because the system may list addresses of container bridges, which other machines
+    // cannot reach, before it. IPv4 addresses come before IPv6 addresses.
+    let default = default_route_address();
+    found.sort_by_key(|ip| (Some(*ip) != default, ip.is_ipv6()));
     found.truncate(MAX_ADDRESSES);
     found
 }
 
 /// The address from which this machine connects to other machines. No packet is sent, because connecting a UDP socket only looks up the
 /// route, here to an address that is reserved for documentation (RFC 5737).
-fn outward() -> Option<IpAddr> {
+fn default_route_address() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;
     Some(socket.local_addr().ok()?.ip())

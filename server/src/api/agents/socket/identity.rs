@@ -43,15 +43,15 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     let Some(token) = caller.token() else { return Ok(()) };
     let _one_at_a_time = auth.access.change_lock.lock().await;
     // Reads the token again, because an earlier connection may have bound it.
-    let mut bound = auth.access.token(&token.id).ok_or("this agent's token is no longer known")?;
+    let mut stored = auth.access.token(&token.id).ok_or("this agent's token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
     let known_agents = auth.store.agents_by_name_or_id(&agent.name, &agent.id).await.map_err(failed)?;
-    match &bound.token.agent_id {
+    match &stored.token.agent_id {
         Some(id) if *id == agent.id => {
             let has_taken_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
             // An admin made the token for this name, or no other agent has the name.
-            let is_allowed =
-                bound.token.agent.as_deref() == Some(&agent.name) || !known_agents.iter().any(has_taken_name);
+            let is_allowed = stored.token.agent.as_deref() == Some(&agent.name)
+                || !known_agents.iter().any(has_taken_name);
             return is_allowed.then_some(()).ok_or_else(|| {
                 format!(
                     "{:?} is the name of another machine; give this agent another name with --name",
@@ -62,11 +62,11 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
         Some(_) => return Err(wrong_agent(token, agent)),
         None => {}
     }
-    if bound.token.revoked_at.is_some() {
+    if stored.token.revoked_at.is_some() {
         return Err("this agent's token was revoked".into());
     }
     let known = known_agents.iter().find(|row| row.id == agent.id);
-    let name = bound.token.agent.as_deref();
+    let name = stored.token.agent.as_deref();
     let may_bind = if is_certificate(token) {
         let is_named = |row: &AgentRow| name == Some(row.name.as_str()) || name == Some(row.id.as_str());
         is_named(agent) && known.is_none_or(is_named)
@@ -78,13 +78,13 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     }
     // Also stores the earlier revocations of the certificate's name, which may be only in memory.
     if is_certificate(token) {
-        for row in auth.access.earlier_revocations(bound.token.agent.as_deref().unwrap_or_default()) {
+        for row in auth.access.earlier_revocations(stored.token.agent.as_deref().unwrap_or_default()) {
             auth.store.put_token(&row).await.map_err(failed)?;
         }
     }
-    bound.token.agent_id = Some(agent.id.clone());
-    auth.store.put_token(&bound).await.map_err(failed)?;
-    auth.access.put_token(bound);
+    stored.token.agent_id = Some(agent.id.clone());
+    auth.store.put_token(&stored).await.map_err(failed)?;
+    auth.access.put_token(stored);
     Ok(())
 }
 
@@ -98,17 +98,17 @@ fn wrong_agent(token: &Token, agent: &AgentRow) -> String {
             token.name
         );
     }
-    let bound = token.agent.as_deref().unwrap_or_default();
-    if token.agent_id.is_none() && bound != name {
+    let certified = token.agent.as_deref().unwrap_or_default();
+    if token.agent_id.is_none() && certified != name {
         return format!(
-            "the certificate is for an agent named {bound:?}, but this agent is named {name}; start this agent with --name {bound}, or \
-             have a certificate issued for this agent: lockstep ca issue {name} --agent"
+            "the certificate is for an agent named {certified:?}, but this agent is named {name}; start this agent with --name \
+             {certified}, or have a certificate issued for this agent: lockstep ca issue {name} --agent"
         );
     }
     format!(
-        "the certificate's name {bound:?} is bound to another agent, not to this agent (id {id}); start this agent with the --data-dir of \
-         the other agent, or have a certificate with another name issued. If the other agent no longer exists, an admin frees the name \
-         (lockstep token revoke {}) and issues the certificate again",
+        "the certificate's name {certified:?} is bound to another agent, not to this agent (id {id}); start this agent with the \
+         --data-dir of the other agent, or have a certificate with another name issued. If the other agent no longer exists, an admin \
+         frees the name (lockstep token revoke {}) and issues the certificate again",
         token.id
     )
 }

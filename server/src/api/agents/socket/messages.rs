@@ -21,7 +21,8 @@ pub(super) const HELLO_BYTES: usize = 2 << 20;
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 
-/// Returns a message and its length in bytes; `None` until the last part of a message has arrived.
+/// Returns a message and its length in bytes. `None` for a part of a message, unless it is the last part, and for frames of the websocket
+/// protocol itself, such as a ping.
 pub(super) async fn read(
     message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,

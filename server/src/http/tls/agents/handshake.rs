@@ -46,7 +46,7 @@ impl ClientCertVerifier for AgentTrust {
             let facts = Facts::read(end_entity);
             let who = facts.as_ref().map_or_else(|| "(unreadable)".to_owned(), who);
             let refused = RefusedCertificate { who, why: self.in_words(error, facts.as_ref()) };
-            // Outside of `handshake`, the reason is not needed.
+            // Fails outside of `handshake`, where the reason is not needed.
             let _ = REFUSED.try_with(|place| *place.borrow_mut() = Some(refused));
         })
     }

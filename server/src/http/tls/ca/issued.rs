@@ -22,7 +22,7 @@ const MIN_DIGITS: usize = 16;
 /// Maximum length of a serial number in hexadecimal digits (RFC 5280: 20 bytes).
 const MAX_DIGITS: usize = 40;
 /// Number of days for which expired certificates stay in the records. No program accepts expired certificates.
-const KEPT_DAYS: i64 = 365;
+const RETENTION_DAYS: i64 = 365;
 /// Validity of the revocation list in days. The list is signed again with each change, but some programs, such as openssl, require a date.
 const LIST_DAYS: i64 = 3650;
 
@@ -121,7 +121,7 @@ impl Authority {
     pub(super) fn add_record(&self, record: Record) -> Result<(), String> {
         let _lock = self.lock()?;
         let mut records = self.issued()?;
-        let oldest = crate::now().as_second() - KEPT_DAYS * 86_400;
+        let oldest = crate::now().as_second() - RETENTION_DAYS * 86_400;
         records.retain(|record| record.not_after.as_second() > oldest);
         if records.len() >= MAX_RECORDS {
             return Err(format!(
@@ -235,7 +235,7 @@ impl Authority {
 /// A serial number for a new certificate: positive, 16 bytes.
 pub(super) fn new_serial() -> Vec<u8> {
     let mut bytes = uuid::Uuid::new_v4().into_bytes();
-    // Neither a leading zero nor the sign bit, which would add a byte to the encoded number.
+    // The first byte is not zero, and its sign bit is clear, so the encoded number has exactly 16 bytes.
     bytes[0] = bytes[0] & 0x7f | 0x40;
     bytes.to_vec()
 }

@@ -34,7 +34,7 @@ const STORE_INTERVAL: Duration = Duration::from_secs(20);
 const PURGE_INTERVAL: Duration = Duration::from_secs(600);
 /// Number of samples in memory: ten minutes with one sample every five seconds.
 const RECENT_SAMPLES: usize = 120;
-/// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send a sample every five seconds.
+/// Minimum time between two samples of an agent. A sample that arrives sooner is ignored. Agents send a sample every five seconds.
 const MIN_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of minutes of a machine that wait to be stored while the database cannot be written.
 const MAX_UNSTORED: usize = 60;

@@ -299,7 +299,9 @@ pub(super) fn end_attempt(
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
             vec![change_state(row, JobState::Cancelled, Some(reason.into()), None, at)?]
         }
-        (_, Some(stop)) => vec![change_state(row, JobState::Cancelled, Some(stop), None, at)?],
+        (_, Some(cancel_reason)) => {
+            vec![change_state(row, JobState::Cancelled, Some(cancel_reason), None, at)?]
+        }
         (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
             vec![pause_or_requeue(row, None, at)?]
         }

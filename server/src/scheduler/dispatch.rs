@@ -143,7 +143,7 @@ async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<
         skip_permanent_error(&job, ended)?;
     }
     // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
-    if scheduler.agents.inbox.has_ends() {
+    if scheduler.agents.inbox.has_waiting_ends() {
         let _ = tokio::time::timeout(ENDS_TIMEOUT, scheduler.agents.inbox.flush()).await;
     }
     let (snapshot, plan) = make_plan(scheduler).await?;

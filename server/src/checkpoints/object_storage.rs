@@ -200,9 +200,9 @@ impl ObjectStorage {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
+            let path_of = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
             kept.is_some_and(|kept| {
-                *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
+                *path == manifest || kept.files.iter().map(path_of).any(|file_path| file_path == *path)
             })
         };
         let listed = self.objects.list(Some(&prefix.path)).map_ok(|object| object.location);

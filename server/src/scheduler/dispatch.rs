@@ -142,7 +142,7 @@ async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<
         let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(why_early)).await;
         skip_permanent_error(&job, ended)?;
     }
-    // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
+    // The claims of this round would wait for the transaction of these ends anyway, and this round can then use the freed slots.
     if scheduler.agents.inbox.has_waiting_ends() {
         let _ = tokio::time::timeout(ENDS_TIMEOUT, scheduler.agents.inbox.flush()).await;
     }
@@ -175,7 +175,7 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
 
 async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let now = crate::now();
-    let mut held = scheduler.agents.leases.jobs_in_slots();
+    let mut jobs_in_slots = scheduler.agents.leases.jobs_in_slots();
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
@@ -185,7 +185,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let slots_in_use = held.remove(id).unwrap_or_default().into_keys().collect();
+        let slots_in_use = jobs_in_slots.remove(id).unwrap_or_default().into_keys().collect();
         Arc::new(AgentState {
             only_job: agent.only_job,
             takes_work,
@@ -198,7 +198,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let fair_share = match scheduler.config.fair_share {
         // Without authentication, jobs have no owner.
         FairShare::Owner if scheduler.config.no_auth => FairShare::Project,
-        by => by,
+        fair_share => fair_share,
     };
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;

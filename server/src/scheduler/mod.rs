@@ -174,6 +174,7 @@ pub(crate) struct Start {
 /// Running jobs that end in favour of a waiting job.
 #[derive(Debug)]
 pub(crate) struct Preemption {
+    /// The waiting job.
     pub(crate) row: Arc<JobRow>,
     pub(crate) victims: Vec<JobId>,
     /// Jobs that are already ending and whose slots the waiting job counts on.

@@ -81,7 +81,7 @@ fn differ_only_in_counts(known: &Reason, why: &Reason) -> bool {
 async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
     match store(scheduler, reasons).await {
         Ok(()) => {}
-        // The next round queues them again.
+        // The next round of dispatch queues these reasons again.
         Err(error) if error.is_temporary() => {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(RETRY_PAUSE).await;

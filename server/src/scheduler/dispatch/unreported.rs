@@ -1,5 +1,5 @@
-//! Checkpoints on the server's disk that were never reported, because the ranks continued while the server or their agent was unreachable,
-//! and ended.
+//! Checkpoints on the server's disk that were never reported, because the ranks continued and ended while the server or their agent was
+//! unreachable.
 
 use crate::checkpoints::{
     artifact_checks::has_expected_sizes,

@@ -271,12 +271,12 @@ impl SqlStore {
         query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
         let (rows, reached_size) = bounded(query.build().fetch(&self.reader), long_columns_bytes).await?;
         // Counts rows, not jobs, so that an unreadable job does not end the list.
-        let more = reached_size || rows.len() > limit as usize;
+        let has_more = reached_size || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
             Ok(Cursor { value: sort_value(row, column_type)?, id: row.try_get("id")? })
         };
-        let next = page.last().filter(|_| more).map(cursor).transpose()?;
+        let next = page.last().filter(|_| has_more).map(cursor).transpose()?;
         let mut jobs = Vec::with_capacity(page.len());
         for part in page.chunks(ROWS_PER_YIELD) {
             jobs.extend(readable(part.iter().map(|row| Ok(job_row(row)?.job))));

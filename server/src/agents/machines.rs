@@ -205,13 +205,13 @@ impl Machines {
 
     /// Takes the minutes that are over at the time `now`.
     fn take_minutes(&self, now: Timestamp) -> Vec<MinuteRow> {
-        let mut taken = Vec::new();
+        let mut minutes = Vec::new();
         for (agent, measured) in lock(&self.by_agent).iter_mut() {
-            taken.extend(measured.unstored.drain(..));
+            minutes.extend(measured.unstored.drain(..));
             // This also ends the last minute of a machine that has disconnected.
-            taken.extend(measured.minute.finish_if_over(agent, now));
+            minutes.extend(measured.minute.finish_if_over(agent, now));
         }
-        taken
+        minutes
     }
 
     /// Takes minutes back that could not be stored.

@@ -84,9 +84,11 @@ impl From<String> for JoinError {
 #[derive(Debug, Clone)]
 pub(crate) enum RequestError {
     NobodyOnline,
-    /// No online agent has these files.
+    /// No online agent has all files of the request.
     NobodyHasFiles {
+        /// A file that an agent lacks.
         path: String,
+        /// The names of the agents.
         asked: Vec<String>,
     },
     /// The agent disconnected or took too long.

@@ -138,8 +138,8 @@ impl Checkpoints {
         online.filter(|id| !self.agents.leases.is_given_up(id)).collect()
     }
 
-    /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
-    /// newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
+    /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or
+    /// the newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
     /// checks.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
@@ -180,6 +180,7 @@ impl Checkpoints {
                 }
             }
             is_newest_elsewhere = true;
+            // This agent has the checkpoint on its own disk.
             if holders.iter().any(|holder| holder.agent_id == agent_id) {
                 break;
             }

@@ -59,7 +59,7 @@ pub(crate) async fn restore_leases(scheduler: &Scheduler) -> Result<()> {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
         scheduler.agents.leases.add(attempt.clone(), places);
-        // The `Welcome` message to an agent repeats an order to stop.
+        // If the ranks must end, the `Welcome` message to each agent repeats the order, so no other order is needed.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
             && let Some(row) = scheduler.store.job(&attempt.job).await?

@@ -146,7 +146,7 @@ pub trait Store {
     async fn job_groups(
         &self,
         filter: &JobFilter,
-        by: &[GroupBy],
+        criteria: &[GroupBy],
         metrics: &[SortBy],
         max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>>;

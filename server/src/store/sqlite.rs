@@ -207,8 +207,8 @@ impl Lock {
                 read.map_err(failed)?;
             }
             Err(TryLockError::WouldBlock) => {
-                let by = note.split(',').next().filter(|by| !by.is_empty()).map(str::to_owned);
-                return Err(ServeError::DatabaseInUse { path: name, by });
+                let process = note.split(',').next().filter(|process| !process.is_empty());
+                return Err(ServeError::DatabaseInUse { path: name, by: process.map(str::to_owned) });
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }

@@ -100,11 +100,16 @@ fn warn_if_writable(path: &Path) {
 fn permission_warnings(mode: u32, owner: u32, server_uid: u32) -> Vec<String> {
     let mut warnings = Vec::new();
     if mode & 0o002 != 0 {
-        warnings.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
+        let warning = "every account of this machine can write here and become admin of this server: remove that permission with \
+                       chmod o-w";
+        warnings.push(warning.into());
     }
     // Files of root need no warning, because root can change all files.
     if owner != server_uid && owner != 0 {
-        warnings.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
+        warnings.push(format!(
+            "it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the \
+             server's account with chown"
+        ));
     }
     warnings
 }

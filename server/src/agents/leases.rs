@@ -204,6 +204,7 @@ impl Leases {
         let mut renew_one = |attempt: &AttemptRef| {
             let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
+                // An attempt no longer belongs to an agent that was lost or given up (`Unknown`).
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
                     hold.expires_at = expires_at;
                     hold.has_order = true;

@@ -148,7 +148,7 @@ impl Checkpoints {
         time_left: &mut Duration,
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
-        // Pretrained weights are a checkpoint of another job.
+        // Pretrained weights may be a checkpoint of another job.
         if self.artifact_store.is_some()
             && let Some(pretrained) = &job.spec.model.pretrained
             && let Some(row) = self.store.checkpoint(pretrained).await?

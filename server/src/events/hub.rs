@@ -47,7 +47,7 @@ enum Unpublished {
 
 #[derive(Debug, Default)]
 struct WatchedJob {
-    /// Number of the newest published event.
+    /// Number of the newest event that was announced to readers.
     last_seq: watch::Sender<u64>,
     /// The newest events, without a gap.
     recent: VecDeque<Arc<EventRow>>,
@@ -86,7 +86,7 @@ impl Hub {
         {
             let newest = watched.recent.back().map(|e| e.seq);
             if newest.is_none_or(|seq| last.seq > seq) {
-                // After a gap, the earlier events are of no use to readers.
+                // `recent` must not have a gap.
                 if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first_seq() != seq + 1))
                 {
                     watched.recent.clear();

@@ -168,7 +168,7 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
                 }
                 found => found?,
             };
-            snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+            snapshot.checkpoint_waits.insert((row.job.id.clone(), reader), wait);
         }
     }
 }
@@ -203,8 +203,16 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
     let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
-    let (started_at, checkpoints) = (scheduler.started_at, HashMap::new());
-    Ok(Snapshot { now, started_at, agents, waiting, yielding_jobs, fair_share, slots_of_shares, checkpoints })
+    Ok(Snapshot {
+        now,
+        started_at: scheduler.started_at,
+        agents,
+        waiting,
+        yielding_jobs,
+        fair_share,
+        slots_of_shares,
+        checkpoint_waits: HashMap::new(),
+    })
 }
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.

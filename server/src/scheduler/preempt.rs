@@ -41,7 +41,7 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
         &round.reserved_slots,
     )?;
     if let Some(Wait { why, keeps_slots }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
-        // No job is preempted yet, because its slots would be given to other jobs meanwhile. Free slots are reserved during a check.
+        // No job is preempted yet, because other jobs would get the freed slots meanwhile. Free slots are reserved during a check.
         for (c, slots) in choice.chosen.iter().filter(|_| keeps_slots) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();

@@ -109,7 +109,7 @@ impl<'a> Round<'a> {
         }
         // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
-        let known = self.snapshot.checkpoints.get(&(job.id.clone(), reader.to_owned()));
+        let known = self.snapshot.checkpoint_waits.get(&(job.id.clone(), reader.to_owned()));
         if known.is_none() {
             self.plan.unknown_checkpoints.push((Arc::clone(row), reader.to_owned()));
         }

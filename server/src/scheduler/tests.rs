@@ -83,7 +83,7 @@ fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
         yielding_jobs: Vec::new(),
         fair_share: FairShare::Project,
         slots_of_shares: HashMap::new(),
-        checkpoints: HashMap::new(),
+        checkpoint_waits: HashMap::new(),
     }
 }
 
@@ -168,7 +168,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             let wait = random
                 .chance(40)
                 .then(|| Wait { why: Reason::from(why).into(), keeps_slots: random.chance(50) });
-            let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+            let known = snapshot.checkpoint_waits.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }
     }
@@ -355,7 +355,7 @@ fn every_job_that_waits_has_a_true_reason() {
                     would_fit && !fits && is_explained
                 }
                 ReasonKind::WaitingForCheckpoint { .. } => {
-                    snapshot.checkpoints.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
+                    snapshot.checkpoint_waits.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
                 }
                 _ => false,
             };
@@ -434,7 +434,7 @@ fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
                     .unknown_checkpoints
                     .into_iter()
                     .map(|(row, reader)| ((row.job.id.clone(), reader), None));
-                snapshot.checkpoints.extend(known);
+                snapshot.checkpoint_waits.extend(known);
             };
             for start in &plan.starts {
                 let end = now + 1 + random.below(2);

@@ -1,6 +1,6 @@
 //! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
-//! [`WaitingJobs::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
-//! store ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
+//! [`JobQueue::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
+//! store ([`JobQueue::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
 use crate::{
     store::{JobRow, QueuePlace, Result, Store, WaitingVersion},
@@ -16,8 +16,9 @@ use std::{
 /// The sort key of the queue: highest priority first, then the oldest job.
 type SortKey = (Reverse<i32>, i64, JobId);
 
+/// The queue in memory.
 #[derive(Debug, Default)]
-pub(crate) struct WaitingJobs {
+pub(crate) struct JobQueue {
     queue: Mutex<QueueState>,
     /// Held while jobs are read from the store.
     reading: tokio::sync::Mutex<()>,
@@ -37,7 +38,7 @@ struct QueueState {
 
 /// Jobs that are being read. If the read fails or its task is cancelled, dropping this value queues the jobs for the next reader.
 struct Reading<'a> {
-    jobs: &'a WaitingJobs,
+    jobs: &'a JobQueue,
     changed: Vec<JobId>,
 }
 
@@ -79,7 +80,7 @@ impl QueueState {
     }
 }
 
-impl WaitingJobs {
+impl JobQueue {
     /// Notes that a job was changed in the store.
     pub(crate) fn note_change(&self, job: &Job) {
         let mut queue = lock(&self.queue);

@@ -299,7 +299,7 @@ impl Agents {
         }
     }
 
-    /// Notes whether an agent accepts work. Returns whether this has changed.
+    /// Notes why an agent accepts no work (`None`: it accepts work). Returns whether the reason has changed.
     pub(crate) fn set_no_work(&self, id: &str, no_work_reason: Option<String>) -> bool {
         let mut online = lock(&self.online);
         let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work_reason != no_work_reason) else {
@@ -391,7 +391,7 @@ impl Agents {
         }
     }
 
-    /// The request's agent, and the number of requests before this request; `None` after its reply.
+    /// The request's agent, and the number of requests before this request; `None` after the reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
         let request = pending.get(&id)?;

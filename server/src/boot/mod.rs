@@ -42,7 +42,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for requests in progress when the server stops, and after that for websockets and tasks.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs the server until `shutdown` completes. Calls `ready` once it accepts connections.
+/// Runs the server until `shutdown` completes. Calls `ready` once the server accepts connections.
 ///
 /// # Errors
 /// [`ServeError`], which determines the exit status. Address and data directory are checked before the database is opened.

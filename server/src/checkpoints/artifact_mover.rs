@@ -1,8 +1,8 @@
 //! Uploads checkpoints to the object store in the background, and deletes the objects of deleted checkpoints. Two checkpoints are processed
 //! at a time, and their files are sent in parts, which limits memory and network use.
 //!
-//! The row of a copy is written before its first object and deleted after its last object. A row without a checkpoint names objects that
-//! are to be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
+//! The row of a copy is written before the copy's first object and deleted after its last object. A row without a checkpoint names objects
+//! that are to be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
 
 use super::{
     Checkpoints,
@@ -222,7 +222,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
             store.storage.delete(&prefix, None).await
         };
         let deleted = deleted.await;
-        // A store that is not mounted looks empty, so it is confirmed again.
+        // A store that is not mounted looks empty, so the deletion counts only if the store is confirmed again.
         store.confirm(&*checkpoints.store).await?;
         store.note_success(RequestKind::Other);
         let failed = "the objects of a checkpoint cannot be deleted";

@@ -28,7 +28,7 @@ const PARTS_CHUNK_BYTES: usize = 1 << 20;
 /// The location of a dataset's files.
 #[derive(Debug, Clone)]
 pub(crate) struct Tree {
-    /// The dataset's folder, without links. Nothing outside it is read.
+    /// The dataset's folder, a path without symbolic links. Nothing outside the folder is read.
     root: PathBuf,
     kind: Kind,
     /// The file or the pattern, relative to `root`. Empty for a folder.
@@ -322,7 +322,7 @@ impl Parts {
         while !self.has_ended && out.len() < PARTS_CHUNK_BYTES {
             let Some(part) = self.parts.next() else { break };
             // A part is read whole before it is sent, so that a read error is reported to the agent. If the response were truncated
-            // instead, the agent would request it again and again.
+            // instead, the agent would repeat its request again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
             if let Err((code, message)) = self.append_part(&part, &mut out) {

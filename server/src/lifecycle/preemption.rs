@@ -10,7 +10,7 @@ use lockstep_protocol::{
 };
 
 /// Orders the ranks of a job to end for the job `preemptor`. Nothing changes if the ranks are ending already, or if this version does not
-/// know the job's stored state. The reason does not name a private `preemptor`, because people who see the preempted job may not see it.
+/// know the job's stored state. The reason does not name a private `preemptor`, because others may see the preempted job.
 pub fn preempt(row: &mut JobRow, preemptor: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     if !matches!(row.job.state, JobState::Starting | JobState::Running)
         || row.cancel_reason.is_some()

@@ -214,7 +214,7 @@ pub trait Store {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job that had ended at `before`, has points among its events, and was submitted after the job `after`.
+    /// The oldest job that had ended by the time `before`, has points among its events, and was submitted after the job `after`.
     async fn oldest_job_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
@@ -284,7 +284,7 @@ pub trait Store {
     async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
-    /// Replaces a marker that was restored from a backup by this database's own marker.
+    /// Replaces the marker `restored`, which was restored from a backup, with the new marker `own` of this database.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
     /// the new address.

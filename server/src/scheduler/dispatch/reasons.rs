@@ -27,7 +27,7 @@ pub(super) struct UnstoredReasons {
 }
 
 impl UnstoredReasons {
-    /// Queues the reason why a job waits, if it is worth an event.
+    /// Queues the reason why a job waits, unless the job shows the same reason already, or agents are still reconnecting.
     pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
         let is_event = !machines_may_come_back(scheduler, &row.job)
             && lifecycle::shows_wait_reason(&row.job, why)

@@ -165,7 +165,7 @@ impl SqlStore {
         let attempt_row = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
-                // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
+                // If the places cannot be read, no agent renews the lease, and the attempt is lost when the lease expires.
                 places: json_or_default(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: job_id(&id)?,

@@ -31,7 +31,7 @@ pub(crate) enum QueueItem {
         report: Box<Report>,
         reservation: Reservation,
     },
-    /// Sends a message when all items before this item are stored.
+    /// Tells the caller of [`Inbox::flush`] that all items before this item are stored.
     Flush(oneshot::Sender<()>),
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn minute_of(at: Timestamp) -> i64 {
 /// The minute to which points are being added.
 #[derive(Debug)]
 pub(crate) struct Minute {
-    /// See [`minute_of`].
+    /// The number of the minute ([`minute_of`]).
     minute: i64,
     point_count: u32,
     sums: Sums,

@@ -78,7 +78,7 @@ async fn agents_with_files(
     let mut missing = None;
     for (agent, existing) in join_all(checks).await {
         match existing {
-            // For each path, whether the agent has the file.
+            // `existing` says for each path whether the agent has the file.
             Some(existing) => match existing.iter().position(|exists| !exists) {
                 None => with_files.push(agent),
                 Some(index) => {

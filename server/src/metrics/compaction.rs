@@ -48,7 +48,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
 /// What happens to the last rows of a job, which cost less than a batch.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Rest {
-    /// They wait for further rows.
+    /// The last rows wait for further rows.
     Wait,
     Compact,
 }

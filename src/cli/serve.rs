@@ -345,7 +345,7 @@ impl Server {
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
-        let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
+        let token_file = self.running.ensure_agent_token(&agent_id, &token).await?.then_some(token);
         let settings = Settings { server: self.url(), dir, options, log, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())

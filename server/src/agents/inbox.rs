@@ -26,12 +26,12 @@ pub(crate) enum QueueItem {
     Report {
         /// The agent that gets the acknowledgement.
         agent: String,
-        /// The connection for the acknowledgement.
+        /// The connection on which the report came.
         connection: ReportConnection,
         report: Box<Report>,
         reservation: Reservation,
     },
-    /// A flush: its sender is notified when everything before it is stored.
+    /// Tells the caller of [`Inbox::flush`] that all items before this item are stored.
     Flush(oneshot::Sender<()>),
 }
 
@@ -65,7 +65,7 @@ impl ReportConnection {
 /// The sending half of the queue, which connections use.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
-    to: mpsc::UnboundedSender<QueueItem>,
+    sender: mpsc::UnboundedSender<QueueItem>,
     permits: Arc<Semaphore>,
     /// Number of ends of attempts that wait to be stored.
     waiting_ends: Arc<AtomicUsize>,
@@ -93,10 +93,10 @@ impl Drop for CountedEnd {
 
 impl Inbox {
     pub(crate) fn new() -> (Self, Queue) {
-        let (to, queue) = mpsc::unbounded_channel();
+        let (sender, queue) = mpsc::unbounded_channel();
         (
             Self {
-                to,
+                sender,
                 permits: Arc::new(Semaphore::new(MAX_QUEUE_BYTES / PERMIT_BYTES)),
                 waiting_ends: Arc::default(),
             },
@@ -121,19 +121,19 @@ impl Inbox {
             self.waiting_ends.fetch_add(1, Ordering::Relaxed);
             reservation.end = Some(CountedEnd(Arc::clone(&self.waiting_ends)));
         }
-        let _ = self.to.send(item);
+        let _ = self.sender.send(item);
     }
 
     /// Whether the end of an attempt has arrived and is not stored yet. The attempt's slots become free soon.
-    pub(crate) fn has_ends(&self) -> bool {
+    pub(crate) fn has_waiting_ends(&self) -> bool {
         self.waiting_ends.load(Ordering::Relaxed) > 0
     }
 
     /// Returns when everything that was queued before this call is stored.
     pub(crate) async fn flush(&self) {
-        let (to, done) = oneshot::channel();
-        if self.to.send(QueueItem::Flush(to)).is_ok() {
-            let _ = done.await;
+        let (done, is_stored) = oneshot::channel();
+        if self.sender.send(QueueItem::Flush(done)).is_ok() {
+            let _ = is_stored.await;
         }
     }
 }

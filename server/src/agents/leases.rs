@@ -204,6 +204,7 @@ impl Leases {
         let mut renew_one = |attempt: &AttemptRef| {
             let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
+                // An attempt no longer belongs to an agent that was lost or given up (`Unknown`).
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
                     hold.expires_at = expires_at;
                     hold.has_order = true;
@@ -262,7 +263,7 @@ impl Leases {
         lock(&self.table).lease_of(attempt).is_some_and(|lease| lease.live_hold_on(agent_id).is_some())
     }
 
-    /// The attempt of a job that may run.
+    /// A job's attempt that may run.
     pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
         lock(&self.table).by_job.get(job).map(|lease| lease.attempt.clone())
     }
@@ -302,7 +303,7 @@ impl Leases {
         lock(&self.table).by_job.iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
-    /// The places of a job's ranks.
+    /// The places of a job's ranks that may run.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
         lock(&self.table).by_job.get(job).map(Lease::live_places).unwrap_or_default()
     }

@@ -34,7 +34,7 @@ const STORE_INTERVAL: Duration = Duration::from_secs(20);
 const PURGE_INTERVAL: Duration = Duration::from_secs(600);
 /// Number of samples in memory: ten minutes with one sample every five seconds.
 const RECENT_SAMPLES: usize = 120;
-/// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send a sample every five seconds.
+/// Minimum time between two samples of an agent. A sample that arrives sooner is ignored. Agents send a sample every five seconds.
 const MIN_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of minutes of a machine that wait to be stored while the database cannot be written.
 const MAX_UNSTORED: usize = 60;
@@ -205,13 +205,13 @@ impl Machines {
 
     /// Takes the minutes that are over at the time `now`.
     fn take_minutes(&self, now: Timestamp) -> Vec<MinuteRow> {
-        let mut taken = Vec::new();
+        let mut minutes = Vec::new();
         for (agent, measured) in lock(&self.by_agent).iter_mut() {
-            taken.extend(measured.unstored.drain(..));
+            minutes.extend(measured.unstored.drain(..));
             // This also ends the last minute of a machine that has disconnected.
-            taken.extend(measured.minute.finish_if_over(agent, now));
+            minutes.extend(measured.minute.finish_if_over(agent, now));
         }
-        taken
+        minutes
     }
 
     /// Takes minutes back that could not be stored.

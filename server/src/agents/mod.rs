@@ -45,13 +45,13 @@ pub(crate) struct OnlineAgent {
     pub(crate) no_work_reason: Option<String>,
     /// The random id of the agent's process, from its `Hello`.
     process: String,
-    /// A refused process with the same id: its address, and the time of its last attempt.
+    /// A refused process with the same id: its address, and when it last tried to join.
     pub(crate) twin: Option<(IpAddr, Timestamp)>,
     /// When the agent connected.
     pub(crate) connected_at: Timestamp,
     /// The findings of `doctor` at the agent's start.
     pub(crate) findings: Vec<MachineWarning>,
-    to: mpsc::UnboundedSender<ToAgent>,
+    sender: mpsc::UnboundedSender<ToAgent>,
 }
 
 /// An agent that wants to join.
@@ -70,7 +70,7 @@ pub(crate) struct JoiningAgent {
 #[derive(Debug)]
 pub(crate) struct JoinError {
     pub(crate) why: String,
-    /// Whether the reason may pass, so that the agent should retry.
+    /// Whether the reason may be temporary, so that the agent should retry.
     pub(crate) may_pass: bool,
 }
 
@@ -84,19 +84,21 @@ impl From<String> for JoinError {
 #[derive(Debug, Clone)]
 pub(crate) enum RequestError {
     NobodyOnline,
-    /// No online agent has these files.
+    /// No online agent has all files of the request.
     NobodyHasFiles {
+        /// A file that an agent lacks.
         path: String,
+        /// The names of the agents.
         asked: Vec<String>,
     },
     /// The agent disconnected or took too long.
     NoReply(QueuePosition),
-    /// The agent's process for the request was killed, in the agent's words.
+    /// The process in which the agent handled the request was killed. `detail` is the agent's text.
     Killed {
         agent: String,
         detail: String,
     },
-    /// The agent's own words.
+    /// The agent refused the request, with this text.
     Refused(String),
 }
 
@@ -212,8 +214,8 @@ impl Agents {
         }
     }
 
-    /// Adds a connection. An earlier connection of the same process is closed. A connection of another process is replaced only if it
-    /// was silent for `max_silence`; until then, the new connection is refused.
+    /// Adds a connection, and returns its id. An earlier connection of the same process is closed. A connection of another process is
+    /// replaced only if it was silent for `max_silence`; until then, the new connection is refused.
     ///
     /// # Errors
     /// Another agent has the name, or the id.
@@ -221,7 +223,7 @@ impl Agents {
         &self,
         joining: JoiningAgent,
         max_silence: Duration,
-        to: mpsc::UnboundedSender<ToAgent>,
+        sender: mpsc::UnboundedSender<ToAgent>,
     ) -> Result<u64, JoinError> {
         let JoiningAgent { row, only_job, no_work_reason, process, address } = joining;
         let mut online = lock(&self.online);
@@ -256,14 +258,14 @@ impl Agents {
             twin: None,
             connected_at,
             findings,
-            to,
+            sender,
         };
         // This drops the sender of an earlier connection of the same agent, which closes that connection.
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
     }
 
-    /// Removes a connection, unless a newer connection has replaced it. Its requests get no reply.
+    /// Removes a connection, whose requests then get no reply. Returns the agent, or `None` if a newer connection has replaced this one.
     pub(crate) fn disconnect(&self, id: &str, connection: u64) -> Option<OnlineAgent> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
@@ -287,17 +289,17 @@ impl Agents {
     }
 
     /// Updates an agent after a heartbeat, or when it shuts down.
-    pub(crate) fn note_heartbeat(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
+    pub(crate) fn note_heartbeat(&self, id: &str, at: Timestamp, leave_reason: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             // Copied only if a reader still uses the old value.
             Arc::make_mut(&mut agent.row).last_seen_at = at;
-            if let Some(reason) = leaving {
+            if let Some(reason) = leave_reason {
                 agent.leave_reason = Some(reason.to_owned());
             }
         }
     }
 
-    /// Notes whether an agent accepts work. Returns whether this has changed.
+    /// Notes why an agent accepts no work (`None`: it accepts work). Returns whether the reason has changed.
     pub(crate) fn set_no_work(&self, id: &str, no_work_reason: Option<String>) -> bool {
         let mut online = lock(&self.online);
         let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work_reason != no_work_reason) else {
@@ -320,12 +322,12 @@ impl Agents {
     }
 
     /// Drains or undrains an agent.
-    pub(crate) fn drain(&self, id: &str, draining: bool) {
-        let mut drained = lock(&self.draining);
-        if draining {
-            drained.insert(id.to_owned());
+    pub(crate) fn drain(&self, id: &str, is_draining: bool) {
+        let mut draining = lock(&self.draining);
+        if is_draining {
+            draining.insert(id.to_owned());
         } else {
-            drained.remove(id);
+            draining.remove(id);
         }
     }
 
@@ -346,7 +348,7 @@ impl Agents {
 
     /// Sends a message to an agent; false if it is not connected.
     pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
-        lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
+        lock(&self.online).get(id).is_some_and(|agent| agent.sender.send(message).is_ok())
     }
 
     /// Sends a request to an agent; the reply is awaited with [`Agents::wait_for_reply`].
@@ -360,7 +362,7 @@ impl Agents {
             reply_to,
         };
         lock(&self.pending).insert(id, pending);
-        if agent.to.send(ToAgent::Request { id, request }).is_err() {
+        if agent.sender.send(ToAgent::Request { id, request }).is_err() {
             // The agent's connection is closed, so no reply will come.
             lock(&self.pending).remove(&id);
         }
@@ -389,7 +391,7 @@ impl Agents {
         }
     }
 
-    /// The request's agent, and the number of requests before this request; `None` after its reply.
+    /// The request's agent, and the number of requests before this request; `None` after the reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
         let request = pending.get(&id)?;

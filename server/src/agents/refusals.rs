@@ -17,7 +17,7 @@ const MAX_DISTINCT: usize = 1000;
 /// Address, agent, reason.
 type Key = (Option<IpAddr>, String, String);
 
-/// The recent refusals.
+/// The recent refusals: when each was last logged, and how often it was repeated since then.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals(Mutex<HashMap<Key, (Instant, u64)>>);
 

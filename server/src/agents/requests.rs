@@ -31,8 +31,8 @@ pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<Pendi
     Ok(agents.send_request(&agent, request))
 }
 
-/// Chooses the agent for a request: of the agents that have the request's files, the one with the fewest pending requests of the same kind.
-/// If several have equally few, the one with the fewest busy slots.
+/// Chooses the agent for a request: of the agents that have the request's files, the agent with the fewest pending requests of the same
+/// kind, and of several such agents the one with the fewest busy slots.
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
@@ -56,7 +56,7 @@ pub(crate) async fn choose_agent(
     online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
-/// The agents that have all of these files. If no agent has all files, returns the agents that did not reply.
+/// The agents that have all of these files. If no agent has all files, returns the agents that did not reply, or an error if all replied.
 async fn agents_with_files(
     agents: &Agents,
     online: Vec<OnlineAgent>,
@@ -78,7 +78,7 @@ async fn agents_with_files(
     let mut missing = None;
     for (agent, existing) in join_all(checks).await {
         match existing {
-            // For each path, whether the agent has the file.
+            // `existing` says for each path whether the agent has the file.
             Some(existing) => match existing.iter().position(|exists| !exists) {
                 None => with_files.push(agent),
                 Some(index) => {

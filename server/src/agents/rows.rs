@@ -11,12 +11,13 @@ use tokio::sync::oneshot;
 /// Maximum number of rows in a transaction.
 const MAX_BATCH: usize = 256;
 
-type Written = std::result::Result<(), String>;
+/// Whether a row was stored, or why not.
+type RowResult = std::result::Result<(), String>;
 
 /// The queue of rows.
 #[derive(Debug, Default)]
 pub(crate) struct AgentRows {
-    waiting: Mutex<Vec<(AgentRow, oneshot::Sender<Written>)>>,
+    waiting: Mutex<Vec<(AgentRow, oneshot::Sender<RowResult>)>>,
     /// Held during a transaction.
     writing: tokio::sync::Mutex<()>,
 }
@@ -27,12 +28,13 @@ impl AgentRows {
     /// # Errors
     /// The database refuses the row.
     pub(crate) async fn put(&self, store: &dyn Store, row: AgentRow) -> Result<()> {
-        let (to, mut written) = oneshot::channel();
-        lock(&self.waiting).push((row, to));
+        let (reply_to, mut reply) = oneshot::channel();
+        lock(&self.waiting).push((row, reply_to));
         loop {
             let _writing = self.writing.lock().await;
-            match written.try_recv() {
-                Ok(written) => return written.map_err(StoreError::Unavailable),
+            // Another caller may have stored this row in its transaction.
+            match reply.try_recv() {
+                Ok(result) => return result.map_err(StoreError::Unavailable),
                 Err(oneshot::error::TryRecvError::Closed) => {
                     return Err(StoreError::Unavailable("the row was not stored".into()));
                 }
@@ -42,7 +44,7 @@ impl AgentRows {
     }
 
     async fn write(&self, store: &dyn Store) {
-        let (rows, replies): (Vec<_>, Vec<_>) = {
+        let (rows, senders): (Vec<_>, Vec<_>) = {
             let mut waiting = lock(&self.waiting);
             let count = MAX_BATCH.min(waiting.len());
             waiting.drain(..count).unzip()
@@ -50,15 +52,15 @@ impl AgentRows {
         let batch = store.put_agents(&rows).await;
         let is_refused = batch.as_ref().is_err_and(|error| !error.is_temporary());
         let batch = batch.map_err(|error| error.to_string());
-        for (row, reply) in rows.iter().zip(replies) {
+        for (row, reply_to) in rows.iter().zip(senders) {
             // If the database refuses a row, each row is stored separately.
-            let written = if is_refused {
+            let result = if is_refused {
                 store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string())
             } else {
                 batch.clone()
             };
             // The agent's connection may have ended.
-            let _ = reply.send(written);
+            let _ = reply_to.send(result);
         }
     }
 }

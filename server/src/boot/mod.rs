@@ -42,7 +42,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for requests in progress when the server stops, and after that for websockets and tasks.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs the server until `shutdown` completes. Calls `ready` once it accepts connections.
+/// Runs the server until `shutdown` completes. Calls `ready` once the server accepts connections.
 ///
 /// # Errors
 /// [`ServeError`], which determines the exit status. Address and data directory are checked before the database is opened.
@@ -53,19 +53,19 @@ pub async fn serve(
 ) -> Result<(), ServeError> {
     check_listen_address(&config)?;
     // Files that the user provides are read before anything is created.
-    let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
-    let given =
-        given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
+    let tls_files = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
+    let user_certificate =
+        tls_files.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
     let artifacts = open_artifacts(&config).await?;
-    // A running server of the same data directory is reported in place of its port.
+    // If a server of the same data directory runs, the error is about the directory, and not about the server's port.
     let has_lock_file = private_files::server_lock_path(&config.data_dir).exists();
     let lock = has_lock_file.then(|| lock_data_dir(&config.data_dir)).transpose()?;
     let listener = listen(config.listen).await?;
     config.listen = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock.map_or_else(|| lock_data_dir(&config.data_dir), Ok)?;
-    let certificate = match (given, &config.tls) {
+    let certificate = match (user_certificate, &config.tls) {
         (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
-        (given, _) => given,
+        (user_certificate, _) => user_certificate,
     };
     let access_log =
         config.access_log.as_ref().map(|to| open_log(to, config.access_log_bytes)).transpose()?;
@@ -98,7 +98,7 @@ pub async fn serve(
     app.tasks.tracker.close();
     let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
     app.auth.access.store_use(&*app.store).await;
-    // Also the current minute.
+    // A minute from now, the current minute is over, so it is stored, too.
     app.agents.machines.store_minutes(&*app.store, crate::now() + Duration::from_secs(60)).await;
     app.store.close().await;
     Ok(())

@@ -64,11 +64,11 @@ impl Running {
         code.is_some_and(|code| self.auth.access.codes.has(code))
     }
 
-    /// Makes sure that a file has a token with which only this agent may join. Returns false if no token is needed.
+    /// Makes sure that the file `path` has a token with which only this agent may join. Returns false if no token is needed.
     ///
     /// # Errors
     /// The file or the database cannot be read or written.
-    pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
+    pub async fn ensure_agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
         if !self.auth.access.must_authenticate {
             return Ok(false);
         }
@@ -87,7 +87,8 @@ pub(super) async fn ensure_own_token(config: &ServeConfig, auth: &Auth) -> io::R
 }
 
 /// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to
-/// the database, because only the owner of the data directory can write the file. A revoked token is replaced.
+/// the database, because only the owner of the data directory can write the file. A revoked token is replaced. `agent`: name and id of the
+/// only agent that may use the token.
 async fn ensure_token(
     auth: &Auth,
     (id, name): (&str, &str),

@@ -12,7 +12,7 @@ use crate::{
     http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
     ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
-    scheduler::{Scheduler, WaitingJobs, dispatch, sweeps},
+    scheduler::{JobQueue, Scheduler, dispatch, sweeps},
     store::{ChangedJob, EventRow, Store, purge::DeletedJobs},
     util::{blocking, tasks::Tasks},
     webhooks::Webhooks,
@@ -32,7 +32,7 @@ pub(super) async fn start(
     let artifact_store = artifact_store.map(Arc::new);
     let (inbox, reports) = Inbox::new();
     let agents = Arc::new(Agents::new(config.lease, inbox));
-    let waiting = Arc::new(WaitingJobs::default());
+    let waiting = Arc::new(JobQueue::default());
     let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
     let hub = Arc::new(Hub::new());
     let webhooks = Arc::new(Webhooks::new(&config, store.clone()));

@@ -1,5 +1,5 @@
-//! Checks checkpoints on the server's disk. A damaged checkpoint is renamed, as by ranks, so that its copy in the object store can replace
-//! it, or the job can continue from another checkpoint.
+//! Checks checkpoints on the server's disk. The folder of a damaged checkpoint is renamed, so that the copy in the object store can replace
+//! the checkpoint, or the job can continue from another checkpoint.
 
 use super::{
     Checkpoints, folder_name_of,

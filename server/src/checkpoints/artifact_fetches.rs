@@ -67,19 +67,19 @@ pub(crate) fn fetch(
 }
 
 /// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if
-/// this call has started the check. `None` if the checkpoint is not in both places. `waiting` is the job whose next attempt needs the
+/// this call has started the check. `None` if the checkpoint is not in both places. `waiting_job`: the job whose next attempt needs the
 /// checkpoint.
 pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,
-    waiting: Option<&Job>,
+    waiting_job: Option<&Job>,
 ) -> Option<(Fetch, bool)> {
     let store = checkpoints.artifact_store.as_deref()?;
     if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
         return None;
     }
-    Some(begin_fetch(checkpoints, store, row, waiting))
+    Some(begin_fetch(checkpoints, store, row, waiting_job))
 }
 
 /// Same as [`check`], but only if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the
@@ -104,13 +104,13 @@ fn begin_fetch(
     checkpoints: &Arc<Checkpoints>,
     store: &ArtifactStore,
     row: &CheckpointRow,
-    waiting: Option<&Job>,
+    waiting_job: Option<&Job>,
 ) -> (Fetch, bool) {
     let (fetch, sender) = store.join_or_start_fetch(&row.id);
     let is_new = sender.is_some();
     if let Some(sender) = sender {
         let (checkpoints, row) = (Arc::clone(checkpoints), row.clone());
-        let waiting = waiting.map(|job| (job.id.clone(), job.attempt));
+        let waiting_attempt = waiting_job.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
             let Some(store) = &checkpoints.artifact_store else { return };
             let mut outcome = ensure_undamaged(&checkpoints, store, &row).await;
@@ -122,8 +122,8 @@ fn begin_fetch(
             }
             match &outcome {
                 Ok(()) => {
-                    if let Some(waiting) = waiting {
-                        store.note_checked(&row.id, waiting);
+                    if let Some(attempt) = waiting_attempt {
+                        store.note_checked(&row.id, attempt);
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
@@ -188,13 +188,13 @@ pub(crate) enum Availability {
     Lost,
 }
 
-/// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the
+/// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting_job` is the job that needs the
 /// checkpoint, which may be another job than the one that wrote it.
 pub(crate) async fn find_availability(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,
-    waiting: &Job,
+    waiting_job: &Job,
     time_left: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
@@ -204,8 +204,8 @@ pub(crate) async fn find_availability(
         Availability::Waits(Wait { why: Reason::from(why).into(), keeps_slots })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
-    if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
-        && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting))
+    if !store.is_checked(&row.id, &waiting_job.id, waiting_job.attempt)
+        && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting_job))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
         let ended =
@@ -227,19 +227,19 @@ pub(crate) async fn find_availability(
         Some(Err(NotFetched::StoreUnavailable(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
-            checkpoints.events.log(&waiting.id, lost_message(row, waiting, &why)).await;
+            checkpoints.events.log(&waiting_job.id, lost_message(row, waiting_job, &why)).await;
             Ok(Availability::Lost)
         }
     }
 }
 
 /// The line in the log of a job whose checkpoint is lost.
-fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
+fn lost_message(row: &CheckpointRow, waiting_job: &Job, why: &NotFetched) -> String {
     let how = match why {
         NotFetched::Damaged(how) => format!("is damaged there ({how})"),
         _ => "is not there".to_owned(),
     };
-    if row.job == waiting.id {
+    if row.job == waiting_job.id {
         let name = folder_name_of(row);
         return format!(
             "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous checkpoint"
@@ -306,8 +306,8 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
             other => break other?,
         }
     }
-    let to = checkpoints.folder(row);
-    blocking(move || move_into_place(&partial, &to)).await?;
+    let folder = checkpoints.folder(row);
+    blocking(move || move_into_place(&partial, &folder)).await?;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
@@ -358,14 +358,14 @@ async fn fetch_file(
 }
 
 /// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
-fn move_into_place(partial: &Path, to: &Path) -> io::Result<()> {
+fn move_into_place(partial: &Path, folder: &Path) -> io::Result<()> {
     fs::File::open(partial)?.sync_all()?;
-    if let Some(parent) = to.parent() {
+    if let Some(parent) = folder.parent() {
         fs::create_dir_all(parent)?;
-        if to.exists() {
+        if folder.exists() {
             return fs::remove_dir_all(partial);
         }
-        fs::rename(partial, to)?;
+        fs::rename(partial, folder)?;
         fs::File::open(parent)?.sync_all()?;
     }
     // Fails, as intended, if other checkpoints are being fetched.

@@ -1,8 +1,8 @@
 //! Uploads checkpoints to the object store in the background, and deletes the objects of deleted checkpoints. Two checkpoints are processed
 //! at a time, and their files are sent in parts, which limits memory and network use.
 //!
-//! The row of a copy is written before its first object and deleted after its last object. A row without a checkpoint names objects that
-//! are to be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
+//! The row of a copy is written before the copy's first object and deleted after its last object. A row without a checkpoint names objects
+//! that are to be deleted, so no objects are left behind if the server is killed or the object store is unavailable.
 
 use super::{
     Checkpoints,
@@ -167,7 +167,7 @@ async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
             Ok(None) => (RequestKind::Other, delete(checkpoints, store, &id).await),
             Err(error) => (RequestKind::Other, Err(error.into())),
         };
-        let failed = match result {
+        let has_failed = match result {
             // A removal or replacement is notified separately.
             Ok(()) | Err(MoveError::Changed) => false,
             Err(MoveError::Damaged(how)) => {
@@ -183,7 +183,7 @@ async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
                 true
             }
         };
-        if failed {
+        if has_failed {
             // Until `store.finish`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.next_pause()).await;
             store.requeue(&id);
@@ -222,7 +222,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
             store.storage.delete(&prefix, None).await
         };
         let deleted = deleted.await;
-        // A store that is not mounted looks empty, so it is confirmed again.
+        // A store that is not mounted looks empty, so the deletion counts only if the store is confirmed again.
         store.confirm(&*checkpoints.store).await?;
         store.note_success(RequestKind::Other);
         let failed = "the objects of a checkpoint cannot be deleted";
@@ -338,11 +338,11 @@ async fn send_file(
     let path = path.to_owned();
     let file = blocking(move || regular_files::open(&path)).await?;
     let mut reader = Reader { file, verifier: Verifier::default() };
-    let bytes;
-    (bytes, reader) = read_part(reader, part_size).await?;
+    let first_part;
+    (first_part, reader) = read_part(reader, part_size).await?;
     if expected.size_bytes <= PART_BYTES {
         reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
-        return Ok(store.storage.put_file(prefix, name, &expected.sha256, bytes).await?);
+        return Ok(store.storage.put_file(prefix, name, &expected.sha256, first_part).await?);
     }
     let mut upload = store.storage.begin_upload(prefix, name, &expected.sha256).await?;
     let sent: Result<()> = async {
@@ -350,10 +350,10 @@ async fn send_file(
         if record.unfinished_upload.is_some() {
             write_record(checkpoints, store, record).await?;
         }
-        let mut bytes = bytes;
-        while !bytes.is_empty() {
-            upload.send(bytes).await?;
-            (bytes, reader) = read_part(reader, part_size).await?;
+        let mut part = first_part;
+        while !part.is_empty() {
+            upload.send(part).await?;
+            (part, reader) = read_part(reader, part_size).await?;
         }
         reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
         Ok(upload.finish().await?)

@@ -58,6 +58,7 @@ pub(crate) type FetchOutcome = Option<Result<(), NotFetched>>;
 #[derive(Debug, Clone)]
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<FetchOutcome>,
+    /// When the fetch began, or ended.
     changed_at: Instant,
     /// Number of consecutive failures.
     failures: u32,
@@ -100,7 +101,7 @@ pub(crate) enum RequestKind {
 /// The checkpoints that wait for the mover, because they were written or deleted.
 #[derive(Debug, Default)]
 struct Queue {
-    /// The waiting checkpoints. The last comes first, because a job would continue from the newest checkpoint.
+    /// The waiting checkpoints. The last entry is processed first, because a job would continue from the newest checkpoint.
     waiting: LinkedHashSet<String>,
     /// The checkpoints that the mover is processing, or tries again after a pause.
     busy: HashSet<String>,
@@ -172,9 +173,10 @@ impl ArtifactStore {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
-            let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
-            let is_current = match ended {
-                None => !is_lost,
+            let outcome = fetch.outcome.borrow().clone();
+            let is_interrupted = fetch.outcome.has_changed().is_err();
+            let is_current = match outcome {
+                None => !is_interrupted,
                 Some(Ok(())) => false,
                 Some(Err(_)) => fetch.changed_at.elapsed() < FETCH_RETRY.pause_after(fetch.failures),
             };

@@ -21,8 +21,8 @@ pub(crate) fn parse(bytes: &[u8], name: &str) -> Result<Manifest, String> {
     }
     let manifest: Manifest =
         serde_json::from_slice(bytes).map_err(|error| format!("cannot be read ({error})"))?;
-    let named = folder_name(manifest.epoch, manifest.step);
-    if named == name { Ok(manifest) } else { Err(format!("belongs to checkpoint {named}")) }
+    let found = folder_name(manifest.epoch, manifest.step);
+    if found == name { Ok(manifest) } else { Err(format!("belongs to checkpoint {found}")) }
 }
 
 /// The hexadecimal SHA-256 of `bytes`.

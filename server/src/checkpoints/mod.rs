@@ -138,20 +138,20 @@ impl Checkpoints {
         online.filter(|id| !self.agents.leases.is_given_up(id)).collect()
     }
 
-    /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
-    /// newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
+    /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or
+    /// the newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
     /// checks.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
-        agent: &str,
+        agent_id: &str,
         time_left: &mut Duration,
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
-        // Pretrained weights are a checkpoint of another job.
+        // Pretrained weights may be a checkpoint of another job.
         if self.artifact_store.is_some()
-            && let Some(given) = &job.spec.model.pretrained
-            && let Some(row) = self.store.checkpoint(given).await?
+            && let Some(pretrained) = &job.spec.model.pretrained
+            && let Some(row) = self.store.checkpoint(pretrained).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
             && let Availability::Waits(wait) =
@@ -180,7 +180,8 @@ impl Checkpoints {
                 }
             }
             is_newest_elsewhere = true;
-            if holders.iter().any(|holder| holder.agent_id == agent) {
+            // This agent has the checkpoint on its own disk.
+            if holders.iter().any(|holder| holder.agent_id == agent_id) {
                 break;
             }
             if let Some(holder) = holders.into_iter().find(|holder| online.contains(&holder.agent_id)) {
@@ -240,7 +241,7 @@ impl Checkpoints {
         }
         let _guard = self.removal_lock.lock().await;
         let Some((rows, old)) = self.old_checkpoints(&attempt.job).await? else { return Ok(()) };
-        let kept: HashSet<String> = rows
+        let kept_names: HashSet<String> = rows
             .iter()
             .map(|row| (row.info.epoch, row.info.step))
             .filter(|row| !old.contains(row))
@@ -248,7 +249,7 @@ impl Checkpoints {
             .collect();
         self.change_rows(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
-        if let Err(error) = blocking(move || remove_others(&job_dir, &kept)).await {
+        if let Err(error) = blocking(move || remove_others(&job_dir, &kept_names)).await {
             tracing::warn!(%error, job = %attempt.job, "old checkpoints cannot be removed now");
         }
         Ok(())
@@ -297,22 +298,22 @@ impl Checkpoints {
     pub(crate) async fn remove_old_in_object_store(&self, job: &JobId) -> Result<()> {
         let _guard = self.removal_lock.lock().await;
         let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };
-        let on_disk = |(epoch, step): &(u32, u64)| {
+        let is_on_disk = |(epoch, step): &(u32, u64)| {
             let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
             row.is_some_and(|row| self.folder(row).exists())
         };
-        let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
-        self.change_rows(job, gone, Vec::new()).await
+        let removed = old.into_iter().filter(|old| !is_on_disk(old)).collect();
+        self.change_rows(job, removed, Vec::new()).await
     }
 }
 
-/// Removes folders of checkpoints and of uploads that are not in `kept`.
-fn remove_others(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
+/// Removes folders of checkpoints and of uploads whose names are not in `kept_names`.
+fn remove_others(job_dir: &Path, kept_names: &HashSet<String>) -> io::Result<()> {
     for parent in ["checkpoints", "uploads"] {
         for entry in if_exists(fs::read_dir(job_dir.join(parent)))?.into_iter().flatten() {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            if parse_folder_name(&name).is_some() && !kept.contains(&name) {
+            if parse_folder_name(&name).is_some() && !kept_names.contains(&name) {
                 // Renamed first, so that a partly removed checkpoint is never visible.
                 let hidden = job_dir.join(parent).join(format!(".tmp-gone-{name}"));
                 fs::rename(entry.path(), &hidden)?;

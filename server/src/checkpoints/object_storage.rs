@@ -81,12 +81,12 @@ fn optional<T>(result: Result<T>) -> Result<Option<T>> {
 }
 
 impl ObjectStorage {
-    /// Opens the store at `given`, the value of `--artifacts`. Does not send a request.
+    /// Opens the store that `location`, the value of `--artifacts`, names. Does not send a request.
     ///
     /// # Errors
     /// The store cannot be opened. The text says what the user must change.
-    pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
-        match Location::parse(given)? {
+    pub(crate) fn open(location: &str) -> std::result::Result<Self, String> {
+        match Location::parse(location)? {
             Location::Directory(path) => {
                 let failed = |error: &dyn std::fmt::Display| {
                     format!("the directory cannot be made: {error}; make it writable, or choose another")
@@ -200,9 +200,9 @@ impl ObjectStorage {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
+            let path_of = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
             kept.is_some_and(|kept| {
-                *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
+                *path == manifest || kept.files.iter().map(path_of).any(|file_path| file_path == *path)
             })
         };
         let listed = self.objects.list(Some(&prefix.path)).map_ok(|object| object.location);

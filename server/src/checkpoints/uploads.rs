@@ -178,8 +178,8 @@ impl Upload {
         Ok(File::open(parent)?.sync_all()?)
     }
 
-    /// Renames the folder to its final name. It may replace a checkpoint of the same step, from before the evaluation or of an earlier
-    /// attempt.
+    /// Renames the folder to its final name. It may replace a checkpoint of the same step that was written before the step's evaluation or
+    /// by an earlier attempt.
     fn rename_to_complete(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         if !self.complete.exists() {

@@ -72,7 +72,7 @@ pub struct ServeConfig {
     pub listen: SocketAddr,
     /// A second listener on loopback without TLS, for the agent of this machine if `listen` uses TLS.
     pub local_listener: Option<Arc<TcpListener>>,
-    /// Use TLS with this certificate.
+    /// The certificate for TLS. `None`: no TLS.
     pub tls: Option<TlsConfig>,
     /// The accepted cipher suites. `None`: all.
     pub tls_suites: Option<TlsSuites>,

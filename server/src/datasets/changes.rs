@@ -56,10 +56,10 @@ pub(crate) async fn compare(dataset: &Dataset) -> Comparison {
 /// Whether a dataset's folder was removed or moved. If the folder above does not exist either, or is the root, the dataset is probably on
 /// another machine.
 fn is_missing(path: &Path) -> bool {
-    let above = path.parent().filter(|above| above.parent().is_some());
+    let parent = path.parent().filter(|parent| parent.parent().is_some());
     !has_brace(path.as_os_str())
         && fs::metadata(path).is_err_and(|e| e.kind() == NotFound)
-        && above.is_some_and(Path::is_dir)
+        && parent.is_some_and(Path::is_dir)
 }
 
 /// Whether `path`, or a folder at most `depth` levels below it, changed in this period. Folders of `classes` are not listed, because they

@@ -28,11 +28,11 @@ const PARTS_CHUNK_BYTES: usize = 1 << 20;
 /// The location of a dataset's files.
 #[derive(Debug, Clone)]
 pub(crate) struct Tree {
-    /// The dataset's folder, without links. Nothing outside it is read.
+    /// The dataset's folder, a path without symbolic links. Nothing outside the folder is read.
     root: PathBuf,
     kind: Kind,
     /// The file or the pattern, relative to `root`. Empty for a folder.
-    within: String,
+    relative_path: String,
 }
 
 /// The kind of path with which a dataset was registered.
@@ -57,14 +57,14 @@ impl Tree {
             Ok(metadata) if metadata.is_dir() => {
                 let root = without_links(path)?;
                 let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
-                Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, within: String::new() }))
+                Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, relative_path: String::new() }))
             }
             Ok(metadata) if metadata.is_file() => {
                 let real = without_links(path)?;
                 let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
                     return Ok(None);
                 };
-                Ok(Some(Self { root: root.into(), kind: Kind::File, within: to_unicode(name)? }))
+                Ok(Some(Self { root: root.into(), kind: Kind::File, relative_path: to_unicode(name)? }))
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::open_pattern(path),
@@ -79,17 +79,17 @@ impl Tree {
             return Ok(None);
         }
         let root = without_links(&fixed)?;
-        let within = to_unicode(rest.as_os_str())?;
-        Ok(Some(Self { root, kind: Kind::Pattern, within }))
+        let relative_path = to_unicode(rest.as_os_str())?;
+        Ok(Some(Self { root, kind: Kind::Pattern, relative_path }))
     }
 
     /// The file, or the existing files of the pattern, of a dataset that is not a folder.
     fn names(&self) -> Result<Vec<String>, String> {
-        let within = &self.within;
+        let path = &self.relative_path;
         if self.kind == Kind::File {
-            return Ok(vec![within.clone()]);
+            return Ok(vec![path.clone()]);
         }
-        let names = pattern::expand(within, MAX_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
+        let names = pattern::expand(path, MAX_NAMES).map_err(|e| format!("the pattern {path:?} {e}"))?;
         Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
@@ -121,8 +121,8 @@ impl Tree {
     fn may_contain(&self, path: &str) -> bool {
         match self.kind {
             Kind::Folder => true,
-            Kind::File => path == self.within,
-            Kind::Pattern => pattern::matches(&self.within, path),
+            Kind::File => path == self.relative_path,
+            Kind::Pattern => pattern::matches(&self.relative_path, path),
         }
     }
 
@@ -193,10 +193,10 @@ pub(crate) struct FileList {
     /// Maximum number of files and folders.
     max_entries: u64,
     /// The path and the remaining names of each folder that is not listed to its end.
-    open: Vec<(PathBuf, vec::IntoIter<String>)>,
+    open_folders: Vec<(PathBuf, vec::IntoIter<String>)>,
     /// Numbers of files and folders listed so far, and total size of the files in bytes.
-    files: u64,
-    folders: u64,
+    file_count: u64,
+    folder_count: u64,
     bytes: u64,
     has_begun: bool,
     has_ended: bool,
@@ -208,21 +208,21 @@ impl FileList {
     /// # Errors
     /// The pattern is invalid.
     pub(crate) fn open(tree: Tree, max_entries: u64) -> Result<Option<Self>, String> {
-        let mut open = Vec::new();
+        let mut open_folders = Vec::new();
         if tree.kind != Kind::Folder {
             let names = tree.names()?;
             if names.is_empty() {
                 return Ok(None);
             }
-            open.push((PathBuf::new(), names.into_iter()));
+            open_folders.push((PathBuf::new(), names.into_iter()));
         }
         Ok(Some(Self {
             tree,
             max_entries,
-            open,
-            files: 0,
+            open_folders,
+            file_count: 0,
+            folder_count: 0,
             bytes: 0,
-            folders: 0,
             has_begun: false,
             has_ended: false,
         }))
@@ -246,14 +246,14 @@ impl FileList {
             if self.tree.kind == Kind::Folder {
                 self.enter_folder(PathBuf::new())?;
             }
-            return Ok(DatasetEntry::Begin(self.tree.within.clone()));
+            return Ok(DatasetEntry::Begin(self.tree.relative_path.clone()));
         }
         loop {
-            let Some((folder, names)) = self.open.last_mut() else {
-                return Ok(DatasetEntry::End(self.files, self.bytes));
+            let Some((folder, names)) = self.open_folders.last_mut() else {
+                return Ok(DatasetEntry::End(self.file_count, self.bytes));
             };
             let Some(name) = names.next() else {
-                self.open.pop();
+                self.open_folders.pop();
                 continue;
             };
             let path = folder.join(&name);
@@ -266,28 +266,28 @@ impl FileList {
                 })?,
             };
             if metadata.is_dir() {
-                self.folders += 1;
+                self.folder_count += 1;
                 self.check_count(0)?;
                 self.enter_folder(path)?;
                 return Ok(DatasetEntry::Folder(shown));
             }
-            self.files += 1;
+            self.file_count += 1;
             self.bytes += metadata.len();
             self.check_count(0)?;
             return Ok(DatasetEntry::File(shown, metadata.len(), changed_ns(&metadata)));
         }
     }
 
-    /// Checks that the entries listed so far and `more` further entries are not too many.
-    fn check_count(&self, more: usize) -> Result<(), String> {
-        if self.files + self.folders + more as u64 > self.max_entries {
+    /// Checks that the entries listed so far and `unlisted_count` further entries are not too many.
+    fn check_count(&self, unlisted_count: usize) -> Result<(), String> {
+        if self.file_count + self.folder_count + unlisted_count as u64 > self.max_entries {
             return Err(format!("it has more than {} files and folders", self.max_entries));
         }
         Ok(())
     }
 
     fn enter_folder(&mut self, path: PathBuf) -> Result<(), String> {
-        if self.open.len() > MAX_DEPTH {
+        if self.open_folders.len() > MAX_DEPTH {
             let detail = format!("{} is nested deeper than {MAX_DEPTH} folders", path.display());
             return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
@@ -299,7 +299,7 @@ impl FileList {
             self.check_count(names.len())?;
         }
         names.sort_unstable();
-        self.open.push((path, names.into_iter()));
+        self.open_folders.push((path, names.into_iter()));
         Ok(())
     }
 }
@@ -322,7 +322,7 @@ impl Parts {
         while !self.has_ended && out.len() < PARTS_CHUNK_BYTES {
             let Some(part) = self.parts.next() else { break };
             // A part is read whole before it is sent, so that a read error is reported to the agent. If the response were truncated
-            // instead, the agent would request it again and again.
+            // instead, the agent would repeat its request again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
             if let Err((code, message)) = self.append_part(&part, &mut out) {

@@ -15,13 +15,13 @@ use tokio::sync::watch;
 #[derive(Debug, Default)]
 pub(crate) struct Inspections(Mutex<HashMap<String, Inspection>>);
 
-/// The dataset's path without links and its description, or the error.
+/// The dataset's path with its links resolved, and the dataset's description; or the error.
 pub(crate) type Outcome = std::result::Result<(String, DatasetInfo), RequestError>;
 
 /// An inspection that is running or has just ended.
 #[derive(Debug, Clone)]
 pub(crate) struct Inspection {
-    /// The agent that inspects and the id of the request to it, once the request is sent.
+    /// The agent that inspects the dataset, and the id of the request to this agent, once the request is sent.
     pub(crate) request: Arc<OnceLock<(OnlineAgent, u64)>>,
     pub(crate) outcome: watch::Receiver<Option<Outcome>>,
 }

@@ -18,6 +18,7 @@ const MAX_LINKS: usize = 40;
 /// Time limit for following links before files are used. After it, the check is skipped, so that jobs do not wait for a file system that
 /// does not respond. The process that opens the files checks their links, too.
 const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
+/// The error for weights in the data directory, as the predicate of a sentence.
 const OWN_DATA: &str = "is a path in the server's own data directory, which also holds private weights: give the checkpoint's id instead";
 /// Name of the file of weights in a folder.
 const WEIGHTS: &str = "model.safetensors";
@@ -266,25 +267,25 @@ fn has_parent_after_brace(path: &Path) -> bool {
 pub(crate) fn resolve_links(path: &Path) -> PathBuf {
     let parts =
         |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };
-    let (mut done, mut remaining, mut links) = (PathBuf::new(), parts(path), 0);
+    let (mut resolved, mut remaining, mut link_count) = (PathBuf::new(), parts(path), 0);
     while let Some(part) = remaining.pop() {
-        Path::new(&part).components().for_each(|part| push(&mut done, part));
-        if links < MAX_LINKS
-            && let Ok(target) = done.read_link()
+        Path::new(&part).components().for_each(|part| push(&mut resolved, part));
+        if link_count < MAX_LINKS
+            && let Ok(target) = resolved.read_link()
         {
-            links += 1;
-            done.pop();
+            link_count += 1;
+            resolved.pop();
             remaining.extend(parts(&target));
         }
     }
-    done
+    resolved
 }
 
 /// A path without `.` and `..`.
 fn normalize(path: &Path) -> PathBuf {
-    let mut done = PathBuf::new();
-    path.components().for_each(|part| push(&mut done, part));
-    done
+    let mut normalized = PathBuf::new();
+    path.components().for_each(|part| push(&mut normalized, part));
+    normalized
 }
 
 fn push(path: &mut PathBuf, part: Component<'_>) {

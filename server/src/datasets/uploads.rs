@@ -180,22 +180,22 @@ impl Upload {
         let body =
             BoundedReader { file: BufReader::new(File::open(&path)?), budget: Rc::new(Cell::new(u64::MAX)) };
         let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(zip_error)?;
-        let (mut unpacked, mut written) = (0, 0);
+        let (mut unpacked_count, mut written_count) = (0, 0);
         for file in &files {
             let entry =
                 entries.next().ok_or_else(|| UploadError::Wrong("the zip file has changed".into()))?;
             let Some(file) = file else { continue };
             if !is_unpacked(file) {
-                if written > 0 && Instant::now() >= deadline {
-                    return Ok(progress(unpacked));
+                if written_count > 0 && Instant::now() >= deadline {
+                    return Ok(progress(unpacked_count));
                 }
                 write_file(entry.map_err(zip_error)?, file, &root)?;
-                written += 1;
+                written_count += 1;
             }
-            unpacked += 1;
+            unpacked_count += 1;
         }
         rustix::fs::syncfs(File::open(&root)?).map_err(io::Error::from)?;
-        Ok(progress(unpacked))
+        Ok(progress(unpacked_count))
     }
 
     /// Removes the zip file, after its pictures have become a dataset.
@@ -294,29 +294,33 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         }
         entries.push(Some((parts, entry.size())));
     }
+
     let mut files = entries.iter().flatten().map(|(parts, _)| parts);
     let Some(first) = files.next() else {
         return refuse("the zip file has no file; pack a folder of classes");
     };
     let depth = |parts: &Vec<String>| parts.len() - 1;
-    let common = files.fold(depth(first), |common, parts| {
+    // The number of folders at the top that contain all files.
+    let common_depth = files.fold(depth(first), |common_depth, parts| {
         let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
-        common.min(same).min(depth(parts))
+        common_depth.min(same).min(depth(parts))
     });
-    let classes: HashSet<&[String]> =
+
+    // The folders with files, and the folders with files at any depth.
+    let file_folders: HashSet<&[String]> =
         entries.iter().flatten().map(|(parts, _)| &parts[..parts.len() - 1]).collect();
-    let mut filled: HashSet<&[String]> = HashSet::new();
+    let mut filled_folders: HashSet<&[String]> = HashSet::new();
     for (parts, _) in entries.iter().flatten() {
-        // The folders that contain a known folder are known.
+        // If a folder is in the set, the folders that contain it are in the set, too.
         for depth in (1..parts.len()).rev() {
-            if !filled.insert(&parts[..depth]) {
+            if !filled_folders.insert(&parts[..depth]) {
                 break;
             }
         }
     }
     // A folder in a folder with pictures is not a class.
     let is_empty_class = |folder: &&Vec<String>| {
-        !filled.contains(folder.as_slice()) && !classes.contains(&folder[..folder.len() - 1])
+        !filled_folders.contains(folder.as_slice()) && !file_folders.contains(&folder[..folder.len() - 1])
     };
     if let Some(empty) = folders.iter().find(is_empty_class) {
         return refuse(format!(
@@ -324,9 +328,12 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
             shorten(&empty.join("/"))
         ));
     }
-    let common_folder = first[..common].last().cloned();
-    let without_common =
-        |(parts, bytes): (Vec<String>, u64)| ArchiveFile { path: parts.iter().skip(common).collect(), bytes };
+
+    let common_folder = first[..common_depth].last().cloned();
+    let without_common = |(parts, bytes): (Vec<String>, u64)| ArchiveFile {
+        path: parts.iter().skip(common_depth).collect(),
+        bytes,
+    };
     let listed: Vec<_> = entries.into_iter().map(|file| file.map(without_common)).collect();
     let mut seen = HashSet::new();
     if let Some(duplicate) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
@@ -356,14 +363,14 @@ fn write_file(mut entry: impl Read, file: &ArchiveFile, root: &Path) -> Result<(
     use io::ErrorKind::{AlreadyExists, IsADirectory, NotADirectory};
     let path = root.join(&file.path);
     let created = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| File::create(&path));
-    let mut to = created.map_err(|error| match error.kind() {
+    let mut output = created.map_err(|error| match error.kind() {
         AlreadyExists | IsADirectory | NotADirectory => UploadError::Wrong(format!(
             "the zip file has a file and a folder with the same path at {:?}; pack the folder again",
             file.shown()
         )),
         _ => UploadError::Io(error),
     })?;
-    let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut to);
+    let copied = io::copy(&mut entry.by_ref().take(file.bytes), &mut output);
     // The read at the entry's end compares its checksum.
     let copied = copied.and_then(|copied| Ok((copied, entry.read(&mut [0])?)));
     match copied {
@@ -401,17 +408,17 @@ struct BoundedReader {
 }
 
 impl Read for BoundedReader {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read(into)?;
-        let budget = self.budget.get().checked_sub(read as u64);
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.file.read(buffer)?;
+        let budget = self.budget.get().checked_sub(count as u64);
         self.budget.set(budget.ok_or_else(|| io::Error::other("its directory is too large"))?);
-        Ok(read)
+        Ok(count)
     }
 }
 
 impl Seek for BoundedReader {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        self.file.seek(to)
+    fn seek(&mut self, position: SeekFrom) -> io::Result<u64> {
+        self.file.seek(position)
     }
 }
 

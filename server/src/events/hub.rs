@@ -47,6 +47,7 @@ enum Unpublished {
 
 #[derive(Debug, Default)]
 struct WatchedJob {
+    /// Number of the newest event that was announced to readers.
     last_seq: watch::Sender<u64>,
     /// The newest events, without a gap.
     recent: VecDeque<Arc<EventRow>>,
@@ -85,6 +86,7 @@ impl Hub {
         {
             let newest = watched.recent.back().map(|e| e.seq);
             if newest.is_none_or(|seq| last.seq > seq) {
+                // `recent` must not have a gap.
                 if newest.is_some_and(|seq| changed.events.first().is_some_and(|e| e.first_seq() != seq + 1))
                 {
                     watched.recent.clear();
@@ -103,8 +105,8 @@ impl Hub {
         self.queue_for_list(&changed.job, !changed.events.is_empty());
     }
 
-    /// Queues a job's state for the list. A change without new events, such as of labels, follows the event with the
-    /// same number, so it is newer than that event's state.
+    /// Queues a job's state for the list, unless a newer state is queued. Of two states with the same last event, the state after a change
+    /// without new events, such as of labels, is newer.
     fn queue_for_list(&self, job: &Job, has_new_events: bool) {
         let mut unpublished = lock(&self.unpublished);
         let is_newer = match unpublished.get(&job.id) {

@@ -36,10 +36,10 @@ pub(crate) async fn run(scheduler: Arc<Scheduler>, mut queue: Queue) {
         };
         let mut bytes = size(&batch[0]);
         while bytes < MAX_BATCH_BYTES
-            && let Ok(more) = queue.try_recv()
+            && let Ok(item) = queue.try_recv()
         {
-            bytes += size(&more);
-            batch.push(more);
+            bytes += size(&item);
+            batch.push(item);
         }
         store_batch(&scheduler, batch).await;
     }
@@ -74,8 +74,8 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<QueueItem>) {
     }
     let answers =
         if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(scheduler, reports).await };
-    let Some((answers, tried_again)) = answers else { return };
-    if tried_again {
+    let Some((answers, has_retried)) = answers else { return };
+    if has_retried {
         catch_up(scheduler, senders.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
     }
     for ((agent, connection, attempt, summary), answer) in senders.into_iter().zip(answers) {
@@ -139,11 +139,11 @@ async fn store_with_retries(
                 }
             }
             done => {
-                let tries = failure_log.note_success();
-                if let Some(failures) = tries.filter(|_| done.is_ok()) {
+                let failures = failure_log.note_success();
+                if let Some(failures) = failures.filter(|_| done.is_ok()) {
                     tracing::info!(failures, "storing reports works again");
                 }
-                return Some((done, tries.is_some()));
+                return Some((done, failures.is_some()));
             }
         }
     }
@@ -151,24 +151,24 @@ async fn store_with_retries(
 
 /// Stores reports and returns a result for each. If a batch is permanently refused, each report is stored separately. If a report is
 /// refused, each of its records is stored separately, so that only records that the database refuses are lost. Lost records
-/// are logged.
+/// are logged. The flag is true if a transaction was retried. Returns `None` if the server stops.
 async fn store_all(scheduler: &Scheduler, reports: Vec<Report>) -> Option<(Vec<IngestResult>, bool)> {
-    let (done, mut tried_again) = store_with_retries(scheduler, &reports).await?;
+    let (done, mut has_retried) = store_with_retries(scheduler, &reports).await?;
     let error = match done {
-        Ok(answers) => return Some((answers, tried_again)),
+        Ok(answers) => return Some((answers, has_retried)),
         Err(error) => error,
     };
     tracing::error!(%error, "a batch of reports cannot be stored; each report is stored separately");
     let mut answers = Vec::with_capacity(reports.len());
     for report in reports {
-        let (done, again) = store_with_retries(scheduler, std::slice::from_ref(&report)).await?;
-        tried_again |= again;
+        let (done, was_retried) = store_with_retries(scheduler, std::slice::from_ref(&report)).await?;
+        has_retried |= was_retried;
         answers.push(match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,
             _ => store_records_separately(scheduler, report).await?,
         });
     }
-    Some((answers, tried_again))
+    Some((answers, has_retried))
 }
 
 async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Option<IngestResult> {
@@ -209,8 +209,8 @@ async fn store_records_separately(scheduler: &Scheduler, report: Report) -> Opti
     Some(answer)
 }
 
-/// Publishes events that may have been stored without being published, because if the connection to the database broke at the end of a
-/// transaction, the retry finds the records stored and returns no events.
+/// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a transaction,
+/// the retry finds that the records are stored, and returns no events.
 async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
     let Scheduler { store, events, checkpoints, .. } = scheduler;
     for id in jobs {

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-/// The last millisecond of the year 9999, before the limits of file systems.
+/// Maximum time of a modification: the last millisecond of the year 9999, which file systems can store.
 const MAX_MODIFIED_MS: u64 = 253_402_300_799_999;
 /// The folder of files that are being uploaded, in the job's folder.
 const INCOMING: &str = "incoming";
@@ -271,9 +271,9 @@ mod tests {
         assert!(matches!(put("who", 5), Err(FileError::Io(_))));
         assert_eq!(fs::read_to_string(files.disk_path("a").unwrap()).unwrap(), "whole");
         // A crash left an incomplete file.
-        let left = dir.path().join("j1").join(INCOMING);
-        fs::write(left.join("part"), "x").unwrap();
+        let incoming_dir = dir.path().join("j1").join(INCOMING);
+        fs::write(incoming_dir.join("part"), "x").unwrap();
         clear_incoming(dir.path());
-        assert!(!left.exists() && files.disk_path("a").unwrap().exists());
+        assert!(!incoming_dir.exists() && files.disk_path("a").unwrap().exists());
     }
 }

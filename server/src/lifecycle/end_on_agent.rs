@@ -29,7 +29,7 @@ impl EndOnAgent {
     fn sort_key(&self) -> (u8, u64) {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
-                // Each agent only sees its own ranks wait for ranks of other agents.
+                // A stall with a detail, such as a suspended process, is a cause. A rank without one may only have waited for other ranks.
                 ReasonKind::Stalled { detail: Some(_), step, .. } => (2, *step),
                 ReasonKind::Stalled { detail: None, step, .. } => (3, *step),
                 _ => (0, 0),

@@ -25,7 +25,7 @@ pub const ATTEMPT: u32 = 1;
 /// Number of a run's only rank.
 pub const RANK: u32 = 0;
 /// Maximum number of alerts in a change. Only the newest are stored. The Python package keeps the same number.
-const ALERTS: usize = 50;
+const MAX_ALERTS: usize = 50;
 
 /// A change of a run by its program. It is applied completely or not at all.
 #[derive(Debug, Clone, Default)]
@@ -34,7 +34,7 @@ pub struct RunChange {
     pub config: Map<String, Value>,
     /// Settings that must not change the values of existing settings.
     pub params: BTreeMap<String, String>,
-    /// Results that replace results with the same names. Each entry of `alerts` that the run does not have yet raises an [`Alert`].
+    /// Results that replace results with the same names. Each new entry of the result `alerts`, a list, raises an [`Alert`].
     pub summary: Map<String, Value>,
     /// Tags with values. `None` removes a tag.
     pub values: BTreeMap<String, Option<String>>,
@@ -77,7 +77,7 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
         None if was_silent && row.job.state == JobState::Failed => make_running(row, at)?,
         None => Vec::new(),
         Some(state) if state == row.job.state && !was_silent => Vec::new(),
-        // A user can cancel a run but not its program, whose end does not undo the cancellation.
+        // The program of a run that a user has cancelled may continue. Its end does not undo the cancellation.
         Some(state) if row.job.state == JobState::Cancelled && state.is_final() => Vec::new(),
         Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
@@ -169,7 +169,7 @@ fn new_alerts(known: &Map<String, Value>, reported: &Map<String, Value>) -> Vec<
         summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
     }
     let (known, reported) = (list(known), list(reported));
-    let newest = &reported[reported.len().saturating_sub(ALERTS)..];
+    let newest = &reported[reported.len().saturating_sub(MAX_ALERTS)..];
     let new = newest.iter().filter(|alert| !known.contains(alert));
     new.filter_map(|alert| Alert::deserialize(alert).ok()).collect()
 }
@@ -188,8 +188,8 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
     // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
-    let new = columns.iter().filter(|column| is_new(&column.name)).count();
-    if last.len().max(known.len()) + new > MAX_RUN_METRICS {
+    let new_count = columns.iter().filter(|column| is_new(&column.name)).count();
+    if last.len().max(known.len()) + new_count > MAX_RUN_METRICS {
         let detail = format!("the run would have more than {MAX_RUN_METRICS} metrics; log fewer names");
         return Err(refusal(row.job.state, detail));
     }
@@ -204,8 +204,8 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBod
             note_column(row, RANK, &finite);
         }
         let job = &mut row.job;
-        // Ranks of this server report these values with an evaluation, not as metrics.
         let newest = finite.values.last().copied().map(exact);
+        // These values are fields of the job. Ranks of this server do not report them as metrics.
         match column.name.as_str() {
             "epoch" => job.epoch = newest.map_or(job.epoch, |epoch| epoch as u32),
             "images_per_second" => job.images_per_second = newest.or(job.images_per_second),

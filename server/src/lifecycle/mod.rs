@@ -166,13 +166,13 @@ pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBod
 
 /// Cancels a job for a user. If no agent of the job is reachable to stop its ranks, the job ends at once, and the agents get the order when
 /// they reconnect.
-pub fn cancel(row: &mut JobRow, is_reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn cancel(row: &mut JobRow, is_agent_reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     let state = row.job.state;
     if state.is_final() {
         return Err(refusal(state, format!("the job has already ended: it {}", state.predicate())));
     }
     let reason: Reason = ReasonKind::CancelledByUser { detail: None }.into();
-    if row.fencing_token.is_some() && is_reachable {
+    if row.fencing_token.is_some() && is_agent_reachable {
         if row.cancel_reason.is_some() {
             return Ok(Vec::new());
         }
@@ -264,7 +264,7 @@ pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result
     }
     let mut events = vec![change_state(row, JobState::Lost, Some(why.clone()), None, at)?];
     events.push(match row.cancel_reason.take() {
-        Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
+        Some(reason) => change_state(row, JobState::Cancelled, Some(reason), None, at)?,
         None => restart_or_fail(row, why.clone(), at)?,
     });
     Ok(events)
@@ -273,7 +273,7 @@ pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result
 /// Returns a job to the queue without counting a restart, such as when its agent was stopped in an orderly way.
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     let event = match row.cancel_reason.take() {
-        Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
+        Some(reason) => change_state(row, JobState::Cancelled, Some(reason), None, at)?,
         None if row.job.state == JobState::Pausing => preemption::pause_or_requeue(row, None, at)?,
         None => queue(row, why.clone(), at)?,
     };
@@ -294,13 +294,13 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
         && !row.progress.trained
         && row.progress.not_begun < MAX_NOT_BEGUN;
     row.progress.not_begun += u32::from(start_was_lost);
-    let lost_machine =
+    let has_lost_machine =
         matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
-    let is_forgiven = lost_machine && row.progress.checkpoint > row.progress.began_from;
+    let is_forgiven = has_lost_machine && row.progress.checkpoint > row.progress.began_from;
     let is_restart = !start_was_lost && !is_forgiven;
     if !is_restart || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(is_restart);
-        // These ranks may have written checkpoints that their agent has not reported.
+        // For these reasons, ranks may have written newer checkpoints that their agent has not reported.
         let or_newer =
             matches!(why.kind(), ReasonKind::AgentLost { .. } | ReasonKind::AgentWithoutRanks { .. });
         let (attempt, from_step) = (row.job.attempt + 1, row.progress.checkpoint);

@@ -9,17 +9,17 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Orders the ranks of a job to end for the job `by`. Nothing changes if the ranks are ending already, or if this version does not know the
-/// job's stored state. The reason does not name `by` if it is private, because people who can see the preempted job may not see `by`.
-pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+/// Orders the ranks of a job to end for the job `preemptor`. Nothing changes if the ranks are ending already, or if this version does not
+/// know the job's stored state. The reason does not name a private `preemptor`, because others may see the preempted job.
+pub fn preempt(row: &mut JobRow, preemptor: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     if !matches!(row.job.state, JobState::Starting | JobState::Running)
         || row.cancel_reason.is_some()
         || row.unknown_state.is_some()
     {
         return Ok(Vec::new());
     }
-    let job = (!by.spec.private).then(|| by.id.as_str().into());
-    let reason = ReasonKind::Preempting { job, priority: by.spec.priority };
+    let job = (!preemptor.spec.private).then(|| preemptor.id.as_str().into());
+    let reason = ReasonKind::Preempting { job, priority: preemptor.spec.priority };
     Ok(vec![change_state(row, JobState::Pausing, Some(reason.into()), None, at)?])
 }
 

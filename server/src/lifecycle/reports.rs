@@ -178,7 +178,7 @@ fn is_valid_column(column: &MetricColumn) -> bool {
 }
 
 /// Merges consecutive points of a rank into one record, because a fast rank writes many records per report. All records except log lines
-/// and rank reports end a merge, because later points may depend on them.
+/// and rank reports end a merge, because points after such a record may depend on it.
 pub fn merge_points(events: &[AttemptEvent]) -> Vec<AttemptEvent> {
     let mut records = Vec::new();
     // The rank whose points are being merged, and the index of the merged record.
@@ -299,7 +299,9 @@ pub(super) fn end_attempt(
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
             vec![change_state(row, JobState::Cancelled, Some(reason.into()), None, at)?]
         }
-        (_, Some(stop)) => vec![change_state(row, JobState::Cancelled, Some(stop), None, at)?],
+        (_, Some(cancel_reason)) => {
+            vec![change_state(row, JobState::Cancelled, Some(cancel_reason), None, at)?]
+        }
         (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
             vec![pause_or_requeue(row, None, at)?]
         }

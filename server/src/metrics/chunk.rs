@@ -51,6 +51,7 @@ impl SeriesKey {
 pub(crate) struct Bucket {
     /// The first step with a point.
     pub(crate) step: u64,
+    /// Number of points.
     pub(crate) points: u64,
     /// Number of points with a finite value. The fields below are computed from these points only.
     pub(crate) finite_points: u64,
@@ -136,22 +137,22 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
 
 /// Decodes the output of [`encode`].
 pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError> {
-    let mut from = Reader(data);
+    let mut reader = Reader(data);
     let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });
     let mut step = 0u64;
-    while !from.0.is_empty() {
+    while !reader.0.is_empty() {
         let bucket = (|| {
-            step = step.checked_add(from.number()?)?;
+            step = step.checked_add(reader.number()?)?;
             if level == 0 {
-                return Some(Bucket::of(step, f32::from_le_bytes(from.bytes()?)));
+                return Some(Bucket::of(step, f32::from_le_bytes(reader.bytes()?)));
             }
             Some(Bucket {
                 step,
-                points: from.number()?,
-                finite_points: from.number()?,
-                min: f32::from_le_bytes(from.bytes()?),
-                max: f32::from_le_bytes(from.bytes()?),
-                sum: f64::from_le_bytes(from.bytes()?),
+                points: reader.number()?,
+                finite_points: reader.number()?,
+                min: f32::from_le_bytes(reader.bytes()?),
+                max: f32::from_le_bytes(reader.bytes()?),
+                sum: f64::from_le_bytes(reader.bytes()?),
             })
         })();
         buckets.push(bucket.ok_or_else(|| StoreError::Corrupt("a chunk of metrics".into()))?);

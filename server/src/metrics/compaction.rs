@@ -48,16 +48,16 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
 /// What happens to the last rows of a job, which cost less than a batch.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Rest {
-    /// They wait for further rows.
+    /// The last rows wait for further rows.
     Wait,
     Compact,
 }
 
-/// Compacts the next rows of a job, up to `cost` (`EventRow::cost`), and moves the job's watermark. Returns false if nothing was compacted,
-/// because there were too few rows, or another compaction moved the watermark first.
-pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: Rest) -> Result<bool> {
+/// Compacts the next rows of a job, up to `max_cost` (`EventRow::cost`), and moves the job's watermark. Returns false if nothing was
+/// compacted, because there were too few rows, or another compaction moved the watermark first.
+pub(super) async fn compact(store: &dyn Store, job: &JobId, max_cost: u64, rest: Rest) -> Result<bool> {
     let (watermark, newest) = store.newest_metric_chunks(job).await?;
-    let filter = MetricFilter { after: watermark, max_cost: Some(cost), ..MetricFilter::default() };
+    let filter = MetricFilter { after: watermark, max_cost: Some(max_cost), ..MetricFilter::default() };
     let page = store.metrics(job, &filter).await?;
     if !page.is_full && (rest == Rest::Wait || page.last_seq <= watermark) {
         return Ok(false);
@@ -76,7 +76,7 @@ async fn read_rewritten_series(
     newest: &[MetricChunk],
     columns: &[RankColumn],
 ) -> Result<BTreeMap<SeriesKey, Vec<Bucket>>> {
-    let last: HashMap<SeriesKey, u64> = newest
+    let last_steps: HashMap<SeriesKey, u64> = newest
         .iter()
         .filter(|chunk| chunk.level == 0)
         .map(|chunk| (SeriesKey::of(chunk), chunk.last_step))
@@ -84,7 +84,9 @@ async fn read_rewritten_series(
     let mut stored = BTreeMap::new();
     for points in columns {
         let key = SeriesKey::of_points(points);
-        let (Some(last), Some((first, _))) = (last.get(&key), points.column.step_range()) else { continue };
+        let (Some(last), Some((first, _))) = (last_steps.get(&key), points.column.step_range()) else {
+            continue;
+        };
         if first > *last || stored.contains_key(&key) {
             continue;
         }
@@ -108,14 +110,14 @@ fn changed_chunks(
     let replaced: BTreeSet<SeriesKey> = stored.keys().cloned().collect();
     let mut added: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
     for points in columns {
-        let to = added.entry(SeriesKey::of_points(&points)).or_default();
+        let series = added.entry(SeriesKey::of_points(&points)).or_default();
         let (steps, values) = (points.column.steps, points.column.values);
-        to.extend(steps.into_iter().zip(values).map(|(step, value)| Bucket::of(step, value)));
+        series.extend(steps.into_iter().zip(values).map(|(step, value)| Bucket::of(step, value)));
     }
     let mut points = stored;
     for (key, new) in added {
-        let to = points.entry(key).or_default();
-        *to = chunk::merge(std::mem::take(to), new);
+        let series = points.entry(key).or_default();
+        *series = chunk::merge(std::mem::take(series), new);
     }
     let newest = newest.into_iter().map(|chunk| ((SeriesKey::of(&chunk), chunk.level), chunk));
     let mut newest: HashMap<(SeriesKey, u32), MetricChunk> =
@@ -141,14 +143,14 @@ fn changed_chunks(
                 let first_step = part.first().map_or(0, |b| b.step);
                 // An unreadable chunk counts as empty, so the points begin a new chunk.
                 let replaces_chunk = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
-                let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
+                let bucket_end = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
                     name: key.name.clone(),
                     rank: key.rank,
                     attempt: key.attempt,
                     level,
                     first_step,
-                    last_step: if is_last { last } else { next.min(last) },
+                    last_step: if is_last { last } else { bucket_end.min(last) },
                     data: chunk::encode(level, part),
                     replaces_chunk,
                     replaces_series: replaced.contains(&key),

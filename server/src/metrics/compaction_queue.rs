@@ -20,6 +20,7 @@ pub(crate) struct CompactionQueue {
 
 #[derive(Debug, Clone, Copy)]
 struct Waiting {
+    /// The cost of the job's waiting rows.
     cost: u64,
     /// The cost of a batch of the job.
     batch_cost: u64,

@@ -1,4 +1,4 @@
-//! Metrics at scale: append-only chunks of columns, and rollups (minimum, maximum and mean of 16, 256, ... steps) above them.
+//! Metrics at scale: chunks of columns, and rollups (minimum, maximum and sum over 16, 256, ... steps) above them.
 //!
 //! A report is stored as one row of events (`store/points.rs`). A background task ([`compaction`]) turns batches of rows into chunks, up to
 //! a watermark in the job's event numbers. A query reads chunks up to the watermark and the rows after the watermark, so the result does

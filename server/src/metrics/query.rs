@@ -69,8 +69,8 @@ pub(crate) async fn find(
         }
         let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
         let tail_steps = tail.iter().filter_map(|points| points.column.step_range());
-        let ends = tail_steps.chain(chunk_steps);
-        let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
+        let step_ranges = tail_steps.chain(chunk_steps);
+        let Some((first, last)) = step_ranges.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
             return Ok(ChartData { as_of, is_exact: true, bucket_steps: 1, series: BTreeMap::new() });
         };
         let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
@@ -130,19 +130,19 @@ fn add_tail(
     is_inside: impl Fn(&Bucket) -> bool,
 ) {
     for reported in tail {
-        let of_series = series.entry(SeriesKey::of_points(reported)).or_default();
+        let buckets = series.entry(SeriesKey::of_points(reported)).or_default();
         let column = &reported.column;
         let points = column.steps.iter().zip(&column.values).map(|(step, value)| Bucket::of(*step, *value));
         let points = points.filter(&is_inside);
         match width {
-            1 => *of_series = chunk::merge(std::mem::take(of_series), points),
-            _ => of_series.extend(points),
+            1 => *buckets = chunk::merge(std::mem::take(buckets), points),
+            _ => buckets.extend(points),
         }
     }
     if width > 1 && !tail.is_empty() {
-        for of_series in series.values_mut() {
-            of_series.sort_by_key(|bucket| bucket.step);
-            chunk::join_neighbours(of_series, |bucket| bucket.index(width));
+        for buckets in series.values_mut() {
+            buckets.sort_by_key(|bucket| bucket.step);
+            chunk::join_neighbours(buckets, |bucket| bucket.index(width));
         }
     }
 }

@@ -28,10 +28,10 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
         else {
             continue;
         };
-        // A job whose points cannot be removed is left for the next round.
-        let mut last: Option<JobId> = None;
+        // The next query continues after this job, so a job whose points cannot be removed is left for the next round.
+        let mut previous_job: Option<JobId> = None;
         loop {
-            let job = match metrics.store.oldest_job_with_points(before, last.as_ref()).await {
+            let job = match metrics.store.oldest_job_with_points(before, previous_job.as_ref()).await {
                 Ok(Some(job)) => job,
                 Ok(None) => break,
                 Err(error) => {
@@ -45,7 +45,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
                     tracing::warn!(%error, %job, "a job's points could not be removed from events; trying again")
                 }
             }
-            last = Some(job);
+            previous_job = Some(job);
         }
     }
 }

@@ -77,7 +77,7 @@ impl Candidate {
         self.agent.row.slots.iter().find(|slot| slot.index == *first)
     }
 
-    /// The kind of the candidate's slots.
+    /// The kind of the candidate's slots, such as `cuda`.
     pub(super) fn device(&self) -> &str {
         self.first_slot().map_or("", |slot| slot.device.as_str())
     }
@@ -90,7 +90,7 @@ impl Candidate {
         self.choose_by_nvlink_group(ranks).concat()
     }
 
-    /// Number of NVLink groups from which [`Candidate::choose_slots`] takes slots. Fewer groups have faster links.
+    /// Number of NVLink groups from which [`Candidate::choose_slots`] takes slots. Slots in fewer groups have faster links.
     pub(super) fn nvlink_group_count(&self, ranks: usize) -> usize {
         if self.has_no_links() {
             return ranks.min(self.free.len());
@@ -106,17 +106,17 @@ impl Candidate {
     fn choose_by_nvlink_group(&self, ranks: usize) -> Vec<Vec<u32>> {
         let mut groups = self.free_groups();
         let mut missing = ranks.min(self.free.len());
-        let mut taken = Vec::new();
+        let mut chosen = Vec::new();
         while missing > 0 && !groups.is_empty() {
             // The smallest group with enough slots, so that large gaps stay for large jobs; otherwise the largest group.
             let enough = (0..groups.len()).filter(|n| groups[*n].len() >= missing);
-            let next = enough.min_by_key(|n| groups[*n].len()).unwrap_or(0);
-            let mut group = groups.remove(next);
+            let index = enough.min_by_key(|n| groups[*n].len()).unwrap_or(0);
+            let mut group = groups.remove(index);
             group.truncate(missing);
             missing -= group.len();
-            taken.push(group);
+            chosen.push(group);
         }
-        taken
+        chosen
     }
 
     /// The free slots by NVLink group, the largest group first. A slot without NVLink is a group of its own.

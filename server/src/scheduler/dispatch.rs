@@ -59,7 +59,7 @@ pub(crate) async fn restore_leases(scheduler: &Scheduler) -> Result<()> {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
         scheduler.agents.leases.add(attempt.clone(), places);
-        // The `Welcome` message to an agent repeats an order to stop.
+        // If the ranks must end, the `Welcome` message to each agent repeats the order, so no other order is needed.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
             && let Some(row) = scheduler.store.job(&attempt.job).await?
@@ -142,8 +142,8 @@ async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<
         let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(why_early)).await;
         skip_permanent_error(&job, ended)?;
     }
-    // Claims would wait for the transaction of these ends anyway, and the freed slots would not be used before the next round.
-    if scheduler.agents.inbox.has_ends() {
+    // The claims of this round would wait for the transaction of these ends anyway, and this round can then use the freed slots.
+    if scheduler.agents.inbox.has_waiting_ends() {
         let _ = tokio::time::timeout(ENDS_TIMEOUT, scheduler.agents.inbox.flush()).await;
     }
     let (snapshot, plan) = make_plan(scheduler).await?;
@@ -168,14 +168,14 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
                 }
                 found => found?,
             };
-            snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+            snapshot.checkpoint_waits.insert((row.job.id.clone(), reader), wait);
         }
     }
 }
 
 async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let now = crate::now();
-    let mut held = scheduler.agents.leases.jobs_in_slots();
+    let mut jobs_in_slots = scheduler.agents.leases.jobs_in_slots();
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
@@ -185,7 +185,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let slots_in_use = held.remove(id).unwrap_or_default().into_keys().collect();
+        let slots_in_use = jobs_in_slots.remove(id).unwrap_or_default().into_keys().collect();
         Arc::new(AgentState {
             only_job: agent.only_job,
             takes_work,
@@ -198,13 +198,21 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let fair_share = match scheduler.config.fair_share {
         // Without authentication, jobs have no owner.
         FairShare::Owner if scheduler.config.no_auth => FairShare::Project,
-        by => by,
+        fair_share => fair_share,
     };
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
     let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
-    let (started_at, checkpoints) = (scheduler.started_at, HashMap::new());
-    Ok(Snapshot { now, started_at, agents, waiting, yielding_jobs, fair_share, slots_of_shares, checkpoints })
+    Ok(Snapshot {
+        now,
+        started_at: scheduler.started_at,
+        agents,
+        waiting,
+        yielding_jobs,
+        fair_share,
+        slots_of_shares,
+        checkpoint_waits: HashMap::new(),
+    })
 }
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.

@@ -51,11 +51,11 @@ fn choose_fastest(
 ) -> Option<(Group, u32)> {
     let found = choose(group)?;
     let speeds = link_speeds(candidates, group);
-    let mut tried: Vec<u32> = speeds.values().copied().collect();
-    tried.sort_unstable_by_key(|speed| Reverse(*speed));
-    tried.dedup();
-    let fastest = tried.into_iter().find_map(|least| {
-        let fast: Group = group.iter().copied().filter(|c| speeds[c] >= least).collect();
+    let mut min_speeds: Vec<u32> = speeds.values().copied().collect();
+    min_speeds.sort_unstable_by_key(|speed| Reverse(*speed));
+    min_speeds.dedup();
+    let fastest = min_speeds.into_iter().find_map(|min_speed| {
+        let fast: Group = group.iter().copied().filter(|c| speeds[c] >= min_speed).collect();
         choose(&fast).filter(|fast| fast.len() == found.len())
     });
     let found = fastest.unwrap_or(found);
@@ -116,11 +116,11 @@ pub(super) fn choose_reserved_agents(candidates: &Candidates, ranks: usize) -> O
         let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
-        let needed = group.iter().position(|c| {
+        let last = group.iter().position(|c| {
             sum += candidates[*c].slots.len();
             sum >= ranks
         })?;
-        group.truncate(needed + 1);
+        group.truncate(last + 1);
         Some(group)
     };
     choose_group(candidates, largest)

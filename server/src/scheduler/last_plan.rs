@@ -16,6 +16,7 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct LastPlan(Mutex<Shown>);
 
+/// The parts of a plan that are shown.
 #[derive(Debug, Default)]
 struct Shown {
     /// Place (from 1) and reason of each waiting job.

@@ -58,7 +58,7 @@ pub(crate) use candidates::address;
 pub(crate) use gang::max_capacity_of;
 pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
-pub(crate) use waiting_jobs::WaitingJobs;
+pub(crate) use waiting_jobs::JobQueue;
 
 /// Backoff of restarts: the first restart is immediate, and the second waits for the first pause.
 const RESTART: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -72,7 +72,7 @@ pub(crate) struct Scheduler {
     pub(crate) checkpoints: Arc<Checkpoints>,
     pub(crate) datasets: Arc<Datasets>,
     /// The queue.
-    pub(crate) waiting: Arc<WaitingJobs>,
+    pub(crate) waiting: Arc<JobQueue>,
     pub(crate) last_plan: LastPlan,
     /// Notified when a sweep, or a trial of a sweep, has changed.
     pub(crate) sweeps_changed: Arc<Notify>,
@@ -86,7 +86,7 @@ impl Scheduler {
     pub(crate) fn new(
         checkpoints: Arc<Checkpoints>,
         datasets: Arc<Datasets>,
-        waiting: Arc<WaitingJobs>,
+        waiting: Arc<JobQueue>,
         sweeps_changed: Arc<Notify>,
         tasks: Tasks,
     ) -> Self {
@@ -123,7 +123,7 @@ pub(crate) struct Snapshot {
     /// Slots in use by owner or project, as `fair_share` says.
     pub(crate) slots_of_shares: HashMap<String, u64>,
     /// Whether jobs must wait for a checkpoint, by job and the agent of rank 0, which reads it. `None`: the job need not wait.
-    pub(crate) checkpoints: HashMap<(JobId, String), Option<Wait>>,
+    pub(crate) checkpoint_waits: HashMap<(JobId, String), Option<Wait>>,
 }
 
 /// A connected agent.
@@ -174,6 +174,7 @@ pub(crate) struct Start {
 /// Running jobs that end in favour of a waiting job.
 #[derive(Debug)]
 pub(crate) struct Preemption {
+    /// The waiting job.
     pub(crate) row: Arc<JobRow>,
     pub(crate) victims: Vec<JobId>,
     /// Jobs that are already ending and whose slots the waiting job counts on.

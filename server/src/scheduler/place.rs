@@ -42,8 +42,8 @@ pub(super) fn place_job(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait
         return start(round, row, candidates, chosen, Some(why));
     }
     let reserved = choose_reserved_agents(&candidates, ranks);
-    let more = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
-    let why = wait_reason(&candidates, job, reserved.as_deref(), more, round);
+    let explanation = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
+    let why = wait_reason(&candidates, job, reserved.as_deref(), explanation, round);
     let reserved = reserved.or_else(|| fewer.as_ref()?.reserve(&candidates));
     for c in reserved.iter().flatten() {
         round.reserve_agent(job, &candidates[*c]);

@@ -41,7 +41,7 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
         &round.reserved_slots,
     )?;
     if let Some(Wait { why, keeps_slots }) = round.checkpoint_wait(row, candidates, &choice.chosen) {
-        // No job is preempted yet, because its slots would be given to other jobs meanwhile. Free slots are reserved during a check.
+        // No job is preempted yet, because other jobs would get the freed slots meanwhile. Free slots are reserved during a check.
         for (c, slots) in choice.chosen.iter().filter(|_| keeps_slots) {
             let free = &candidates[*c].free;
             let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
@@ -65,8 +65,8 @@ pub(super) fn preempt(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Can
     round.plan.preemptions.push(Preemption { row, victims, ending, starts_before });
 
     let agents: Vec<usize> = choice.chosen.iter().map(|(c, _)| *c).collect();
-    let more = is_preempting.then(|| "jobs of lower priority are being preempted".into());
-    let why = wait_reason(candidates, job, Some(&agents), more, round);
+    let explanation = is_preempting.then(|| "jobs of lower priority are being preempted".into());
+    let why = wait_reason(candidates, job, Some(&agents), explanation, round);
     for (c, slots) in &choice.chosen {
         round.reserve_slots(&job.id, &candidates[*c], slots);
     }
@@ -178,16 +178,16 @@ fn choose_victims_on_one(
         sum += largest[fewest];
         fewest += 1;
     }
-    // With this number of victims, takes the jobs of the lowest priority. A job is taken if the largest `further` other jobs have the slots
-    // that are then still missing.
+    // With this number of victims, takes the jobs of the lowest priority. A job is taken if the largest other jobs, `remaining_count` of
+    // them, have the slots that are then still missing.
     let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
     while victims.len() < fewest {
-        let further = fewest - victims.len() - 1;
+        let remaining_count = fewest - victims.len() - 1;
         let index = (0..on_agent.len()).find(|n| {
             let mut rest: Vec<usize> =
                 on_agent.iter().enumerate().filter(|(m, _)| m != n).map(|(_, (_, s))| s.len()).collect();
             rest.sort_unstable_by(|a, b| b.cmp(a));
-            on_agent[*n].1.len() + rest.iter().take(further).sum::<usize>() >= missing
+            on_agent[*n].1.len() + rest.iter().take(remaining_count).sum::<usize>() >= missing
         })?;
         let (victim, freed) = on_agent.remove(index);
         missing = missing.saturating_sub(freed.len());
@@ -215,15 +215,15 @@ fn choose_victims_on_several(
     choose_after(&lower_jobs)?;
     // Finds the shortest prefix of the list that is enough.
     let lengths: Vec<_> = (1..=lower_jobs.len()).collect();
-    let enough = lengths.partition_point(|n| choose_after(&lower_jobs[..*n]).is_none()) + 1;
-    let chosen = choose_after(&lower_jobs[..enough])?;
+    let length = lengths.partition_point(|n| choose_after(&lower_jobs[..*n]).is_none()) + 1;
+    let chosen = choose_after(&lower_jobs[..length])?;
     let is_used = |victim: &usize| {
         let mut slots = yielding[*victim].slots.iter();
         slots.any(|(agent, slot)| {
-            chosen.iter().any(|(c, taken)| after_ends[*c].agent.row.id == *agent && taken.contains(slot))
+            chosen.iter().any(|(c, used)| after_ends[*c].agent.row.id == *agent && used.contains(slot))
         })
     };
-    let mut victims: Vec<usize> = lower_jobs[..enough].iter().copied().filter(is_used).collect();
+    let mut victims: Vec<usize> = lower_jobs[..length].iter().copied().filter(is_used).collect();
     for victim in victims.clone().iter().rev().take(MAX_TRIED) {
         let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
         if choose_after(&fewer).is_some() {

@@ -13,12 +13,12 @@ use lockstep_protocol::{
 use std::cmp::Reverse;
 
 /// The reason why a job waits. `reserved`: the agents that are reserved for the job; `None` if no agents would ever have enough slots.
-/// `more`: an additional explanation.
+/// `explanation`: a text that is added.
 pub(super) fn wait_reason(
     candidates: &Candidates,
     job: &Job,
     reserved: Option<&[usize]>,
-    more: Option<Text>,
+    explanation: Option<Text>,
     round: &Round<'_>,
 ) -> Reason {
     let (ranks, device) = (job.ranks, device_for(&job.spec));
@@ -30,19 +30,19 @@ pub(super) fn wait_reason(
     if candidates.is_empty() {
         return ReasonKind::NoAgentAccepts { detail: drained.map(Into::into) }.into();
     }
-    let sum = max_capacity(candidates);
+    let capacity = max_capacity(candidates);
     let mut wait = SlotWait {
         // The device `auto` uses slots of any kind.
         device: if device == Device::Auto { Device::Cpu } else { device },
         slots_needed: ranks,
-        slots_free: to_u32(sum.free),
-        slots_total: to_u32(sum.slots),
+        slots_free: to_u32(capacity.free),
+        slots_total: to_u32(capacity.slots),
         agent: None,
-        machines: Some(to_u32(sum.machines)),
+        machines: Some(to_u32(capacity.machines)),
         slots_kept: None,
         kept_for: Vec::new(),
         slots_on: Vec::new(),
-        detail: more,
+        detail: explanation,
     };
     let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.slots.is_empty()).collect();
     if takers.len() > 1 {
@@ -56,12 +56,12 @@ pub(super) fn wait_reason(
     }
     // Drained agents are only named if the job would fit with them. A job with its own agents waits for its own agents.
     let total = candidates.iter().map(|c| c.slots.len()).sum::<usize>() + drained_slots;
-    let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
-    let drained = drained.filter(|_| total >= ranks as usize && !has_own);
+    let has_own_agents = candidates.iter().any(|c| c.agent.only_job.is_some());
+    let drained = drained.filter(|_| total >= ranks as usize && !has_own_agents);
     let too_few = |mut wait: SlotWait| {
         if let Some(drained) = drained.as_deref().map(undrain_advice) {
-            let more = wait.detail.map_or(String::new(), |more| format!("; {more}"));
-            wait.detail = Some(format!("{drained}{more}").into());
+            let explanation = wait.detail.map_or(String::new(), |text| format!("; {text}"));
+            wait.detail = Some(format!("{drained}{explanation}").into());
         }
         ReasonKind::TooFewSlots(wait)
     };
@@ -75,7 +75,7 @@ pub(super) fn wait_reason(
             add_reserved(std::slice::from_ref(&candidates[*one]), round, &mut wait);
             ReasonKind::WaitingForSlots(wait)
         }
-        None if sum.machines <= 1 => {
+        None if capacity.machines <= 1 => {
             let largest = candidates.iter().max_by_key(|c| (c.slots.len(), c.free.len()));
             if let Some(largest) = largest {
                 describe_one(largest, &mut wait);

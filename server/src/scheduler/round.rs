@@ -33,7 +33,7 @@ pub(super) struct Round<'a> {
     pub(super) reserved_slots: HashSet<(String, u32)>,
     /// Jobs that have their own agents: each of these agents takes only its `only_job`.
     jobs_with_agents: HashSet<JobId>,
-    /// The candidates of each device, for all other jobs.
+    /// The candidates of each device, for jobs without their own agents.
     candidates_by_device: Vec<(Device, Arc<Candidates>)>,
     /// Why jobs of a kind wait. Hundreds of jobs may be of one kind. Slots do not become free during a round, so a kind that does not fit
     /// does not fit later in the round. A reservation changes the reasons, so it clears this map.
@@ -109,7 +109,7 @@ impl<'a> Round<'a> {
         }
         // Rank 0 reads the checkpoint and sends its content to the other ranks.
         let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
-        let known = self.snapshot.checkpoints.get(&(job.id.clone(), reader.to_owned()));
+        let known = self.snapshot.checkpoint_waits.get(&(job.id.clone(), reader.to_owned()));
         if known.is_none() {
             self.plan.unknown_checkpoints.push((Arc::clone(row), reader.to_owned()));
         }

@@ -6,8 +6,8 @@ use lockstep_protocol::job::Job;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 /// The share that a job belongs to: its owner or project.
-pub(super) fn share(by: FairShare, job: &Job) -> String {
-    match by {
+pub(super) fn share(fair_share: FairShare, job: &Job) -> String {
+    match fair_share {
         FairShare::Off => String::new(),
         FairShare::Owner => job.owner.clone().unwrap_or_default(),
         FairShare::Project => job.project.clone(),

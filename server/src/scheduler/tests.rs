@@ -83,7 +83,7 @@ fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
         yielding_jobs: Vec::new(),
         fair_share: FairShare::Project,
         slots_of_shares: HashMap::new(),
-        checkpoints: HashMap::new(),
+        checkpoint_waits: HashMap::new(),
     }
 }
 
@@ -145,9 +145,9 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             if random.chance(50) {
                 agent.slots_in_use.insert(slot.index);
                 // Other running jobs do not yield.
-                let by = random.below(7) as usize;
-                if let Some(by) = yielding.get_mut(by) {
-                    by.slots.push((agent.row.id.clone(), slot.index));
+                let index = random.below(7) as usize;
+                if let Some(job) = yielding.get_mut(index) {
+                    job.slots.push((agent.row.id.clone(), slot.index));
                 }
             }
         }
@@ -168,7 +168,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             let wait = random
                 .chance(40)
                 .then(|| Wait { why: Reason::from(why).into(), keeps_slots: random.chance(50) });
-            let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+            let known = snapshot.checkpoint_waits.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }
     }
@@ -293,15 +293,14 @@ fn the_share_with_the_fewest_slots_gets_the_next_one() {
         snapshot.slots_of_shares = shares.into_iter().collect();
         let mut in_use = snapshot.slots_of_shares.clone();
         let plan = plan(&snapshot);
-        let mut left = snapshot.waiting.clone();
+        let mut waiting = snapshot.waiting.clone();
         for start in &plan.starts {
-            let of = |share: &str| in_use[share];
-            let fewest = left.iter().map(|row| of(&row.job.project)).min().unwrap();
+            let fewest = waiting.iter().map(|row| in_use[&row.job.project]).min().unwrap();
             // The oldest job of the shares with the fewest slots.
-            let next = left.iter().position(|row| of(&row.job.project) == fewest).unwrap();
-            let next = left.remove(next);
-            assert_eq!(start.row.job.id, next.job.id, "seed {seed}");
-            *in_use.get_mut(&next.job.project).unwrap() += 1;
+            let index = waiting.iter().position(|row| in_use[&row.job.project] == fewest).unwrap();
+            let expected = waiting.remove(index);
+            assert_eq!(start.row.job.id, expected.job.id, "seed {seed}");
+            *in_use.get_mut(&expected.job.project).unwrap() += 1;
         }
         assert_eq!(plan.starts.len(), snapshot.waiting.len().min(8), "seed {seed}");
     }
@@ -356,7 +355,7 @@ fn every_job_that_waits_has_a_true_reason() {
                     would_fit && !fits && is_explained
                 }
                 ReasonKind::WaitingForCheckpoint { .. } => {
-                    snapshot.checkpoints.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
+                    snapshot.checkpoint_waits.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
                 }
                 _ => false,
             };
@@ -435,7 +434,7 @@ fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
                     .unknown_checkpoints
                     .into_iter()
                     .map(|(row, reader)| ((row.job.id.clone(), reader), None));
-                snapshot.checkpoints.extend(known);
+                snapshot.checkpoint_waits.extend(known);
             };
             for start in &plan.starts {
                 let end = now + 1 + random.below(2);

@@ -1,6 +1,6 @@
 //! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
-//! [`WaitingJobs::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
-//! store ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
+//! [`JobQueue::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
+//! store ([`JobQueue::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
 use crate::{
     store::{JobRow, QueuePlace, Result, Store, WaitingVersion},
@@ -16,9 +16,10 @@ use std::{
 /// The sort key of the queue: highest priority first, then the oldest job.
 type SortKey = (Reverse<i32>, i64, JobId);
 
+/// The queue in memory.
 #[derive(Debug, Default)]
-pub(crate) struct WaitingJobs {
-    known: Mutex<QueueState>,
+pub(crate) struct JobQueue {
+    queue: Mutex<QueueState>,
     /// Held while jobs are read from the store.
     reading: tokio::sync::Mutex<()>,
 }
@@ -37,15 +38,15 @@ struct QueueState {
 
 /// Jobs that are being read. If the read fails or its task is cancelled, dropping this value queues the jobs for the next reader.
 struct Reading<'a> {
-    jobs: &'a WaitingJobs,
+    jobs: &'a JobQueue,
     changed: Vec<JobId>,
 }
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        let mut known = lock(&self.jobs.known);
-        known.is_reading = false;
-        known.changed.extend(std::mem::take(&mut self.changed));
+        let mut queue = lock(&self.jobs.queue);
+        queue.is_reading = false;
+        queue.changed.extend(std::mem::take(&mut self.changed));
     }
 }
 
@@ -79,21 +80,21 @@ impl QueueState {
     }
 }
 
-impl WaitingJobs {
+impl JobQueue {
     /// Notes that a job was changed in the store.
     pub(crate) fn note_change(&self, job: &Job) {
-        let mut known = lock(&self.known);
+        let mut queue = lock(&self.queue);
         // Running jobs change all the time, so only waiting jobs are noted. A job that is being read just now may not be known as waiting
         // yet.
-        let may_be_read = known.is_reading && !job.state.is_active();
-        if is_waiting(job.state) || known.sort_keys.contains_key(&job.id) || may_be_read {
-            known.changed.insert(job.id.clone());
+        let may_be_read = queue.is_reading && !job.state.is_active();
+        if is_waiting(job.state) || queue.sort_keys.contains_key(&job.id) || may_be_read {
+            queue.changed.insert(job.id.clone());
         }
     }
 
     /// Removes a job that has been given slots.
     pub(crate) fn remove(&self, id: &JobId) {
-        lock(&self.known).remove(id);
+        lock(&self.queue).remove(id);
     }
 
     /// Reads changed jobs again, and returns the waiting jobs in order.
@@ -103,9 +104,9 @@ impl WaitingJobs {
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
         let _guard = self.reading.lock().await;
         let (is_loaded, changed) = {
-            let mut known = lock(&self.known);
-            known.is_reading = true;
-            (known.is_loaded, known.changed.drain().collect())
+            let mut queue = lock(&self.queue);
+            queue.is_reading = true;
+            (queue.is_loaded, queue.changed.drain().collect())
         };
         let mut reading = Reading { jobs: self, changed };
         if !is_loaded {
@@ -113,18 +114,18 @@ impl WaitingJobs {
         }
         self.read_changed(store, &reading.changed).await?;
         reading.changed.clear();
-        Ok(lock(&self.known).rows.values().cloned().collect())
+        Ok(lock(&self.queue).rows.values().cloned().collect())
     }
 
     async fn load(&self, store: &dyn Store) -> Result<()> {
-        let mut from = Some(QueuePlace::default());
-        while let Some(place) = from {
-            let (page, next) = store.waiting_jobs(&place).await?;
-            let mut known = lock(&self.known);
-            page.into_iter().for_each(|row| known.put(row));
-            from = next;
+        let mut next_place = Some(QueuePlace::default());
+        while let Some(place) = next_place {
+            let page;
+            (page, next_place) = store.waiting_jobs(&place).await?;
+            let mut queue = lock(&self.queue);
+            page.into_iter().for_each(|row| queue.put(row));
         }
-        lock(&self.known).is_loaded = true;
+        lock(&self.queue).is_loaded = true;
         Ok(())
     }
 
@@ -135,11 +136,11 @@ impl WaitingJobs {
         // Unreadable jobs are left out, because they wait for a version that can read them.
         let mut rows: HashMap<_, _> =
             store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-        let mut known = lock(&self.known);
+        let mut queue = lock(&self.queue);
         for id in changed {
             match rows.remove(id) {
-                Some(row) => known.put(row),
-                None => known.remove(id),
+                Some(row) => queue.put(row),
+                None => queue.remove(id),
             }
         }
         Ok(())
@@ -147,19 +148,19 @@ impl WaitingJobs {
 
     /// Compares all waiting jobs with the store. Returns whether some jobs must be read again.
     pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
-        if !lock(&self.known).is_loaded {
+        if !lock(&self.queue).is_loaded {
             return Ok(false);
         }
         let stored = store.waiting_versions().await?;
-        let mut known = lock(&self.known);
+        let mut queue = lock(&self.queue);
         let is_current = |(id, stored): &(&JobId, &WaitingVersion)| {
-            let row = known.sort_keys.get(*id).and_then(|key| known.rows.get(key));
+            let row = queue.sort_keys.get(*id).and_then(|key| queue.rows.get(key));
             row.is_some_and(|row| version(row) == **stored)
         };
         let changed = stored.iter().filter(|stored| !is_current(stored)).map(|(id, _)| id);
-        let gone = known.sort_keys.keys().filter(|id| !stored.contains_key(*id));
+        let gone = queue.sort_keys.keys().filter(|id| !stored.contains_key(*id));
         let differ: Vec<_> = changed.chain(gone).cloned().collect();
-        known.changed.extend(differ.iter().cloned());
+        queue.changed.extend(differ.iter().cloned());
         Ok(!differ.is_empty())
     }
 }

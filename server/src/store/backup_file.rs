@@ -62,7 +62,7 @@ struct End {
 
 /// Writes the lines of a backup.
 pub(super) struct Writer {
-    to: BufWriter<File>,
+    file: BufWriter<File>,
     hash: Sha256,
     tables: Vec<(String, u64)>,
 }
@@ -70,8 +70,8 @@ pub(super) struct Writer {
 impl Writer {
     /// Creates a file, which the caller finishes or removes.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
-        let to = BufWriter::new(File::create(path)?);
-        Ok(Self { to, hash: Sha256::new(), tables: Vec::new() })
+        let file = BufWriter::new(File::create(path)?);
+        Ok(Self { file, hash: Sha256::new(), tables: Vec::new() })
     }
 
     /// Writes the first line, for a database whose newest migration is `migration`.
@@ -83,7 +83,7 @@ impl Writer {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
         self.hash.update(&line);
-        self.to.write_all(&line)
+        self.file.write_all(&line)
     }
 
     pub(super) fn write_table(&mut self, table: &Table) -> io::Result<()> {
@@ -103,8 +103,8 @@ impl Writer {
         let rows = self.tables.iter().map(|(_, rows)| rows).sum();
         let sha256 = hex::encode(self.hash.clone().finalize());
         self.write_line(&End { rows, sha256 })?;
-        self.to.flush().and_then(|()| self.to.get_ref().sync_all())?;
-        Ok(Summary { tables: self.tables, size_bytes: self.to.get_ref().metadata()?.len() })
+        self.file.flush().and_then(|()| self.file.get_ref().sync_all())?;
+        Ok(Summary { tables: self.tables, size_bytes: self.file.get_ref().metadata()?.len() })
     }
 }
 
@@ -113,11 +113,12 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
     let incomplete =
         |detail: &str| BackupError::Incomplete { path: path.to_owned(), detail: detail.to_owned() };
-    let mut from = BufReader::new(regular_files::open(path).map_err(failed)?);
+    let mut file = BufReader::new(regular_files::open(path).map_err(failed)?);
     let mut hash = Sha256::new();
     let (mut line, mut last) = (Vec::new(), Vec::new());
     let (mut tables, mut heading) = (Vec::<(String, u64)>::new(), None);
-    while from.read_until(b'\n', &mut line).map_err(failed)? > 0 {
+    while file.read_until(b'\n', &mut line).map_err(failed)? > 0 {
+        // The checksum does not include the last line of the file.
         hash.update(&last);
         match line.first() {
             Some(b'[') => match tables.last_mut() {
@@ -145,14 +146,15 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     if end.sha256 != hex::encode(hash.finalize()) {
         return Err(incomplete("its checksum does not match"));
     }
-    let size_bytes = from.get_ref().metadata().map_err(failed)?.len();
+    let size_bytes = file.get_ref().metadata().map_err(failed)?.len();
     Ok((heading, Summary { tables, size_bytes }))
 }
 
 /// Reads the rows of a verified backup.
 pub(super) struct Rows {
     path: PathBuf,
-    from: BufReader<File>,
+    file: BufReader<File>,
+    /// The table of the next row.
     table: Option<Table>,
 }
 
@@ -161,7 +163,7 @@ impl Rows {
         let failed = |source| BackupError::File { path: path.to_owned(), source };
         Ok(Self {
             path: path.to_owned(),
-            from: BufReader::new(regular_files::open(path).map_err(failed)?),
+            file: BufReader::new(regular_files::open(path).map_err(failed)?),
             table: None,
         })
     }
@@ -173,7 +175,7 @@ impl Rows {
             path: path.to_owned(),
             detail: "a row does not fit its table".into(),
         };
-        while self.from.read_until(b'\n', &mut line)? > 0 {
+        while self.file.read_until(b'\n', &mut line)? > 0 {
             if line.first() != Some(&b'[') {
                 if let Ok(table) = serde_json::from_slice::<Table>(&line) {
                     let is_plain = |name: &str| {

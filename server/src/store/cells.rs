@@ -57,6 +57,7 @@ impl Cell {
         }
     }
 
+    /// Reads the result of [`Cell::json`]. `None` if the value is not of this kind.
     pub(super) fn read(kind: Kind, value: Value) -> Option<Self> {
         let text = |value: Value| match value {
             Value::Null => Some(None),

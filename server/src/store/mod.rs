@@ -146,7 +146,7 @@ pub trait Store {
     async fn job_groups(
         &self,
         filter: &JobFilter,
-        by: &[GroupBy],
+        criteria: &[GroupBy],
         metrics: &[SortBy],
         max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>>;
@@ -162,7 +162,7 @@ pub trait Store {
     /// The version of every job that waits for slots, by job.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
     /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
-    async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
+    async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
     async fn unfinished_jobs(&self) -> Result<Vec<Job>>;
     /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.
@@ -190,7 +190,7 @@ pub trait Store {
     async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>>;
     /// An agent's part of an attempt, which may have ended. `None`: the agent was not given an attempt with this fencing token.
     async fn agent_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<AgentPlace>>;
-    /// Stores that an agent keeps an attempt's checkpoints on its own disk, not the server's.
+    /// Records that an agent keeps an attempt's checkpoints on its own disk, not the server's.
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
     /// All attempts that may write.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
@@ -214,7 +214,7 @@ pub trait Store {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job that had ended at `before`, has points among its events, and was submitted after the job `after`.
+    /// The oldest job that had ended by the time `before`, has points among its events, and was submitted after the job `after`.
     async fn oldest_job_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
@@ -260,8 +260,8 @@ pub trait Store {
     async fn checkpoints_after(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
     /// The copies of a job's checkpoints, by checkpoint id. Only the object store at the address `object_store` is considered.
     async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
-    /// Stores that a copy of a checkpoint is damaged. `location` is the address of an object store, or `Copies::SERVER` for the server's
-    /// disk. Returns false if the damage was already stored or the checkpoint does not exist.
+    /// Records that a copy of a checkpoint is damaged. `location` is the address of an object store, or `Copies::SERVER` for the server's
+    /// disk. Returns false if the damage was already recorded or the checkpoint does not exist.
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
     /// Removes the damage marks of all copies in an object store, because the copies may have been repaired.
     async fn clear_damage_marks(&self, object_store: &str) -> Result<()>;
@@ -284,7 +284,7 @@ pub trait Store {
     async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
-    /// Replaces a marker that was restored from a backup by this database's own marker.
+    /// Replaces the marker `restored`, which was restored from a backup, with the new marker `own` of this database.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
     /// the new address.

@@ -49,37 +49,37 @@ pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn
 }
 
 fn decode_columns(data: &[u8], wanted: Option<&str>) -> Option<Vec<MetricColumn>> {
-    let mut from = Reader(data);
+    let mut reader = Reader(data);
     let mut columns = Vec::new();
     let mut steps: Vec<u64> = Vec::new();
-    for _ in 0..from.number()? {
-        let name = match usize::try_from(from.number()?).ok()? {
+    for _ in 0..reader.number()? {
+        let name = match usize::try_from(reader.number()?).ok()? {
             0 => {
-                let length = usize::try_from(from.number()?).ok()?;
-                std::str::from_utf8(from.take(length)?).ok()?
+                let length = usize::try_from(reader.number()?).ok()?;
+                std::str::from_utf8(reader.take(length)?).ok()?
             }
             number => *NAMES.get(number - 1)?,
         };
-        let count = from.number()?;
+        let count = reader.number()?;
         if count > 0 {
             steps.clear();
             let mut step = 0u64;
             for _ in 0..count {
-                step = step.wrapping_add(from.number()?);
+                step = step.wrapping_add(reader.number()?);
                 steps.push(step);
             }
         }
         if steps.is_empty() {
             return None;
         }
-        let values = from.take(steps.len().checked_mul(4)?)?;
+        let values = reader.take(steps.len().checked_mul(4)?)?;
         if wanted.is_some_and(|wanted| wanted != name) {
             continue;
         }
         let values = values.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
         columns.push(MetricColumn { name: name.to_owned(), steps: steps.clone(), values });
     }
-    from.0.is_empty().then_some(columns)
+    reader.0.is_empty().then_some(columns)
 }
 
 #[cfg(test)]

@@ -107,8 +107,8 @@ impl SqliteStore {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
         let failed_query = |error: sqlx::Error| failed(error.to_string());
-        // Creates the file if it is missing, so that links to it can be resolved, because a database has one lock file, regardless of the
-        // path by which it is opened.
+        // Creates the file if it is missing, so that the path's links can be resolved. A database has one lock file, regardless of the path
+        // by which it is opened.
         private_files::create_file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let mut lock = Lock::take(path)?;
@@ -139,8 +139,8 @@ impl SqliteStore {
         let reader = pool(MAX_READERS).connect_with(options).await.map_err(failed_query)?;
         // Commits a change, so that the write-ahead log is not empty from now on.
         let counter: sqlx::Result<i32> = sqlx::query_scalar("PRAGMA user_version").fetch_one(&writer).await;
-        let next = counter.map_err(failed_query)?.wrapping_add(1);
-        let change = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
+        let new_counter = counter.map_err(failed_query)?.wrapping_add(1);
+        let change = AssertSqlSafe(format!("PRAGMA user_version = {new_counter}"));
         sqlx::query(change).execute(&writer).await.map_err(failed_query)?;
         lock.write_note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
         Ok(Self { writer, reader, lock: Some(Arc::new(lock)) })
@@ -207,8 +207,8 @@ impl Lock {
                 read.map_err(failed)?;
             }
             Err(TryLockError::WouldBlock) => {
-                let by = note.split(',').next().filter(|by| !by.is_empty()).map(str::to_owned);
-                return Err(ServeError::DatabaseInUse { path: name, by });
+                let process = note.split(',').next().filter(|process| !process.is_empty());
+                return Err(ServeError::DatabaseInUse { path: name, by: process.map(str::to_owned) });
             }
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
@@ -243,7 +243,7 @@ impl Lock {
 }
 
 impl Drop for Lock {
-    /// Connections close when they are dropped.
+    /// The connections were closed or dropped before, so the database is closed cleanly.
     fn drop(&mut self) {
         self.note_closing();
     }

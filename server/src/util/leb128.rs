@@ -1,15 +1,16 @@
 //! Reads and writes the binary encoding of metrics: integers as LEB128.
 
 /// Appends a number as LEB128.
-pub(crate) fn put_number(to: &mut Vec<u8>, mut number: u64) {
+pub(crate) fn put_number(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
-        to.push(number as u8 | 0x80);
+        out.push(number as u8 | 0x80);
         number >>= 7;
     }
-    to.push(number as u8);
+    out.push(number as u8);
 }
 
-/// Reads from the front of a slice. Methods return `None` if too few bytes are left, or if a number has more than 64 bits.
+/// Reads from the front of a slice, which then has only the rest. Methods return `None` if too few bytes are left, or if a number has more
+/// than 64 bits.
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Reader<'a> {

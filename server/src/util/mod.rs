@@ -25,8 +25,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Maximum number of entries of a set for [`remember`].
 const MAX_REMEMBERED: usize = 4096;
 
-/// Adds an entry to a set of completed work. A set that is too large is cleared first, after which work may be done again. Returns whether the
-/// entry is new.
+/// Adds an entry to a set of completed work. A set that is too large is cleared first, after which work may be done again. Returns whether
+/// the entry is new.
 pub(crate) fn remember<T: Eq + Hash>(set: &Mutex<HashSet<T>>, entry: T) -> bool {
     let mut set = lock(set);
     if set.len() >= MAX_REMEMBERED {

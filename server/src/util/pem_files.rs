@@ -6,11 +6,11 @@ use std::{fs::File, io::Read, os::unix::fs::MetadataExt, path::Path};
 /// Maximum size of a file. A chain has a few kilobytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Who may be able to read a file.
+/// Who may read a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Readers {
     Anybody,
-    /// Only the file's owner, so its mode is `0600`, or `0640` if root owns it, as with Debian's group `ssl-cert` and Postgres.
+    /// Only the file's owner, so its mode is `0600`. A group may also read a file of root (`0640`), as with Debian's group `ssl-cert`.
     Owner,
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
     let forbidden_mode = if metadata.uid() == 0 { 0o037 } else { 0o077 };
     if readers == Readers::Owner && metadata.mode() & forbidden_mode != 0 {
         return Err(format!(
-            "the key {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
+            "the key {shown} can be read by others (mode {:04o}); run `chmod 600 {shown}`",
             metadata.mode() & 0o7777
         ));
     }

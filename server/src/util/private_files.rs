@@ -89,22 +89,27 @@ pub(crate) fn create_file(path: &Path) -> io::Result<()> {
 /// Warns if other accounts of this machine could have changed a file, such as by adding a token to the database.
 fn warn_if_writable(path: &Path) {
     if let Ok(metadata) = fs::metadata(path) {
-        let own = rustix::process::geteuid().as_raw();
-        for warning in permission_warnings(metadata.mode(), metadata.uid(), own) {
+        let server_uid = rustix::process::geteuid().as_raw();
+        for warning in permission_warnings(metadata.mode(), metadata.uid(), server_uid) {
             tracing::warn!(path = %path.display(), "{warning}");
         }
     }
 }
 
-/// The warnings about the mode and owner of a file or folder. The server runs as the account `own`.
-fn permission_warnings(mode: u32, owner: u32, own: u32) -> Vec<String> {
+/// The warnings about a file or folder with this mode and owner (a uid), for a server that runs as `server_uid`.
+fn permission_warnings(mode: u32, owner: u32, server_uid: u32) -> Vec<String> {
     let mut warnings = Vec::new();
     if mode & 0o002 != 0 {
-        warnings.push("every account of this machine can write here and become admin of this server: remove that permission with chmod o-w".into());
+        let warning = "every account of this machine can write here and become admin of this server: remove that permission with \
+                       chmod o-w";
+        warnings.push(warning.into());
     }
     // Files of root need no warning, because root can change all files.
-    if owner != own && owner != 0 {
-        warnings.push(format!("it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the server's account with chown"));
+    if owner != server_uid && owner != 0 {
+        warnings.push(format!(
+            "it belongs to another account (uid {owner}), which can read and change all data of this server: change the owner to the \
+             server's account with chown"
+        ));
     }
     warnings
 }

@@ -1,4 +1,4 @@
-//! Opens regular files only. A job's folder may contain files that no rank has written. Opening a named pipe would block its thread until
+//! Opens regular files only. A job's folder may contain files that no rank has written. Opening a named pipe would block the thread until
 //! another process opens the pipe for writing, possibly forever.
 
 use super::blocking;

@@ -151,8 +151,8 @@ fn ntfy(text: &Text, url: &mut Url) -> Value {
     if let Ok(mut parts) = url.path_segments_mut() {
         parts.pop();
     }
-    // Priority 3 is ntfy's default, 4 is high. A tag is the name of an emoji.
     let message = if text.detail.is_empty() { &text.title } else { &text.detail };
+    // Priority 3 is ntfy's default, 4 is high. A tag is the name of an emoji.
     let mut body = json!({
         "topic": topic,
         "title": text.title,

@@ -25,12 +25,12 @@ pub(crate) fn recipients(url: &Url) -> Option<Vec<Address>> {
 pub(super) async fn send(
     smtp: Option<&SmtpConfig>,
     id: &str,
-    to: &Url,
+    mailto: &Url,
     subject: String,
     text: String,
 ) -> Result<StatusCode, String> {
     let smtp = smtp.ok_or(NO_SMTP)?;
-    let recipients = recipients(to).ok_or("the webhook's URL has no e-mail addresses")?;
+    let recipients = recipients(mailto).ok_or("the webhook's URL has no e-mail addresses")?;
     let message = Message::builder()
         .from(smtp.from.clone())
         .message_id(Some(format!("<{id}@{}>", smtp.from.email.domain())))

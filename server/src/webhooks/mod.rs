@@ -82,10 +82,10 @@ impl Webhooks {
         let mut sending = JoinSet::new();
         // Webhooks to which a message is being sent. A webhook whose task panics gets no messages until the server's next start.
         let mut busy = HashSet::new();
-        let mut purged: Option<Instant> = None;
+        let mut purged_at: Option<Instant> = None;
         let (mut failure_log, mut backoff) = (FailureLog::default(), RETRY);
         loop {
-            let started = self.start_due(&mut sending, &mut busy, &mut purged).await;
+            let started = self.start_due(&mut sending, &mut busy, &mut purged_at).await;
             let failed = "the queue of webhooks cannot be read";
             failure_log.log(&started, failed, "the queue of webhooks can be read again");
             let pause = match started {
@@ -110,11 +110,11 @@ impl Webhooks {
         self: &Arc<Self>,
         sending: &mut JoinSet<String>,
         busy: &mut HashSet<String>,
-        purged: &mut Option<Instant>,
+        purged_at: &mut Option<Instant>,
     ) -> Result<Duration> {
-        if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
+        if purged_at.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
             self.store.purge_deliveries(crate::now() - RETENTION).await?;
-            *purged = Some(Instant::now());
+            *purged_at = Some(Instant::now());
         }
         let mut pause = PURGE_INTERVAL;
         for (row, delivery) in self.store.next_deliveries().await? {

@@ -93,8 +93,8 @@ fn in_words(error: reqwest::Error) -> String {
     }
     let error = error.without_url();
     let mut cause: &dyn Error = &error;
-    while let Some(next) = cause.source() {
-        cause = next;
+    while let Some(source) = cause.source() {
+        cause = source;
     }
     shorten(cause.to_string(), MAX_ERROR_BYTES)
 }

@@ -27,7 +27,7 @@ impl RanksEnd {
     }
 }
 
-/// An agent that gets no work, because its ranks of an attempt that was taken from the agent may still run.
+/// An agent that gets no work: `attempt` was taken from it, but its ranks of the attempt may still run.
 #[derive(Debug)]
 pub(super) struct GivenUp {
     agent_id: String,
@@ -110,8 +110,8 @@ impl Leases {
         });
     }
 
-    /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work,
-    /// because an earlier server may have given it up.
+    /// Like [`Self::renew`], for an agent that has just connected. Until its ranks of the returned attempts have ended, the agent gets no
+    /// work, because an earlier server may have given it up.
     pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let foreign = self.renew(agent_id, attempts);
         let (now, ranks_end_by) = (Instant::now(), Instant::now() + self.duration);

@@ -16,24 +16,25 @@ pub(crate) fn minute_of(at: Timestamp) -> i64 {
     at.as_second().div_euclid(60)
 }
 
-/// The current minute.
+/// The minute to which points are being added.
 #[derive(Debug)]
 pub(crate) struct Minute {
+    /// The number of the minute ([`minute_of`]).
     minute: i64,
-    points: u32,
+    point_count: u32,
     sums: Sums,
 }
 
 impl Minute {
     pub(crate) fn new(at: Timestamp) -> Self {
-        Self { minute: minute_of(at), points: 0, sums: Sums::default() }
+        Self { minute: minute_of(at), point_count: 0, sums: Sums::default() }
     }
 
-    /// Adds a point. If it begins a new minute, returns the previous minute.
+    /// Adds a point. If the point is in a new minute, returns the previous minute.
     pub(crate) fn add(&mut self, agent: &str, point: &Point) -> Option<MinuteRow> {
         let finished = self.finish_if_over(agent, point.at);
         self.sums.add(point);
-        self.points += 1;
+        self.point_count += 1;
         finished
     }
 
@@ -42,8 +43,12 @@ impl Minute {
         if minute_of(now) == self.minute {
             return None;
         }
-        let over = std::mem::replace(self, Self::new(now));
-        let data = over.sums.mean(now).encode();
-        (over.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: over.minute, data })
+        let finished = std::mem::replace(self, Self::new(now));
+        let data = finished.sums.mean(now).encode();
+        (finished.point_count > 0).then(|| MinuteRow {
+            agent_id: agent.to_owned(),
+            minute: finished.minute,
+            data,
+        })
     }
 }

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use lockstep_protocol::agent::{GpuSample, MachineSample};
 
-/// The metrics of a machine, in this order.
+/// The metrics of a machine, in the order of [`Point::machine`].
 pub(crate) const MACHINE_METRICS: [&str; 8] = [
     "cpu_utilization",
     "load",
@@ -14,7 +14,7 @@ pub(crate) const MACHINE_METRICS: [&str; 8] = [
     "network_received_bytes_per_second",
     "network_sent_bytes_per_second",
 ];
-/// The metrics of each GPU.
+/// The metrics of each GPU, in the order of [`Point::gpus`].
 pub(crate) const GPU_METRICS: [&str; 4] =
     ["utilization", "memory_used_bytes", "temperature_celsius", "power_watts"];
 
@@ -75,15 +75,15 @@ impl Point {
         let (count, rest) = bytes.split_first()?;
         let (machine_bytes, gpu_bytes) = rest.split_at_checked(4 * usize::from(*count))?;
         let mut machine = [f32::NAN; MACHINE_METRICS.len()];
-        for (to, from) in machine.iter_mut().zip(machine_bytes.as_chunks().0) {
-            *to = f32::from_le_bytes(*from);
+        for (value, bytes) in machine.iter_mut().zip(machine_bytes.as_chunks().0) {
+            *value = f32::from_le_bytes(*bytes);
         }
         let (gpus, rest) = gpu_bytes.as_chunks::<{ 4 + 4 * GPU_METRICS.len() }>();
         let gpu = |bytes: &[u8; 4 + 4 * GPU_METRICS.len()]| {
             let (words, _) = bytes.as_chunks::<4>();
             let mut values = [f32::NAN; GPU_METRICS.len()];
-            for (to, from) in values.iter_mut().zip(&words[1..]) {
-                *to = f32::from_le_bytes(*from);
+            for (value, word) in values.iter_mut().zip(&words[1..]) {
+                *value = f32::from_le_bytes(*word);
             }
             (u32::from_le_bytes(words[0]), values)
         };

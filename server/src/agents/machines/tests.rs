@@ -130,10 +130,10 @@ fn machines_and_samples_are_bounded() {
     let (unstored, recent) = machines.measurements_since("m1", at(0));
     assert_eq!(recent.len(), RECENT_SAMPLES);
     assert!(unstored.len() > 15 && unstored.len() <= MAX_UNSTORED, "{}", unstored.len());
-    let taken = machines.take_minutes(at(100_000));
+    let minutes = machines.take_minutes(at(100_000));
     assert!(machines.take_minutes(at(200_000)).is_empty());
-    machines.put_back(taken.clone());
-    assert_eq!(machines.take_minutes(at(200_000)).len(), taken.len());
+    machines.put_back(minutes.clone());
+    assert_eq!(machines.take_minutes(at(200_000)).len(), minutes.len());
 }
 
 fn state<'a>(machine: &'a Machine, newest: Option<&'a NewestSample>) -> MachineState<'a> {

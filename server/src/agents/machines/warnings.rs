@@ -5,7 +5,7 @@ use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, MachineWarning};
 use std::time::Duration;
 
-/// Smallest difference of clocks, in milliseconds, that is reported. Smaller differences do not affect tokens, logs and charts.
+/// Largest difference of clocks, in milliseconds, that is not reported. Such differences do not affect tokens, logs and charts.
 pub(super) const MAX_CLOCK_DIFFERENCE_MS: i64 = 5_000;
 /// A connected agent without a sample for this time is reported. Agents send a sample every five seconds.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -49,7 +49,7 @@ pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
     match state.connected_at {
         None => {
             let secs = (state.now.as_second() - state.last_seen_at.as_second()).max(0);
-            let since = match secs {
+            let duration = match secs {
                 0..120 => format!("{secs} s"),
                 120..7200 => format!("{} minutes", secs / 60),
                 _ => format!("{} hours", secs / 3600),
@@ -59,7 +59,7 @@ pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
                 _ => " Its jobs continue elsewhere, from their newest checkpoint, when their lease ends.",
             };
             let text = format!(
-                "Offline for {since}: see its agent's log, and whether it reaches this server.{jobs}"
+                "Offline for {duration}: see its agent's log, and whether it reaches this server.{jobs}"
             );
             found.push(MachineWarning { problem: state.attempt_count > 0, text });
         }

@@ -46,8 +46,8 @@ impl ArtifactStore {
             return Ok(known.marker.clone());
         }
         let found = self.storage.marker().await?;
-        if let Some(known) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
-            return Err(self.storage.wrong_store_error(found.as_deref(), &known.marker));
+        if let Some(restored) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
+            return Err(self.storage.wrong_store_error(found.as_deref(), &restored.marker));
         }
         let marker = match found {
             // The marker may be known under another address, because a store can be moved.

@@ -78,10 +78,10 @@ impl ObjectStorage {
 /// # Errors
 /// A variable is missing or invalid. The text says what the user must change.
 pub(super) fn check_environment() -> Result<(), String> {
-    let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
         .into_iter()
-        .find_map(|name| given(name).map(|value| (name, value)));
+        .find_map(|name| variable(name).map(|value| (name, value)));
     if let Some((name, endpoint)) = &endpoint
         && !reqwest::Url::parse(endpoint).is_ok_and(|url| ["http", "https"].contains(&url.scheme()))
     {
@@ -91,14 +91,14 @@ pub(super) fn check_environment() -> Result<(), String> {
     }
     if let Some((name, endpoint)) = endpoint
         && endpoint.starts_with("http://")
-        && given("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
+        && variable("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
     {
         return Err(format!(
             "{name} is {endpoint}, without TLS: give an https:// URL, or set AWS_ALLOW_HTTP=true if others on the network may read the \
              weights"
         ));
     }
-    match (given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")) {
+    match (variable("AWS_ACCESS_KEY_ID"), variable("AWS_SECRET_ACCESS_KEY")) {
         (Some(_), None) => Err("AWS_ACCESS_KEY_ID is set and AWS_SECRET_ACCESS_KEY is not: set both".into()),
         (None, Some(_)) => Err("AWS_SECRET_ACCESS_KEY is set and AWS_ACCESS_KEY_ID is not: set both".into()),
         _ => Ok(()),
@@ -144,7 +144,7 @@ pub(crate) fn describe(error: &Error) -> String {
     let text = full_text(error);
     let code =
         text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
-    let named = code.map_or_else(String::new, |code| format!(" ({code})"));
+    let code_in_brackets = code.map_or_else(String::new, |code| format!(" ({code})"));
     if text.contains(MACHINE_CREDENTIALS) {
         return "no credentials are given: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY".into();
     }
@@ -152,14 +152,14 @@ pub(crate) fn describe(error: &Error) -> String {
         matches!(code, Some("InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidClientTokenId"));
     match error {
         Error::Unauthenticated { .. } | Error::PermissionDenied { .. } if is_unknown_key => format!(
-            "the store does not know these credentials{named}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that \
+            "the store does not know these credentials{code_in_brackets}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that \
              AWS_ENDPOINT_URL and AWS_REGION are those of the bucket"
         ),
         Error::Unauthenticated { .. } | Error::PermissionDenied { .. }
             if code.is_some() || text.contains("403") =>
         {
             format!(
-                "the store refuses access{named}: allow the owner of AWS_ACCESS_KEY_ID to write, read, list and delete objects"
+                "the store refuses access{code_in_brackets}: allow the owner of AWS_ACCESS_KEY_ID to write, read, list and delete objects"
             )
         }
         Error::NotFound { .. } if code == Some("NoSuchBucket") => {

@@ -17,16 +17,16 @@ impl Location {
     ///
     /// # Errors
     /// The location is invalid. The text says what the user must change.
-    pub(super) fn parse(given: &str) -> Result<Self, String> {
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
         let hint = "give a directory, such as /srv/artifacts, or a bucket, such as s3://BUCKET/PREFIX";
-        if given.is_empty() {
+        if text.is_empty() {
             return Err(format!("it is empty; {hint}"));
         }
-        if !given.contains("://") {
-            let path = std::path::absolute(given).map_err(|error| format!("{error}; {hint}"))?;
+        if !text.contains("://") {
+            let path = std::path::absolute(text).map_err(|error| format!("{error}; {hint}"))?;
             return Ok(Self::Directory(path));
         }
-        let url = Url::parse(given).map_err(|error| format!("{error}; {hint}"))?;
+        let url = Url::parse(text).map_err(|error| format!("{error}; {hint}"))?;
         match url.scheme() {
             "file" => match url.to_file_path() {
                 Ok(path) if url.host_str().is_none() => Ok(Self::Directory(path)),

@@ -92,14 +92,14 @@ impl ObjectStorage {
         ))
     }
 
-    /// What to do if this is the wrong store. `lost` is the subject of "lost".
-    fn advice(&self, lost: &str) -> String {
+    /// What to do if this is the wrong store. `subject` is what may be lost, with its verb, such as "they are".
+    fn advice(&self, subject: &str) -> String {
         let (question, unused) = match self.directory {
             Some(_) => ("is the disk mounted?", "a directory"),
             None => ("are the bucket, its prefix and AWS_ENDPOINT_URL correct?", "a prefix"),
         };
         format!(
-            "{question} If {lost} lost, name {unused} that was never used: checkpoints that are still on the server's disk are copied there"
+            "{question} If {subject} lost, name {unused} that was never used: checkpoints that are still on the server's disk are copied there"
         )
     }
 }

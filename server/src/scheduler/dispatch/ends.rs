@@ -1,4 +1,4 @@
-//! Ends of attempts that are caused by the server, an agent or a user, not by the ranks.
+//! Ends of attempts that are caused by the server, an agent or a user, not by the ranks; and the orders to agents to stop ranks.
 
 use super::leaving_reason;
 use crate::{
@@ -27,7 +27,8 @@ pub(crate) enum StopMode {
 const MAX_SILENCE: Duration = Duration::from_secs(10);
 
 /// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. If the agent `was_cut_off`, because one of its
-/// records could not be stored, it reconnects, sends its last reports again, and announces again that it is leaving.
+/// records could not be stored, it reconnects, sends its last reports again, and announces again that it is leaving. The jobs are then only
+/// requeued here if the agent does not reconnect.
 pub(crate) async fn requeue_after_leave(
     scheduler: &Arc<Scheduler>,
     agent: OnlineAgent,
@@ -154,16 +155,16 @@ pub(super) async fn end_attempt_on_agent(
 /// Handles the stored end of an attempt's ranks on an agent. If the ranks failed, the other agents are ordered to stop their ranks, which
 /// may not notice the failure, because a machine that disappears closes no connection.
 pub(crate) fn note_ranks_ended(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
-    let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
-    let agent =
+    let has_failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
+    let place =
         scheduler.agents.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
     let how = match ending {
         Ending::Secondary { .. } => RanksEnd::LostContact,
         _ => RanksEnd::OnTheirOwn,
     };
     let others = scheduler.agents.leases.note_end(attempt, agent_id, how);
-    if failed && let Some(agent) = agent {
-        let reason = format!("its ranks on {:?} have ended", agent.agent);
+    if has_failed && let Some(place) = place {
+        let reason = format!("its ranks on {:?} have ended", place.agent);
         send_stop(scheduler, &others, attempt, &reason, StopMode::AtOnce);
     }
 }
@@ -224,7 +225,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
 /// The reason why a job's ranks must end, and how; `None` if they need not end.
 pub(crate) fn stop_reason(row: &JobRow) -> Option<(String, StopMode)> {
     match (&row.cancel_reason, row.job.state) {
-        (Some(stop), _) => Some((stop.words().to_owned(), StopMode::AtOnce)),
+        (Some(cancel_reason), _) => Some((cancel_reason.words().to_owned(), StopMode::AtOnce)),
         (None, JobState::Pausing) => {
             let why = match row.job.cause.as_ref().map(Reason::kind) {
                 Some(preempting @ ReasonKind::Preempting { .. }) => preempting.to_string(),

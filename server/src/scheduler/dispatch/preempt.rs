@@ -33,8 +33,8 @@ pub(super) async fn preempt(
         is_plan_current = all_still_held(held, &scheduler.agents.leases, &live);
     }
     for victim in victims.iter().filter(|_| is_plan_current) {
-        let by = row.job.clone();
-        let change = move |row: &mut JobRow| lifecycle::preempt(row, &by, crate::now());
+        let preemptor = row.job.clone();
+        let change = move |row: &mut JobRow| lifecycle::preempt(row, &preemptor, crate::now());
         match scheduler.events.change_job(victim, Box::new(change)).await {
             Ok(_) => {}
             Err(StoreError::NotFound(_)) => continue,

@@ -27,7 +27,7 @@ pub(super) struct UnstoredReasons {
 }
 
 impl UnstoredReasons {
-    /// Queues the reason why a job waits, if it is worth an event.
+    /// Queues the reason why a job waits, unless the job shows the same reason already, or agents are still reconnecting.
     pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
         let is_event = !machines_may_come_back(scheduler, &row.job)
             && lifecycle::shows_wait_reason(&row.job, why)
@@ -81,7 +81,7 @@ fn differ_only_in_counts(known: &Reason, why: &Reason) -> bool {
 async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
     match store(scheduler, reasons).await {
         Ok(()) => {}
-        // The next round queues them again.
+        // The next round of dispatch queues these reasons again.
         Err(error) if error.is_temporary() => {
             tracing::warn!(%error, "the reasons why jobs wait could not be stored");
             tokio::time::sleep(RETRY_PAUSE).await;

@@ -21,13 +21,13 @@ pub(super) enum ResumePoint {
     AllLost,
 }
 
-/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before the attempt's checkpoint is chosen. Either their
+/// Removes the rows of checkpoints that the next attempt on an agent cannot read, before the attempt's checkpoint is chosen. Either their
 /// folder is missing (a user removed it, or a rank died before it reported the removal), or only another machine has them and never
 /// uploaded them. Unreported checkpoints on the server's disk that are newer than the remaining checkpoints get rows.
 pub(super) async fn remove_missing_checkpoints(
     scheduler: &Scheduler,
     job: &Job,
-    agent: &str,
+    agent_id: &str,
 ) -> Result<ResumePoint> {
     // If the folder does not exist, the checkpoints are on another disk, unless there is an object store, which should have all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
@@ -47,7 +47,7 @@ pub(super) async fn remove_missing_checkpoints(
                 && !copies.is_some_and(Copies::may_be_fetched)
                 && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
         } else {
-            holders.iter().all(|holder| holder.agent_id != agent)
+            holders.iter().all(|holder| holder.agent_id != agent_id)
         };
         if is_missing {
             missing.push((row.info.epoch, row.info.step));

@@ -207,8 +207,8 @@ async fn find_claimed(
     let mut backoff = RETRY;
     let found = loop {
         match read_claimed(scheduler, claims).await {
-            Err(again) if again.is_temporary() => {
-                tracing::warn!(error = %again, "cannot read whether jobs were claimed; trying again");
+            Err(read_error) if read_error.is_temporary() => {
+                tracing::warn!(error = %read_error, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
                     () = tokio::time::sleep(backoff.next_pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return Err(error),

@@ -1,5 +1,5 @@
-//! Checkpoints on the server's disk that were never reported, because the ranks continued while the server or their agent was unreachable,
-//! and ended.
+//! Checkpoints on the server's disk that were never reported, because the ranks continued and ended while the server or their agent was
+//! unreachable.
 
 use crate::checkpoints::{
     artifact_checks::has_expected_sizes,
@@ -37,8 +37,8 @@ struct Best {
     step: u64,
 }
 
-/// Finds the newest checkpoint in `checkpoints` that has all of its files. If another checkpoint is the best, it comes first in the list.
-/// Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
+/// Finds the newest checkpoint in `checkpoints` that has all of its files. If another checkpoint is the best, the best comes first in the
+/// list. Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
 pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)

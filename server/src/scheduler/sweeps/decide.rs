@@ -128,8 +128,8 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     if rules.state != SweepState::Running {
         return actions;
     }
-    let active = trials.iter().filter(|trial| trial.stage == Stage::Active).count();
-    let free = (rules.max_concurrent as usize).saturating_sub(active);
+    let active_count = trials.iter().filter(|trial| trial.stage == Stage::Active).count();
+    let startable_count = (rules.max_concurrent as usize).saturating_sub(active_count);
     let pause_after = |rung: usize| rules.rungs.get(rung).copied().filter(|_| rung + 1 < rules.rungs.len());
     let new = (1..=rules.trial_count).filter(|number| trials.iter().all(|trial| trial.number != *number));
     let starts = new.map(|number| Action::Start { number, pause_after: pause_after(0) });
@@ -138,7 +138,7 @@ pub(crate) fn decide(rules: &Rules, trials: &[TrialState]) -> Vec<Action> {
     let promotions = promoted
         .into_iter()
         .map(|(number, rung)| Action::Promote { number, pause_after: pause_after(rung + 1) });
-    actions.extend(promotions.chain(starts).take(free));
+    actions.extend(promotions.chain(starts).take(startable_count));
     actions
 }
 
@@ -150,7 +150,7 @@ fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Acti
     // The trials that are certain to reach the rung, and the number of trials that will reach it.
     let (mut entrants, mut entrant_count) = (trials.iter().collect::<Vec<_>>(), rules.trial_count as usize);
     for rung in 0..rules.rungs.len().saturating_sub(1) {
-        let continuing = (entrant_count / rules.reduction as usize).max(1);
+        let continuing_count = (entrant_count / rules.reduction as usize).max(1);
         let waits = |trial: &TrialState| trial.stage == Stage::AtRung && trial.values.len() == rung + 1;
         if entrants.len() == entrant_count {
             let has_entered = |trial: &TrialState| entrants.iter().any(|other| other.number == trial.number);
@@ -161,17 +161,17 @@ fn compare(rules: &Rules, trials: &[TrialState]) -> (Vec<(u32, usize)>, Vec<Acti
             entrants.iter().filter_map(|trial| Some((*trial, trial.value_at(rung)?))).collect();
         known.sort_by(|(a, x), (b, y)| rules.metric.order(*x, *y).then(a.number.cmp(&b.number)));
         // Each trial without a known metric may turn out to be better than all known trials.
-        let unknown = entrant_count.saturating_sub(known.len());
-        let certain = continuing.saturating_sub(unknown);
+        let unknown_count = entrant_count.saturating_sub(known.len());
+        let certain_count = continuing_count.saturating_sub(unknown_count);
         for (index, (trial, _)) in known.iter().enumerate() {
-            if waits(trial) && index < certain {
+            if waits(trial) && index < certain_count {
                 promoted.push((trial.number, rung));
-            } else if waits(trial) && index >= continuing {
+            } else if waits(trial) && index >= continuing_count {
                 ends.push(Action::End { number: trial.number });
             }
         }
-        entrants = known.into_iter().take(certain).map(|(trial, _)| trial).collect();
-        entrant_count = continuing;
+        entrants = known.into_iter().take(certain_count).map(|(trial, _)| trial).collect();
+        entrant_count = continuing_count;
     }
     (promoted, ends)
 }

@@ -80,7 +80,8 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
     let mut specs = None;
     for action in decide(&rules, &trials) {
         let job_id = |number: u32| {
-            let found = rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|of| of.number == number));
+            let found =
+                rows.iter().find(|row| row.job.trial.as_ref().is_some_and(|trial| trial.number == number));
             found.map(|row| row.job.id.clone()).ok_or(StoreError::NotFound("trial"))
         };
         let at = crate::now();
@@ -147,9 +148,9 @@ async fn pause(scheduler: &Scheduler, sweep: &SweepRow, why: &str) -> Result<()>
 /// Returns a sweep and its trials as clients see them.
 pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
     let rules = Rules::of(row);
-    let number_of = |row: &JobRow| row.job.trial.as_ref().map(|of| of.number);
+    let number_of = |row: &JobRow| row.job.trial.as_ref().map(|trial| trial.number);
     // Trials start in the order of their numbers.
-    let started = match row.state {
+    let last_started = match row.state {
         SweepState::Finished => u32::MAX,
         _ => jobs.iter().filter_map(number_of).max().unwrap_or(0),
     };
@@ -166,7 +167,7 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
             number,
             setting: setting.clone(),
             job: job.map(|row| row.job.id.clone()),
-            deleted: job.is_none() && number <= started,
+            deleted: job.is_none() && number <= last_started,
             state: job.map(|row| row.job.state),
             ended_early: job.is_some_and(|row| row.job.ended_early()),
             rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
@@ -180,7 +181,7 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         }
     };
     let trials: Vec<_> = (1..).zip(&row.settings).map(trial_of).collect();
-    // With a single rung, trials that still train have the same rank as trials that have ended.
+    // With a single rung, trials that still train are not placed behind trials that have ended.
     let rung = |trial: &Trial| if row.rungs.len() > 1 { trial.rung } else { 0 };
     let best = rules.as_ref().and_then(|rules| {
         let compared = trials.iter().filter(|trial| trial.metric.is_some());
@@ -192,7 +193,7 @@ pub(crate) fn describe(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
         })
     });
     let has_ended = |trial: &&Trial| match row.finished_at {
-        Some(_) => trial.number <= started,
+        Some(_) => trial.number <= last_started,
         None => trial.state.is_some_and(|state| state.is_final()),
     };
     let is_paused = |row: &&JobRow| row.job.state == JobState::Paused && !row.job.waits_for_sweep();

@@ -29,9 +29,9 @@ impl SqlStore {
         query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
         let rows = query.build_query_as::<(String, String, String)>().fetch(&self.reader);
         let (mut rows, reached_size) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
-        let more = reached_size || rows.len() > limit as usize;
+        let has_more = reached_size || rows.len() > limit as usize;
         rows.truncate(limit as usize);
-        let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
+        let next = rows.last().filter(|_| has_more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {
             let corrupt =
                 |what: &str| StoreError::Corrupt(format!("annotation of job {id:?}: {what} cannot be read"));

@@ -99,7 +99,7 @@ impl SqlStore {
         let ids: Vec<_> = created.iter().map(|attempt| attempt.claim.job.clone()).collect();
         let rows = load_all(&mut db, &ids).await?;
         let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-        let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
+        let (mut claimed, mut new_rows) = (Vec::with_capacity(claims.len()), Vec::new());
         let mut changed = Vec::with_capacity(created.len());
         for attempt in attempts {
             let Some(NewAttempt { claim, number, resume_checkpoint }) = attempt else {
@@ -112,8 +112,8 @@ impl SqlStore {
             row.job.agents = agent_names(&claim.places);
             let bodies = lifecycle::start_attempt(&mut row, claim.fewer_ranks_reason.clone(), claim.at)?;
             let appended = create_event_rows(&mut db, &mut row, bodies, claim.at).await?;
-            let events = appended.iter().map(|new| new.row.clone()).collect();
-            new.extend(appended);
+            let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
+            new_rows.extend(appended);
             let attempt = AttemptRef { job: claim.job.clone(), attempt: number, fencing_token };
             claimed.push(Some(ClaimedAttempt {
                 attempt,
@@ -123,7 +123,7 @@ impl SqlStore {
             changed.push(row);
         }
         save(&mut db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
-        events::insert(&mut db, &new).await?;
+        events::insert(&mut db, &new_rows).await?;
         fault_point("claim.commit")?;
         db.commit().await?;
         fault_point("claim.committed")?;
@@ -165,7 +165,7 @@ impl SqlStore {
         let attempt_row = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
-                // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
+                // If the places cannot be read, no agent renews the lease, and the attempt is lost when the lease expires.
                 places: json_or_default(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: job_id(&id)?,
@@ -195,17 +195,17 @@ async fn take_jobs<'a>(db: &mut Connection, claims: &'a [Claim]) -> Result<Vec<O
     let text = "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
         AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
         WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume";
-    let mut taken = HashMap::with_capacity(claims.len());
+    let mut incremented = HashMap::with_capacity(claims.len());
     for query in batch::statements(text, 2, claims, |query, claim| {
         Ok(query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt)))
     })? {
         for row in query.fetch_all(&mut *db).await? {
             let job = job_id(row.try_get("id")?)?;
-            taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
+            incremented.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
         }
     }
     let new_attempt = |claim: &'a Claim| {
-        let (number, resume_checkpoint) = taken.remove(&claim.job)?;
+        let (number, resume_checkpoint) = incremented.remove(&claim.job)?;
         Some(NewAttempt { claim, number, resume_checkpoint })
     };
     Ok(claims.iter().map(new_attempt).collect())

@@ -18,7 +18,7 @@ pub(super) fn statements<T>(
 ) -> Result<Vec<Query<'static>>> {
     let statement = |rows: &[T]| {
         let text = text.replacen("{}", &values(rows.len(), columns), 1);
-        // The driver caches prepared statements. It caches only the two usual sizes, so that the other sizes do not fill the cache.
+        // The driver caches prepared statements. Only the two usual sizes are cached, so that the other sizes do not fill the cache.
         let is_cached = [1, MAX_ROWS].contains(&rows.len());
         rows.iter().try_fold(sqlx::query::<Db>(AssertSqlSafe(text)).persistent(is_cached), &bind)
     };

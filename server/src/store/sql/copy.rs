@@ -39,7 +39,7 @@ pub(in crate::store) async fn dump(
     db: &mut Connection,
     location: &Location,
     known: i64,
-    to: &mut Writer,
+    writer: &mut Writer,
 ) -> Result<(), BackupError> {
     let mut db = db.begin_with(BEGIN_SNAPSHOT).await?;
     let newest = sqlx::query_scalar::<_, i64>("SELECT max(version) FROM _sqlx_migrations");
@@ -50,13 +50,13 @@ pub(in crate::store) async fn dump(
         Ok(found) => found,
         Err(error) => return Err(ServeError::Database { path, detail: error.to_string() }.into()),
     };
-    to.write_heading(found)?;
+    writer.write_heading(found)?;
     for table in tables(&mut db).await? {
-        to.write_table(&table)?;
+        writer.write_table(&table)?;
         let query = format!("SELECT {} FROM {}", column_names(&table), table.name);
         let mut rows = sqlx::query(AssertSqlSafe(query)).fetch(&mut *db);
         while let Some(row) = rows.try_next().await? {
-            to.write_row(&read_cells(&table, &row)?)?;
+            writer.write_row(&read_cells(&table, &row)?)?;
         }
     }
     Ok(db.rollback().await?)

@@ -23,7 +23,7 @@ impl SqlStore {
         let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
         let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let at = crate::now();
-        let (mut changed, mut new) = (Vec::with_capacity(changes.len()), Vec::new());
+        let (mut changed, mut new_rows) = (Vec::with_capacity(changes.len()), Vec::new());
         for (id, change) in changes {
             let Some(row) = rows.get_mut(id) else {
                 changed.push(None);
@@ -46,12 +46,12 @@ impl SqlStore {
                 datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
                 models::require_unregistered(&mut db, id, state, "run again").await?;
             }
-            let events = appended.iter().map(|new| new.row.clone()).collect();
+            let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
             changed.push(Some(ChangedJob { job: row.job.clone(), events }));
-            new.extend(appended);
+            new_rows.extend(appended);
         }
         save(&mut db, &rows.values().collect::<Vec<_>>(), at).await?;
-        events::insert(&mut db, &new).await?;
+        events::insert(&mut db, &new_rows).await?;
         db.commit().await?;
         Ok(changed)
     }

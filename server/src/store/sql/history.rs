@@ -29,7 +29,7 @@ impl SqlStore {
     pub(in crate::store) async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         let mut events = Vec::new();
         for kind in ["state", "alert"] {
-            // As in the condition of the index `events_history`.
+            // SQLite uses the index `events_history` only if the query has the index's condition, which names both kinds.
             let query = sqlx::query(
                 "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') AND kind = $2 \
                  ORDER BY seq DESC LIMIT $3",

@@ -93,6 +93,7 @@ struct LoadedJob {
     first_report: Option<usize>,
 }
 
+/// Stores the number of records of each source, which are then acknowledged.
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
     let text = "INSERT INTO acknowledged VALUES {} \
         ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records";
@@ -114,22 +115,23 @@ impl SqlStore {
         fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
         let mut answers = Vec::with_capacity(reports.len());
-        let mut new = Vec::new();
-        let mut at = crate::now();
+        let mut new_rows = Vec::new();
+        let mut last_report_at = crate::now();
         for report in reports {
-            at = report.at;
-            let start = new.len();
+            last_report_at = report.at;
+            let start = new_rows.len();
             answers.push(match jobs.get_mut(&report.attempt.job) {
                 Some(job) => {
-                    let answer = store_report(&mut db, job, report, answers.len(), &mut new).await?;
-                    job.events.extend(new[start..].iter().map(|new| new.row.clone()));
+                    let answer = store_report(&mut db, job, report, answers.len(), &mut new_rows).await?;
+                    job.events.extend(new_rows[start..].iter().map(|new_row| new_row.row.clone()));
                     answer
                 }
                 None => IngestResult::Stale,
             });
         }
-        events::insert(&mut db, &new).await?;
-        jobs::save(&mut db, &jobs.values().map(|job| &job.row).collect::<Vec<_>>(), at).await?;
+        events::insert(&mut db, &new_rows).await?;
+        let rows: Vec<_> = jobs.values().map(|job| &job.row).collect();
+        jobs::save(&mut db, &rows, last_report_at).await?;
         let updated_sources = jobs.iter().flat_map(|(id, job)| {
             job.attempts.iter().flat_map(move |(attempt, Attempt { records, updated_sources, .. })| {
                 let records = |source| records.get(source).copied().unwrap_or(0);
@@ -187,12 +189,12 @@ impl SqlStore {
     ) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
         let key = (attempt.job.clone(), attempt.attempt);
-        let known = read_attempts(&mut db, std::slice::from_ref(&key)).await?.remove(&key);
-        let Some(known) = known.filter(|known| known.token == attempt.fencing_token) else {
+        let stored = read_attempts(&mut db, std::slice::from_ref(&key)).await?.remove(&key);
+        let Some(stored) = stored.filter(|stored| stored.token == attempt.fencing_token) else {
             return Ok(Vec::new());
         };
-        let place = known.agents.iter().position(|agent| agent == agent_id);
-        let acknowledged = known.records.into_iter().filter_map(|(number, records)| {
+        let place = stored.agents.iter().position(|agent| agent == agent_id);
+        let acknowledged = stored.records.into_iter().filter_map(|(number, records)| {
             Some(acknowledgement(attempt.clone(), source(number, place?)?, records))
         });
         Ok(acknowledged.collect())
@@ -225,35 +227,35 @@ async fn store_report(
     job: &mut LoadedJob,
     report: &Report,
     index: usize,
-    new: &mut Vec<events::NewRow>,
+    new_rows: &mut Vec<events::NewRow>,
 ) -> Result<IngestResult> {
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
     let LoadedJob { row, attempts, first_report, .. } = job;
-    let known = attempts.get_mut(&attempt.attempt).filter(|known| known.token == attempt.fencing_token);
-    let Some(Attempt { agents, records, updated_sources, .. }) = known else {
+    let stored = attempts.get_mut(&attempt.attempt).filter(|stored| stored.token == attempt.fencing_token);
+    let Some(Attempt { agents, records, updated_sources, .. }) = stored else {
         return Ok(IngestResult::Stale);
     };
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
         return Ok(IngestResult::Stale);
     };
     let number = source_number(source, place);
-    let stored = records.get(&number).copied().unwrap_or(0);
+    let stored_count = records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
-    if end <= stored {
+    if end <= stored_count {
         // The report is a duplicate, perhaps after the attempt's end, because its agent has not received the acknowledgement.
-        let acknowledged = acknowledgement(attempt.clone(), source, stored);
+        let acknowledged = acknowledgement(attempt.clone(), source, stored_count);
         return Ok(IngestResult::Stored { acknowledged, changed: None });
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
     if row.live_attempt().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
         return Ok(IngestResult::Stale);
     }
-    if first > stored {
-        return Ok(IngestResult::Gap { stored });
+    if first > stored_count {
+        return Ok(IngestResult::Gap { stored: stored_count });
     }
-    let duplicates = usize::try_from(stored - first).unwrap_or(usize::MAX).min(events.len());
-    for event in lifecycle::merge_points(&events[duplicates..]) {
+    let duplicate_count = usize::try_from(stored_count - first).unwrap_or(usize::MAX).min(events.len());
+    for event in lifecycle::merge_points(&events[duplicate_count..]) {
         if row.fencing_token.is_none() {
             break; // The attempt has ended, so later events are ignored.
         }
@@ -283,7 +285,7 @@ async fn store_report(
                     EventBody::Checkpoint { id, .. } => Some(id.clone()),
                     _ => None,
                 });
-                new.extend(jobs::create_event_rows(db, row, bodies, at).await?);
+                new_rows.extend(jobs::create_event_rows(db, row, bodies, at).await?);
                 if let Some(checkpoint) = checkpoint {
                     checkpoint_copies::add_agent_copy(db, &checkpoint, agent_id).await?;
                 }

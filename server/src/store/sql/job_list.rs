@@ -42,8 +42,8 @@ enum ColumnType {
 }
 
 /// The sort key as an SQL expression, its type, and whether it may be NULL.
-fn sort_expression(by: &SortBy) -> (String, ColumnType, bool) {
-    match by {
+fn sort_expression(sort_by: &SortBy) -> (String, ColumnType, bool) {
+    match sort_by {
         SortBy::Created => ("jobs.created_at".into(), ColumnType::Integer, false),
         SortBy::Started => ("jobs.started_at".into(), ColumnType::Integer, true),
         SortBy::Finished => ("jobs.finished_at".into(), ColumnType::Integer, true),
@@ -158,8 +158,8 @@ fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
 }
 
 /// Binds the tag to sort by once, for all uses in [`sort_expression`].
-fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
-    if let SortBy::Tag(tag) = by {
+fn push_sorting(query: &mut QueryBuilder<Db>, sort_by: &SortBy) -> Result<()> {
+    if let SortBy::Tag(tag) = sort_by {
         let [first, later] = tag_patterns(tag)?;
         query.push(" CROSS JOIN (SELECT CAST(").push_bind(first).push(" AS TEXT) AS first_tag, CAST(");
         query.push_bind(later).push(" AS TEXT) AS later_tag) AS sorting");
@@ -219,13 +219,13 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
 
 /// Adds a condition: the job comes after the cursor in the order of `sort`.
 fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
-    let (by, column_type, nullable) = sort_expression(&sort.by);
+    let (expression, column_type, is_nullable) = sort_expression(&sort.by);
     let operator = if sort.descending { "<" } else { ">" };
     query.push(" AND (");
     if cursor.value == SortValue::Missing {
-        query.push(format!("{by} IS NULL AND jobs.id {operator} ")).push_bind(cursor.id.clone());
+        query.push(format!("{expression} IS NULL AND jobs.id {operator} ")).push_bind(cursor.id.clone());
     } else {
-        query.push(format!("({by}, jobs.id) {operator} ("));
+        query.push(format!("({expression}, jobs.id) {operator} ("));
         match (&cursor.value, column_type) {
             (SortValue::Integer(value), ColumnType::Integer) => query.push_bind(*value),
             (SortValue::Integer(value), ColumnType::Number) => query.push_bind(*value as f64),
@@ -235,8 +235,8 @@ fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) ->
             _ => return Err(StoreError::Cursor),
         };
         query.push(", ").push_bind(cursor.id.clone()).push(")");
-        if nullable {
-            query.push(format!(" OR {by} IS NULL"));
+        if is_nullable {
+            query.push(format!(" OR {expression} IS NULL"));
         }
     }
     query.push(")");
@@ -255,28 +255,29 @@ fn sort_value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
 impl SqlStore {
     pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit };
-        let (by, column_type, nullable) = sort_expression(&filter.sort.by);
+        let (expression, column_type, is_nullable) = sort_expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
         let jobs = if filter.with_notes { SELECT_JOBS_WITH_NOTES } else { SELECT_JOBS };
-        let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
+        let mut query =
+            QueryBuilder::new(jobs.replace(" FROM", &format!(", {expression} AS sorted_by FROM")));
         push_sorting(&mut query, &filter.sort.by)?;
         push_conditions(&mut query, filter)?;
         if let Some(cursor) = &filter.cursor {
             push_cursor(&mut query, &filter.sort, cursor)?;
         }
         query.push(" ORDER BY ");
-        if nullable {
-            query.push(format!("{by} IS NULL, "));
+        if is_nullable {
+            query.push(format!("{expression} IS NULL, "));
         }
-        query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
+        query.push(format!("{expression} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
         let (rows, reached_size) = bounded(query.build().fetch(&self.reader), long_columns_bytes).await?;
         // Counts rows, not jobs, so that an unreadable job does not end the list.
-        let more = reached_size || rows.len() > limit as usize;
+        let has_more = reached_size || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
             Ok(Cursor { value: sort_value(row, column_type)?, id: row.try_get("id")? })
         };
-        let next = page.last().filter(|_| more).map(cursor).transpose()?;
+        let next = page.last().filter(|_| has_more).map(cursor).transpose()?;
         let mut jobs = Vec::with_capacity(page.len());
         for part in page.chunks(ROWS_PER_YIELD) {
             jobs.extend(readable(part.iter().map(|row| Ok(job_row(row)?.job))));

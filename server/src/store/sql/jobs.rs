@@ -38,7 +38,8 @@ pub(super) fn like_pattern(text: &str) -> String {
     pattern
 }
 
-/// Reads a job as far as this version can read the row. If another version wrote values that this version cannot read, this job and the other jobs are listed nevertheless.
+/// Reads a job as far as this version can read the row. Values of another version that cannot be read do not keep this job, or other jobs,
+/// out of lists.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
@@ -56,8 +57,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         .transpose()?;
     // A job with a live attempt counts as running in an unknown state, because its slots are in use.
     let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
-    let known = stored_state.parse::<JobState>();
-    let unknown_state = known.is_err().then_some((stored_state, shown_state));
+    let parsed_state = stored_state.parse::<JobState>();
+    let unknown_state = parsed_state.is_err().then_some((stored_state, shown_state));
     if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }
@@ -72,7 +73,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional_time = |name: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<i64>, _>(name)?.map(time_of));
     let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
     let tags = optional("tags")?.map(|text| json_or_default(&id, "tags", &text)).unwrap_or_default();
-    let (state, reason) = (known.unwrap_or(shown_state), optional("reason")?);
+    let (state, reason) = (parsed_state.unwrap_or(shown_state), optional("reason")?);
     let cause = optional("cause")?.and_then(|text| json_or_default(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
@@ -299,10 +300,10 @@ pub(super) async fn change_job(
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>,
 ) -> Result<ChangedJob> {
     let bodies = change(&mut row)?;
-    let new = create_event_rows(db, &mut row, bodies, at).await?;
+    let new_rows = create_event_rows(db, &mut row, bodies, at).await?;
     save(db, &[&row], at).await?;
-    events::insert(db, &new).await?;
-    Ok(ChangedJob { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
+    events::insert(db, &new_rows).await?;
+    Ok(ChangedJob { job: row.job, events: new_rows.into_iter().map(|new_row| new_row.row).collect() })
 }
 
 /// The job that the request with this idempotency key created.

@@ -71,9 +71,9 @@ pub(super) async fn require_unregistered(
     let Some((model, version)) = found.first() else { return Ok(()) };
     let removal = format!("lockstep model remove {model} {version}");
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
-    let more = if found.len() > MAX_NAMED { ", ..." } else { "" };
+    let ellipsis = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
-        "the job has registered versions ({}{more}), which would change if the job were {change}; remove the versions first \
+        "the job has registered versions ({}{ellipsis}), which would change if the job were {change}; remove the versions first \
          (`{removal}`), or fork the job",
         named.collect::<Vec<_>>().join(", ")
     );
@@ -99,7 +99,7 @@ impl SqlStore {
                 .await?;
         let checkpoint = found.ok_or(StoreError::NotFound("checkpoint"))?;
         // The newest version includes removed versions, so that numbers are not reused.
-        let (of_model, of_job, newest): (i64, i64, Option<i64>) = sqlx::query_as(
+        let (model_count, job_count, newest): (i64, i64, Option<i64>) = sqlx::query_as(
             "SELECT (SELECT count(*) FROM model_versions WHERE model = $1 AND deleted_at IS NULL), \
              (SELECT count(*) FROM model_versions WHERE job_id = $2 AND deleted_at IS NULL), \
              (SELECT max(version) FROM model_versions WHERE model = $1)",
@@ -108,9 +108,9 @@ impl SqlStore {
         .bind(new.job.as_str())
         .fetch_one(&mut *db)
         .await?;
-        if of_model >= MAX_VERSIONS_PER_MODEL || of_job >= MAX_VERSIONS_PER_JOB {
+        if model_count >= MAX_VERSIONS_PER_MODEL || job_count >= MAX_VERSIONS_PER_JOB {
             let detail = format!(
-                "the model has {of_model} versions and the job {of_job}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
+                "the model has {model_count} versions and the job {job_count}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
                  {MAX_VERSIONS_PER_JOB} per job. Remove versions first"
             );
             return Err(Refusal { state, detail }.into());

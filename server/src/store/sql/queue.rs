@@ -66,8 +66,11 @@ impl SqlStore {
         Ok(readable(rows.into_iter().map(version)).into_iter().collect())
     }
 
-    pub(in crate::store) async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
-        let share = match by {
+    pub(in crate::store) async fn slots_of_shares(
+        &self,
+        fair_share: FairShare,
+    ) -> Result<HashMap<String, u64>> {
+        let share = match fair_share {
             FairShare::Off => return Ok(HashMap::new()),
             FairShare::Owner => "COALESCE(owner, '')",
             FairShare::Project => "project",

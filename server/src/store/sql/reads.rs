@@ -129,7 +129,7 @@ impl SqlStore {
                 let columns = columns.into_iter().filter(|c| filter.may_match(c));
                 page.columns.extend(columns.map(|column| RankColumn { rank, attempt, column }));
             }
-            if filter.max_cost.is_some_and(|limit| page.cost >= limit) {
+            if filter.max_cost.is_some_and(|max_cost| page.cost >= max_cost) {
                 // The page ends at this row. The following pages have the rest.
                 (page.as_of, page.is_full) = (page.last_seq, true);
                 break;

@@ -21,7 +21,8 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 
 /// Query for sweeps without the trials' specifications, which are long.
-const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at FROM sweeps";
+const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at \
+    FROM sweeps";
 
 fn sweep(row: &DbRow) -> Result<SweepRow> {
     let id: String = row.try_get("id")?;

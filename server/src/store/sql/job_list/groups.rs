@@ -19,8 +19,8 @@ use std::{
 };
 
 /// SQL expression for a criterion. For tags, the expression is their JSON list, which the caller parses.
-fn group_expression(by: GroupBy) -> String {
-    match by {
+fn group_expression(criterion: GroupBy) -> String {
+    match criterion {
         GroupBy::Project => "jobs.project".into(),
         GroupBy::Owner => "jobs.owner".into(),
         GroupBy::Tag => "annotations.tags".into(),
@@ -37,9 +37,9 @@ fn group_expression(by: GroupBy) -> String {
 
 /// Adds conditions: the job is in this group.
 pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupValue)]) -> Result<()> {
-    for (by, value) in group {
-        let column = group_expression(*by);
-        match (by, value) {
+    for (criterion, value) in group {
+        let column = group_expression(*criterion);
+        match (criterion, value) {
             (GroupBy::Tag, GroupValue::Text(tag)) => {
                 push_tag(query, tag)?;
                 continue;
@@ -59,9 +59,9 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
 }
 
 /// A job's values of one criterion: one value, or one for each tag.
-fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
+fn values(row: &DbRow, criterion: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
     let text = || row.try_get::<Option<String>, _>(column);
-    let value = match by {
+    let value = match criterion {
         GroupBy::Tag => {
             // Another version may have written a column that is not a list of tags.
             let tags: Vec<String> =
@@ -104,12 +104,14 @@ impl SqlStore {
     pub(in crate::store) async fn job_groups(
         &self,
         filter: &JobFilter,
-        by: &[GroupBy],
+        criteria: &[GroupBy],
         metrics: &[SortBy],
         max_groups: usize,
     ) -> Result<Option<Vec<GroupRow>>> {
         let metrics: Vec<_> = metrics.iter().map(sort_expression).collect();
-        let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", group_expression(*by)));
+        let group_column =
+            |(n, criterion): (usize, &GroupBy)| format!(", {} AS by_{n}", group_expression(*criterion));
+        let groups = criteria.iter().enumerate().map(group_column);
         let numbers = metrics.iter().enumerate().map(|(n, (sql, ..))| format!(", {sql} AS metric_{n}"));
         let columns: String = groups.chain(numbers).collect();
         let mut query = QueryBuilder::new(format!(
@@ -123,7 +125,8 @@ impl SqlStore {
             // Jobs in a state of another version are left out, as in lists.
             let Ok(state) = row.try_get::<String, _>("state")?.parse::<JobState>() else { continue };
             let created_at = time(row.try_get("created_at")?)?;
-            let lists = by.iter().enumerate().map(|(n, by)| values(&row, *by, &format!("by_{n}")));
+            let criteria = criteria.iter().enumerate();
+            let lists = criteria.map(|(n, criterion)| values(&row, *criterion, &format!("by_{n}")));
             for values in cartesian_product(lists.collect::<Result<_>>()?) {
                 let key = serde_json::to_string(&values).map_err(|e| StoreError::Corrupt(e.to_string()))?;
                 let index = *indices.entry(key).or_insert(found.len());

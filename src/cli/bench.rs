@@ -246,7 +246,7 @@ fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), settings).map_err(|e| anyhow::anyhow!(e))?;
-    // The store ends with rank 0's process.
+    // The store ends with rank 0's process, so rank 0 waits for the other ranks.
     comm.barrier()?;
     if member.rank == 0 { output::json(&measured) } else { Ok(()) }
 }

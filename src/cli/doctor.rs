@@ -76,6 +76,7 @@ struct Report {
 /// Exit status 1 if a finding would prevent training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
+    // This process is a rank of the all-gather, which `run_all_gather` or `peer` has started.
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         let gathered = gather(&member).map_err(anyhow::Error::msg)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
@@ -111,9 +112,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         if let Some(gathered) = &all_gather {
             let rows: Vec<_> = gathered.values.iter().map(|v| format!("[{v:.0}.]")).collect();
-            let by = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
+            let members = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
             output::line(format_args!(
-                "ok       all-gather  over {} {by}: [{}]",
+                "ok       all-gather  over {} {members}: [{}]",
                 rows.len(),
                 rows.join(", ")
             ))?;

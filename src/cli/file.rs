@@ -62,7 +62,7 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Calls `write` with a path next to `target`, then renames the file to `target`. A failed write leaves no file named `target`.
+/// Calls `write` with a path next to `target`, then renames the file to `target`. If `write` fails, `target` is unchanged.
 ///
 /// # Errors
 /// `write` fails, or the file cannot be renamed.

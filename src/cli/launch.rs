@@ -193,7 +193,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (Some(document), Some(spec)) => Source::File(document, Box::new(spec)),
             (Some(document), None) => return array::run(&args, &api, hosts, document).await,
             (None, _) => {
-                let job = api.find_job_in(&args.job, |state| !state.is_final()).await?;
+                let job = api.find_job_in_state(&args.job, |state| !state.is_final()).await?;
                 if job.state.is_final() {
                     let Job { id, state, .. } = job;
                     return Err(usage_error(format!(
@@ -322,7 +322,7 @@ impl Launch {
         }
     }
 
-    /// Says that the job has no agents although it is not over. `how` says how the agents ended.
+    /// Returns the message that the job has no agents although it is not over. `how` says how the agents ended.
     fn describe_early_end(&self, how: &str, job: &Job) -> String {
         let with = format!("{:?}", self.args.with).to_lowercase();
         format!(

@@ -123,9 +123,9 @@ async fn receive(
     file: &mut File,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
-    let mut max_size = file.metadata()?.len();
-    if max_size > remote.bytes {
-        max_size = 0;
+    let mut longest_size = file.metadata()?.len();
+    if longest_size > remote.bytes {
+        longest_size = 0;
         file.set_len(0)?;
     }
     let mut failed_attempts = 0;
@@ -146,8 +146,8 @@ async fn receive(
         }
         // A server without range requests sends the file from the beginning each time, so only bytes beyond the previous maximum count as
         // progress.
-        failed_attempts = if size > max_size { 0 } else { failed_attempts + 1 };
-        max_size = max_size.max(size);
+        failed_attempts = if size > longest_size { 0 } else { failed_attempts + 1 };
+        longest_size = longest_size.max(size);
         if failed_attempts >= MAX_ATTEMPTS {
             return Err(Failure::Unreachable(why));
         }

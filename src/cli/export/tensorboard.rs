@@ -119,7 +119,7 @@ impl Run {
         let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
         let mut attempts: Vec<AttemptTimes> =
             api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
-        // A run that another program has logged has one attempt, which is not in the list.
+        // A run from elsewhere has one attempt, which is not in the list.
         if attempts.is_empty()
             && let Some(started_at) = job.started_at
         {

@@ -170,7 +170,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
                 )
             })
         }
-        done => done,
+        result => result,
     }
 }
 

@@ -103,10 +103,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let document = job_file::read_document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
     let network = build_network(&args, &spec)?;
-    let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
+    let rank_counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
     // Each plan is checked before the machine is measured.
     let mut specs = Vec::new();
-    for ranks in &counts {
+    for ranks in &rank_counts {
         let mut document = document.clone();
         apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
         let spec = job_file::check(&args.job, &document)?;
@@ -115,7 +115,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let (machine, shared) = match &args.machine {
         Some(path) => (read_machine(path)?, None),
-        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+        None => {
+            let max_ranks = rank_counts.iter().copied().max().unwrap_or(1);
+            measure_here(&args, &spec, &network, max_ranks)?
+        }
     };
     let mut plans = Vec::new();
     for spec in specs {
@@ -358,8 +361,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks; and, if this machine has fewer CPU
-/// cores than `max_ranks`, the cached measurements with `max_ranks` ranks, if a job has measured them.
+/// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
+/// machine has GPUs or cores, if these are fewer. In the second case, also returns the cached measurements with `max_ranks` ranks that share
+/// this machine, if a job has measured them.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,

@@ -1,6 +1,6 @@
 //! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
-use super::known::Remote;
+use super::known::RemoteFile;
 use crate::cli::{file::partial_path, usage_error, with_causes};
 use anyhow::anyhow;
 use futures_util::StreamExt as _;
@@ -70,7 +70,7 @@ impl From<io::Error> for Failure {
 pub(crate) async fn download(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
@@ -107,7 +107,7 @@ pub(crate) async fn download(
 }
 
 /// Whether the file is complete and has the right checksum.
-fn is_complete(path: &Path, remote: &Remote) -> Result<bool, Failure> {
+fn is_complete(path: &Path, remote: &RemoteFile) -> Result<bool, Failure> {
     match File::open(path) {
         Ok(mut file) => Ok(file.metadata()?.len() == remote.bytes && sha256(&mut file)? == remote.sha256),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -119,7 +119,7 @@ fn is_complete(path: &Path, remote: &Remote) -> Result<bool, Failure> {
 async fn receive(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     file: &mut File,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
@@ -159,7 +159,7 @@ async fn receive(
 async fn receive_once(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     file: &mut File,
     start: u64,
     progress: &(dyn Fn(u64) + Sync),

@@ -3,7 +3,7 @@
 use super::{
     describe,
     download::download,
-    known::{KNOWN, Known, Remote},
+    known::{KNOWN, KnownDataset, RemoteFile},
     register_as,
 };
 use crate::cli::{api::ServerArgs, block_on, file::partial_path, output, usage_error};
@@ -65,13 +65,14 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         );
         return output::print(args.server.json, &value, text);
     }
-    let dataset = block_on(register_as(&api, known.name, &path, false))?;
+    let is_private = false;
+    let dataset = block_on(register_as(&api, known.name, &path, is_private))?;
     let text = format!("{}: {}", dataset.name, describe(&dataset.info));
     output::print(args.server.json, &dataset, text)
 }
 
 /// Puts all of the dataset's files into `to`, or none. Until all files are complete, they are in a folder next to `to`.
-fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
+fn fetch(known: &KnownDataset, base: &str, to: &Path) -> anyhow::Result<()> {
     if to.exists() {
         let missing: Vec<_> = known.file_names().filter(|name| !to.join(name).is_file()).collect();
         if missing.is_empty() {
@@ -123,7 +124,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
 }
 
 /// Copies a checked file, or the members of an archive, into `folder`.
-fn copy_or_unpack(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
+fn copy_or_unpack(file: &RemoteFile, from: &Path, folder: &Path) -> io::Result<()> {
     if file.members.is_empty() {
         return fs::hard_link(from, folder.join(file.name))
             .or_else(|_| fs::copy(from, folder.join(file.name)).map(drop));
@@ -169,7 +170,7 @@ pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
 }
 
 /// Returns the advice for a machine without a network.
-fn describe_manual_download(known: &Known, base: &str, work: &Path) -> String {
+fn describe_manual_download(known: &KnownDataset, base: &str, work: &Path) -> String {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \

@@ -233,7 +233,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         _ => {
             // CUDA's exit handlers may wait for ranks that have exited. The caller prints the reason within this time.
             end_by_force_within(EXIT_TIMEOUT);
-            // Exit handlers free resources that aborts still use.
+            // Exit handlers free resources that the aborts of NCCL's communicators may still use.
             let may_run_exit_handlers = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let reason = format!("rank {} failed at step {}: {reason}", config.rank, display.bar.step);

@@ -93,13 +93,13 @@ fn bytes(count: usize, seed: usize) -> Vec<u8> {
     (0..count).map(|i| (i * 31 + i / 251 + seed) as u8).collect()
 }
 
-fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> Remote {
+fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> RemoteFile {
     let sum = hex::encode(Sha256::digest(content));
-    Remote { name, bytes: content.len() as u64, sha256: sum.leak(), members }
+    RemoteFile { name, bytes: content.len() as u64, sha256: sum.leak(), members }
 }
 
-fn known(files: Vec<Remote>) -> Known {
-    Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
+fn known(files: Vec<RemoteFile>) -> KnownDataset {
+    KnownDataset { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
 }
 
 pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {

@@ -56,8 +56,8 @@ enum Command {
     Export(cli::export::Args),
     /// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
     ///
-    /// Stores each run, with its settings and every point, as a run from elsewhere (a run that another program trained). A second import of the
-    /// same run adds only new points.
+    /// Stores each run, with its settings and every point, as a run from elsewhere (a run that another program trained). A second import of
+    /// the same run adds only new points.
     #[command(subcommand)]
     Import(cli::import::Format),
     Delete(cli::delete::Args),

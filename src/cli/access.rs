@@ -15,8 +15,8 @@ pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// Hint for the error message after status 401 (no valid token).
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
-    the server's data directory (lockstep-data in the working directory, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that machine, `lockstep token \
-    create` makes a token for another machine or person";
+    the server's data directory (lockstep-data in the working directory, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that \
+    machine, `lockstep token create` makes a token for another machine or person";
 
 /// Data directory in the working directory, the default of `lockstep serve`.
 const DEFAULT_DATA_DIR: &str = "lockstep-data";
@@ -234,7 +234,8 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     }
 }
 
-/// Whether the address of a server (a URL, or a host and a port) is this machine's loopback. A token from a data directory is sent only to such an address.
+/// Whether the address of a server (a URL, or a host and a port) is this machine's loopback. A token from a data directory is sent only to
+/// such an address.
 pub(crate) fn is_this_machine(server: &str) -> bool {
     loopback_addresses(server).is_some()
 }

@@ -480,7 +480,7 @@ impl Api {
     }
 }
 
-/// Returns a text of an object, or an empty text.
+/// Returns the text under `key` in an object, or an empty text if there is none.
 pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
 }
@@ -499,7 +499,8 @@ fn in_state(accepts: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
     move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&accepts)
 }
 
-/// Returns the environment variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
+/// Returns the environment variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use
+/// a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
     let is_on_this_machine = is_loopback(server.host_str()?);
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());

@@ -225,9 +225,9 @@ fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<V
     let case_argument = format!("--case={}", case.name).into();
     let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();
     let members = local_group::members(args.ranks, devices)?;
-    let printed = local_group::run(&arguments, &members, CASE_TIMEOUT)
+    let stdout = local_group::run(&arguments, &members, CASE_TIMEOUT)
         .map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
-    Ok(serde_json::from_slice(&printed)?)
+    Ok(serde_json::from_slice(&stdout)?)
 }
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {

@@ -28,7 +28,7 @@ pub(crate) struct SignInFile {
 }
 
 impl SignInFile {
-    /// Returns a value without a file. Removes the file that a killed server may have left in this data directory, which no other server uses.
+    /// Writes no file yet. Removes the file that a killed server may have left in this data directory, which no other server uses.
     pub(crate) fn new(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);

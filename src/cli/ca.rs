@@ -143,9 +143,9 @@ fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if password.is_empty() { Err(usage_error("the password is empty")) } else { Ok(password) }
 }
 
-fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
+fn list(records: &[Record], as_json: bool) -> anyhow::Result<()> {
     let now = jiff::Timestamp::now();
-    if json {
+    if as_json {
         let rows = records.iter().map(|record| {
             let mut row = serde_json::to_value(record)?;
             row["state"] = record.state(now).into();

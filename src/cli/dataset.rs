@@ -136,7 +136,7 @@ fn prepare_copy(
     path: &Path,
     settings: &PrepareSettings,
     target: Option<PathBuf>,
-    quiet: bool,
+    is_quiet: bool,
 ) -> anyhow::Result<PathBuf> {
     // Writing a copy takes hours, so a name in use is reported first.
     if let Some(existing) = block_on(find_by_name(api, name))? {
@@ -152,7 +152,7 @@ fn prepare_copy(
         ))
     })?;
     let copied = prepare::copy(path, &target, settings)?;
-    if !quiet {
+    if !is_quiet {
         prepare::report(&target, &copied)?;
     }
     Ok(lockstep_data::canonical(&target)?)

@@ -14,7 +14,7 @@ use lockstep_host::{
         libraries::{Libraries, links_dir},
     },
 };
-use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
+use lockstep_server::tls::{ca, examine as examine_certificate};
 use lockstep_worker::{
     doctor::{AllGatherResult, Finding, Grade, examine, gather},
     local_group::{self, Member},
@@ -194,13 +194,12 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
         let name = path.display();
         let (grade, found, advice) = match examine_certificate(&path) {
             Ok(facts) => {
-                let days_left = facts.days_left(jiff::Timestamp::now());
-                let (grade, advice) = match expires_soon("it", &facts, jiff::Timestamp::now()) {
-                    None => (Grade::Ok, None),
-                    Some(_) if days_left == 0 => (Grade::Problem, Some("Renew it.")),
-                    Some(_) => {
-                        (Grade::Note, Some("Renew it. The server renews only certificates that it made."))
-                    }
+                let now = jiff::Timestamp::now();
+                let days_left = facts.days_left(now);
+                let (grade, advice) = match days_left {
+                    _ if !facts.expires_soon(now) => (Grade::Ok, None),
+                    0 => (Grade::Problem, Some("Renew it.")),
+                    _ => (Grade::Note, Some("Renew it. The server renews only certificates that it made.")),
                 };
                 (grade, format!("{name}: {days_left} days left"), advice.map(str::to_owned))
             }
@@ -215,6 +214,6 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
 fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<AllGatherResult, String> {
     let devices: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     let members = local_group::members(world_size, &devices).map_err(|e| e.to_string())?;
-    let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
-    serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
+    let stdout = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
+    serde_json::from_slice(&stdout).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

@@ -108,7 +108,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let has_no_column = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
     let keys: Vec<&str> = keys.into_iter().filter(has_no_column).collect();
     header.extend(&keys);
-    // `jobs` has the jobs of `values` in the same order, without those that this version cannot read.
+    // `jobs` has the jobs of `values` in the same order, without the jobs that this version cannot read.
     let mut unparsed = values.iter();
     let rows = jobs.iter().map(|job| {
         let unparsed_job = unparsed.find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);

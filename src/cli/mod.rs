@@ -106,8 +106,8 @@ pub(crate) fn find_only<T>(
     }
 }
 
-/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. `list_command` is the command
-/// that shows all objects.
+/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. `list_command` is the
+/// command that shows all objects.
 pub(crate) fn unknown_name_message<'a>(
     noun: &str,
     list_command: &str,

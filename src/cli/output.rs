@@ -210,8 +210,8 @@ impl<'a> Table<'a> {
 /// Shortens a name to `max` characters. The name of a trial ends with its settings (`key=value`), which distinguish it from other trials:
 /// first the text before the settings is shortened.
 fn shorten(name: &str, max: usize) -> String {
-    let before = name.split_inclusive(' ').take_while(|word| !word.contains('='));
-    let (title, settings) = name.split_at(before.map(str::len).sum());
+    let title_words = name.split_inclusive(' ').take_while(|word| !word.contains('='));
+    let (title, settings) = name.split_at(title_words.map(str::len).sum());
     if title.is_empty() || settings.is_empty() {
         return shorten_middle(name, max);
     }

@@ -113,7 +113,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         lower(&network, &Plan::of(&spec.parallel), 0).map_err(usage_error)?;
         specs.push(spec);
     }
-    let (machine, shared) = match &args.machine {
+    let (machine, shared_machine) = match &args.machine {
         Some(path) => (read_machine(path)?, None),
         None => {
             let max_ranks = rank_counts.iter().copied().max().unwrap_or(1);
@@ -154,7 +154,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     match &plans[..] {
         [(spec, planned)] => {
-            let shared = shared.and_then(|machine| Planned::of(spec, &network, &machine).ok());
+            let shared = shared_machine.and_then(|machine| Planned::of(spec, &network, &machine).ok());
             print_plan(spec, planned, &network, &machine, shared.as_ref())
         }
         _ => {
@@ -362,8 +362,8 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
-/// machine has GPUs or cores, if these are fewer. In the second case, also returns the cached measurements with `max_ranks` ranks that share
-/// this machine, if a job has measured them.
+/// machine has GPUs or cores, if these are fewer. In the second case, also returns the cached measurements of `max_ranks` ranks that
+/// share this machine, if a job has measured them.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,
@@ -384,9 +384,9 @@ fn measure_here(
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
-    let shared = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
+    let shared_machine = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok((stored, shared));
+        return Ok((stored, shared_machine));
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -394,10 +394,10 @@ fn measure_here(
     let members = local_group::members(ranks, &devices)?;
     let sample_option = format!("--sample={}", serde_json::to_string(&sample)?);
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sample_option.into()];
-    let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
-    let machine: Machine = serde_json::from_slice(&printed)?;
+    let stdout = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
+    let machine: Machine = serde_json::from_slice(&stdout)?;
     planning::store_figures(&machine, &sample, device, ranks);
-    Ok((machine, shared))
+    Ok((machine, shared_machine))
 }
 
 /// Measures this machine as one of the ranks.

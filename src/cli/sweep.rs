@@ -35,8 +35,8 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
     Err(job_file::mistakes_error(path, &mistakes))
 }
 
-/// Returns the number of trials of a job file with a section `sweep` (0 if this section has mistakes), and each distinct mistake. `None` for
-/// a file without this section.
+/// Returns the number of trials of a job file with a section `sweep` (0 if this section has mistakes), and each distinct mistake. `None`
+/// for a file without this section.
 pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {

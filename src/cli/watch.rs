@@ -196,7 +196,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
 /// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
 pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
-    let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
+    let duration = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let outcome = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),
         _ => describe_accuracy(&job.last, job.best, checkpoints),
@@ -204,7 +204,7 @@ pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> Str
     let outcome = outcome.map(|outcome| format!(": {outcome}")).unwrap_or_default();
     let early_end = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
     let early_end = early_end.map(|reason| format!("; {reason}")).unwrap_or_default();
-    format!("{}{after}{outcome}{early_end}", job.state_in_words())
+    format!("{}{duration}{outcome}{early_end}", job.state_in_words())
 }
 
 fn describe_accuracy(

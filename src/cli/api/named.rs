@@ -70,8 +70,8 @@ pub(super) fn choose(
     several: Several,
 ) -> Result<Option<Chosen>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
-    let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
-    let mut candidates = called.clone();
+    let named_jobs: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    let mut candidates = named_jobs.clone();
     let accepts_any = candidates.iter().any(|job| accepts(job));
     if accepts_any {
         candidates.retain(|job| accepts(job));
@@ -81,16 +81,20 @@ pub(super) fn choose(
             let why = if accepts_any {
                 format!("several {noun}s are called {name}")
             } else {
-                format!("all {} {noun}s called {name} have ended", called.len())
+                format!("all {} {noun}s called {name} have ended", named_jobs.len())
             };
             return Err(format!("{why}: give a {noun}'s id; `{list_command}` shows the ids"));
         }
-        let is_newest_of_all = called.first().is_some_and(|first| id(first) == id(newest));
+        let is_newest_of_all = named_jobs.first().is_some_and(|first| id(first) == id(newest));
         let which = if is_newest_of_all { "newest" } else { "newest that this command can use" };
         let note = || {
-            format!("{} {noun}s are called {name}; the {which} is taken: {}", called.len(), describe(newest))
+            format!(
+                "{} {noun}s are called {name}; the {which} is taken: {}",
+                named_jobs.len(),
+                describe(newest)
+            )
         };
-        return Ok(Some(Chosen { id: id(newest), note: (called.len() > 1).then(note) }));
+        return Ok(Some(Chosen { id: id(newest), note: (named_jobs.len() > 1).then(note) }));
     }
     let has_prefix = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let matches: Vec<_> = jobs.iter().filter(has_prefix).collect();

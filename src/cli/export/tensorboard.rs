@@ -178,15 +178,15 @@ struct RankFile {
 }
 
 impl RankFile {
-    /// Creates the file, which starts with the specification of the job `settings` if given. `start` is in seconds since 1970.
-    fn create(folder: &Path, settings: Option<&Job>, start: f64) -> io::Result<Self> {
+    /// Creates the file. If `job` is given, the file begins with the job's settings. `start` is in seconds since 1970.
+    fn create(folder: &Path, job: Option<&Job>, start: f64) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         // TensorBoard must not read the unfinished file as an event file.
         let partial = folder.join("lockstep.part");
         let mut out = BufWriter::new(File::create(&partial)?);
         let version = Event { wall_time: start, file_version: Some(FILE_VERSION.into()), ..Event::default() };
         version.write(&mut out)?;
-        if let Some(job) = settings {
+        if let Some(job) = job {
             let settings = match &job.external {
                 Some(run) => run.config.clone().into(),
                 // Converted through text, so that a 32-bit 0.1 stays 0.1.
@@ -296,8 +296,9 @@ impl Clock {
 
     fn time_of(&self, point: Point) -> f64 {
         let Some(span) = self.0.get(&point.attempt) else { return self.start() };
-        let (done, total) = (point.step - span.first_step + 1, span.last_step - span.first_step + 1);
-        span.start + (span.end - span.start) * (done as f64 / total as f64)
+        let (steps_done, step_count) =
+            (point.step - span.first_step + 1, span.last_step - span.first_step + 1);
+        span.start + (span.end - span.start) * (steps_done as f64 / step_count as f64)
     }
 }
 

@@ -161,8 +161,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     result
 }
 
-/// Returns the state of the agents from `state`, the unfinished state of Slurm's job. Slurm's job is pending while it waits for machines, at
-/// first or after it was requeued.
+/// Returns the state of the agents from `state`, the unfinished state of Slurm's job. Slurm's job is pending while it waits for machines,
+/// at first or after it was requeued.
 pub(super) fn agents_in(state: &str) -> Agents {
     if state.starts_with("PENDING") { Agents::Idle } else { Agents::Running }
 }

@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
     sample_share: f64,
-    /// Number of ranks that share the rows of pictures; --parallel-model times this number must divide --ranks
+    /// Number of ranks that divide the pixel rows of each picture; --parallel-model times this number must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
     /// Number of pipeline stages; the product with --parallel-model and --parallel-height must divide --ranks

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     /// Only read information: do not open GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
-    /// Check several machines and the network between them over SSH instead: node1,node2,node3. Each machine needs lockstep
+    /// Instead of this machine, check these machines and the network between them, over SSH: node1,node2,node3. Each machine needs lockstep
     #[arg(long, value_name = "HOST,...", conflicts_with_all = ["ranks", "tls_cert", "environment", "quick"])]
     hosts: Option<String>,
     /// Like --hosts, for the machines in a hostfile in the format of `lockstep launch`

@@ -87,7 +87,7 @@ pub(crate) struct Args {
     /// Context of the kubeconfig file [default: its current context, or the service account of the pod in which this command runs]
     #[arg(long, value_name = "NAME", requires = "template")]
     context: Option<String>,
-    /// The server's address for the machines [default: --server]
+    /// Address at which the machines reach the server [default: --server]
     #[arg(long, value_name = "URL")]
     agent_server: Option<String>,
     /// The lockstep program on the machines: a path, or a name on their PATH
@@ -324,9 +324,9 @@ impl Launch {
 
     /// Returns the message that the job has no agents although it is not over. `how` says how the agents ended.
     fn describe_early_end(&self, how: &str, job: &Job) -> String {
-        let with = format!("{:?}", self.args.with).to_lowercase();
+        let launcher = format!("{:?}", self.args.with).to_lowercase();
         format!(
-            "{how}, and the job is {}; `lockstep launch {} --with {with}` starts agents for it again",
+            "{how}, and the job is {}; `lockstep launch {} --with {launcher}` starts agents for it again",
             job.state, job.id
         )
     }

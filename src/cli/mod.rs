@@ -158,7 +158,8 @@ pub(crate) fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyh
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
 }
 
-/// Writes diagnostics of long-running programs to standard error, from the level `default` or the level in `LOCKSTEP_LOG`.
+/// Writes diagnostics of long-running programs to standard error, filtered by `default`, or by `LOCKSTEP_LOG` if it is set (for example to
+/// `debug`).
 pub(crate) fn init_tracing(default: &str) {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_env("LOCKSTEP_LOG").unwrap_or_else(|_| EnvFilter::new(default));

@@ -254,7 +254,7 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
     Ok(predictions)
 }
 
-/// Asks the server for the predictions, one picture at a time. If a better checkpoint replaces the best one of a job that trains, the
+/// Asks the server for the predictions, one picture at a time. If a job that trains gets a better checkpoint in place of its best, the
 /// remaining pictures are classified with the better checkpoint. Embeddings of different checkpoints cannot be compared.
 async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<ModelPrediction>> {
     let api = args.server.api()?;

@@ -347,9 +347,9 @@ mod tests {
             values.map(|value| (value.tag.clone(), value.simple_value.unwrap())).collect::<Vec<_>>()
         };
         assert_eq!(values(&events[1]), [("loss".to_owned(), 11.0)]);
-        let of_step_4 = values(&events[4]);
-        assert_eq!(of_step_4[0], ("loss".to_owned(), 24.0));
-        assert!(of_step_4[1].0 == "val_accuracy" && of_step_4[1].1.is_nan(), "{of_step_4:?}");
+        let values = values(&events[4]);
+        assert_eq!(values[0], ("loss".to_owned(), 24.0));
+        assert!(values[1].0 == "val_accuracy" && values[1].1.is_nan(), "{values:?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
     }
 

@@ -215,13 +215,13 @@ mod tests {
         let launched = detect_with(&addressed).unwrap().unwrap();
         assert_eq!((launched.rank, launched.local_ranks, launched.rendezvous.secret.as_str()), (3, 2, "s"));
         // Some machines have fewer ranks than others.
-        let of_node = |node: &str| {
+        let local_ranks = |node: &str| {
             let mut variables = addressed.clone();
             variables[4].1 = "2(x2),1";
             variables.push(("SLURM_NODEID", node));
             detect_with(&variables).unwrap().unwrap().local_ranks
         };
-        assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
+        assert_eq!([local_ranks("0"), local_ranks("1"), local_ranks("2")], [2, 2, 1]);
         // Without MASTER_ADDR, rank 0 is on the first machine of the step.
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));

@@ -16,21 +16,22 @@ use std::{
     },
 };
 
-/// Longer than any request in these tests, and shorter than the time for which a launch waits out an outage.
+/// Time limit for a reaction to an agent's exit. Longer than any request in these tests, and shorter than the time for which a launch waits
+/// out an outage.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Closes the first `broken` connections, then responds like a server with this job and an agent `node`. Also counts connections.
 fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let count = Arc::new(AtomicUsize::new(0));
-    let (seen, job) = (Arc::clone(&count), job.to_string());
+    let connection_count = Arc::new(AtomicUsize::new(0));
+    let (counter, job) = (Arc::clone(&connection_count), job.to_string());
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let mut stream = stream.unwrap();
             let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
             let first = lines.next().and_then(Result::ok).unwrap_or_default();
-            if seen.fetch_add(1, Ordering::SeqCst) < broken {
+            if counter.fetch_add(1, Ordering::SeqCst) < broken {
                 continue;
             }
             lines.map_while(Result::ok).find(String::is_empty);
@@ -43,7 +44,7 @@ fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
             let _ = write!(stream, "{head}: {}\r\n\r\n{body}", body.len());
         }
     });
-    (url, count)
+    (url, connection_count)
 }
 
 fn job_in(state: &str, attempt: u32) -> Value {
@@ -76,14 +77,14 @@ fn explain(_: &str, status: ExitStatus, last: &str) -> String {
 async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let dir = tempfile::tempdir().unwrap();
     let job = job_in("running", 1);
-    let (url, count) = server(3, &job);
+    let (url, connection_count) = server(3, &job);
     let launch = launch_at(&url, &job);
     let mut processes = [broken_ssh(dir.path())];
     let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut processes, explain)).await;
     let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
-    assert!(count.load(Ordering::SeqCst) > 3, "requests were retried");
+    assert!(connection_count.load(Ordering::SeqCst) > 3, "requests were retried");
 }
 
 /// Without this agent, the other agent would wait for ranks that never come.

@@ -38,7 +38,7 @@ pub(crate) enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
+        /// First write a copy that trains faster, as `dataset prepare` does, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side_parser())]
         prepare: Option<u32>,

@@ -28,7 +28,8 @@ pub(super) enum UnknownPath {
     Keep,
 }
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names that were registered.
+/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names under which this call has
+/// registered paths.
 pub(super) async fn name_dataset(
     api: &Api,
     document: &mut Value,

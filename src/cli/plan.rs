@@ -238,7 +238,7 @@ fn print_plan(
             None => String::new(),
         };
         output::line(format_args!(
-            "{ranks} ranks need {machines} machines like the measured one. The times are those of {machines} machines.{sharing}"
+            "{ranks} ranks need {machines} machines like the measured machine. The times are for {machines} machines.{sharing}"
         ))?;
     }
     for (key, value) in [

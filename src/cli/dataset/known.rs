@@ -23,7 +23,7 @@ pub(crate) struct RemoteFile {
     pub(crate) members: &'static [&'static str],
 }
 
-const fn kept_file(name: &'static str, bytes: u64, sha256: &'static str) -> RemoteFile {
+const fn plain_file(name: &'static str, bytes: u64, sha256: &'static str) -> RemoteFile {
     RemoteFile { name, bytes, sha256, members: &[] }
 }
 
@@ -63,22 +63,22 @@ pub(super) const KNOWN: [KnownDataset; 3] = [
         name: "fashion-mnist",
         base: "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         files: &[
-            kept_file(
+            plain_file(
                 "train-images-idx3-ubyte.gz",
                 26_421_880,
                 "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             ),
-            kept_file(
+            plain_file(
                 "train-labels-idx1-ubyte.gz",
                 29_515,
                 "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
             ),
-            kept_file(
+            plain_file(
                 "t10k-images-idx3-ubyte.gz",
                 4_422_102,
                 "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
             ),
-            kept_file(
+            plain_file(
                 "t10k-labels-idx1-ubyte.gz",
                 5_148,
                 "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",

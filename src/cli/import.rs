@@ -302,11 +302,11 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
     }
     let mut new_points = 0;
     while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|count| run.records.get(count..)) {
-        let (mut count, mut values, mut size_bytes) = (0, 0, 0);
+        let (mut count, mut value_count, mut size_bytes) = (0, 0, 0);
         for record in rest {
-            values += record.values.len();
+            value_count += record.values.len();
             size_bytes += serde_json::to_vec(record)?.len() + 1;
-            if count > 0 && (values > MAX_RUN_VALUES || size_bytes > REQUEST_BYTES) {
+            if count > 0 && (value_count > MAX_RUN_VALUES || size_bytes > REQUEST_BYTES) {
                 break;
             }
             count += 1;

@@ -148,7 +148,7 @@ enum Source {
     Job(Box<Job>),
 }
 
-/// A launch that has not started yet.
+/// A launch of agents for one job.
 struct Launch {
     args: Arc<Args>,
     api: Api,

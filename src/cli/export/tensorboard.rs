@@ -52,6 +52,7 @@ struct Run {
     /// Whether the job has ended, so that the files are complete.
     #[serde(skip)]
     has_ended: bool,
+    /// The file of each rank.
     #[serde(skip)]
     files: BTreeMap<u32, RankFile>,
 }

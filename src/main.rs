@@ -56,7 +56,8 @@ enum Command {
     Export(cli::export::Args),
     /// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
     ///
-    /// Each run becomes a run from elsewhere with its settings and every point. A second import of the same run adds only new points.
+    /// Stores each run, with its settings and every point, as a run from elsewhere (a run that another program trained). A second import of
+    /// the same run adds only new points.
     #[command(subcommand)]
     Import(cli::import::Format),
     Delete(cli::delete::Args),
@@ -82,13 +83,13 @@ enum Command {
     Machine(cli::machine::Action),
     /// Create, list and revoke access tokens
     #[command(subcommand)]
-    Token(cli::token::Command),
+    Token(cli::token::Action),
     /// Add, list, change and remove people who sign in with a name and a password
     #[command(subcommand)]
-    User(cli::user::Command),
+    User(cli::user::Action),
     /// Add, list, test and remove webhooks, which send events of jobs to chats, people and programs
     #[command(subcommand)]
-    Webhook(cli::webhook::Command),
+    Webhook(cli::webhook::Action),
     /// Print a sign-in link for a browser, which works once and expires after ten minutes
     LoginLink(cli::api::ServerArgs),
     /// Apply migrations to a database (the server does this when it starts)
@@ -153,9 +154,9 @@ fn main() {
         Command::Model(action) => cli::model::run(action),
         Command::Weights(action) => cli::weights::run(&action),
         Command::Machine(action) => cli::machine::run(action),
-        Command::Token(command) => cli::token::run(command),
-        Command::User(command) => cli::user::run(command),
-        Command::Webhook(command) => cli::webhook::run(command),
+        Command::Token(action) => cli::token::run(action),
+        Command::User(action) => cli::user::run(action),
+        Command::Webhook(action) => cli::webhook::run(action),
         Command::LoginLink(args) => cli::token::print_login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),

@@ -15,8 +15,8 @@ pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// Hint for the error message after status 401 (no valid token).
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
-    the server's data directory (lockstep-data here, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that machine, `lockstep token \
-    create` makes a token for another machine or person";
+    the server's data directory (lockstep-data in the working directory, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that \
+    machine, `lockstep token create` makes a token for another machine or person";
 
 /// Data directory in the working directory, the default of `lockstep serve`.
 const DEFAULT_DATA_DIR: &str = "lockstep-data";
@@ -26,6 +26,7 @@ pub(crate) fn demo_data_dirs() -> impl Iterator<Item = PathBuf> {
     iter::once("lockstep-demo".into()).chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
 }
 
+/// User id of root.
 const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
@@ -92,7 +93,7 @@ impl AccessArgs {
     /// If the options name a data directory and no token file, checks that it is the data directory of a server.
     ///
     /// # Errors
-    /// The folder does not exist, or has neither a token nor the address of a running server.
+    /// The folder does not exist, or has neither a token nor a database nor the address of a running server.
     pub(crate) fn check_data_dir(&self) -> anyhow::Result<()> {
         let Some(dir) = &self.data_dir else { return Ok(()) };
         if self.token_file.is_some() {
@@ -132,7 +133,7 @@ impl AccessArgs {
         let last_listen = read_token_file(&dir.join(LAST_LISTEN)).ok();
         let listen = last_listen
             .and_then(|text| text.parse::<SocketAddr>().ok())
-            // Other addresses need further options.
+            // For an address that other machines reach, `serve` needs further options, which are not recorded.
             .filter(|address| address.ip().is_loopback() && format!("http://{address}") != DEFAULT_SERVER)
             .map(|address| format!(" --listen {address}"));
         let folder = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
@@ -162,6 +163,7 @@ impl AccessArgs {
                 let token = read_token_file(&path)?;
                 check_listener(server, metadata.uid(), &path).map(|()| Some(token))
             }
+            // Reading fails, too, with an error that says what to do.
             Err(_) => read_token_file(&path).map(Some),
         }
     }
@@ -232,7 +234,8 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     }
 }
 
-/// Whether an address is this machine's loopback. A token from a data directory is sent only to such an address.
+/// Whether the address of a server (a URL, or a host and a port) is this machine's loopback. A token from a data directory is sent only to
+/// such an address.
 pub(crate) fn is_this_machine(server: &str) -> bool {
     loopback_addresses(server).is_some()
 }
@@ -295,11 +298,11 @@ mod tests {
             assert_eq!(server(None), used);
             assert_eq!(server(Some("http://other:1")), "http://other:1");
         }
-        // A link may lead to another account's file.
         forget_address(dir.path(), SocketAddr::from(([127, 0, 0, 1], 7491)));
         fs::write(dir.path().join(DATABASE), "").unwrap();
         let command = format!("lockstep serve --data-dir {} --listen 127.0.0.1:7491", dir.path().display());
         assert_eq!(access.start_command(), Some(command));
+        // A link may lead to another account's file.
         fs::write(dir.path().join("elsewhere"), "http://127.0.0.1:1").unwrap();
         std::os::unix::fs::symlink("elsewhere", dir.path().join(ADDRESS)).unwrap();
         assert_eq!(server(None), DEFAULT_SERVER);

@@ -144,7 +144,7 @@ impl Api {
 
     /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
     /// `accepts` rejects, unless it rejects all of them.
-    pub(crate) async fn find_job_in(
+    pub(crate) async fn find_job_in_state(
         &self,
         id: &str,
         accepts: impl Fn(JobState) -> bool,
@@ -153,7 +153,7 @@ impl Api {
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
-    /// checkpoint. If no job has a checkpoint, prefers jobs that Lockstep trains to runs from elsewhere.
+    /// checkpoint. If no job has a checkpoint, ignores runs from elsewhere, unless all jobs with this name are such runs.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
         let accepts = |job: &Value| match &trained {
@@ -167,6 +167,7 @@ impl Api {
     /// fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
         let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        // The newest first, like the server's list.
         let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
         if named.len() < 2 {
             return None;
@@ -182,7 +183,7 @@ impl Api {
         None
     }
 
-    /// Like [`Api::find_job_in`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
+    /// Like [`Api::find_job_in_state`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
     ///
     /// # Errors
     /// See [`Api::find_job`]. Also if several of the accepted jobs have the name.
@@ -203,20 +204,20 @@ impl Api {
         accepts: impl Fn(&Value) -> bool,
         several: Several,
     ) -> anyhow::Result<T> {
-        let Kind { noun, list, path, is_id } = kind;
+        let Kind { noun, list_command, list_path, is_id } = kind;
         if id.is_empty() {
             return Err(usage_error(format!(
                 "no {noun} is named: the name is empty; give an id, the start of an id, or a name"
             )));
         }
         if is_id(id) {
-            return self.get(&format!("{path}/{id}")).await;
+            return self.get(&format!("{list_path}/{id}")).await;
         }
         // Includes objects that this version cannot read: the name may be the name of such an object.
-        let all = self.read_pages(path, path.trim_start_matches('/'), &[], None).await?;
+        let all = self.read_pages(list_path, list_path.trim_start_matches('/'), &[], None).await?;
         let Some(chosen) = named::choose(kind, &all, id, accepts, several).map_err(usage_error)? else {
-            let namesake = if path == JOB.path { self.describe_namesake(id).await } else { None };
-            let unknown = || unknown_name_message(noun, list, names(&all), id);
+            let namesake = if list_path == JOB.list_path { self.describe_namesake(id).await } else { None };
+            let unknown = || unknown_name_message(noun, list_command, names(&all), id);
             return Err(usage_error(
                 namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
@@ -224,7 +225,7 @@ impl Api {
         if let Some(note) = chosen.note {
             output::warn(note);
         }
-        self.get(&format!("{path}/{}", chosen.id)).await
+        self.get(&format!("{list_path}/{}", chosen.id)).await
     }
 
     /// Returns a sentence about the sweep `name`, for the error of a command about a job of this name. `None` without such a sweep.
@@ -255,11 +256,11 @@ impl Api {
         is_known.then(|| format!("A model is called {}: name its version as {version}", version.model))
     }
 
-    /// Returns the version of a model with this name.
+    /// Returns the version of a model that `name` names.
     ///
     /// # Errors
     /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
-    pub(crate) async fn model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
+    pub(crate) async fn find_model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
         let VersionName { model, which } = name;
         let path = match which {
             Which::Number(number) => format!("/models/{model}/versions/{number}"),
@@ -283,7 +284,8 @@ impl Api {
         })
     }
 
-    /// Returns the error of a request about a model: if no model is called `name`, an error that names the most similar model.
+    /// Returns `error`, the error of a request about the model `name`. If no model is called `name`, returns an error that names the most
+    /// similar model instead.
     pub(crate) async fn explain_unknown_model(&self, name: &str, error: anyhow::Error) -> anyhow::Error {
         if !error.is::<WrongRequest>() {
             return error;
@@ -478,7 +480,7 @@ impl Api {
     }
 }
 
-/// Returns a text of an object, or an empty text.
+/// Returns the text under `key` in an object, or an empty text if there is none.
 pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
 }
@@ -497,7 +499,8 @@ fn in_state(accepts: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
     move |job: &Value| text(job, "state").parse::<JobState>().is_ok_and(&accepts)
 }
 
-/// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
+/// Returns the environment variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use
+/// a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
     let is_on_this_machine = is_loopback(server.host_str()?);
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
@@ -562,7 +565,7 @@ async fn read_problem(response: Response) -> anyhow::Error {
         }
     }
     if status == StatusCode::UNAUTHORIZED {
-        // The server's advice for a request without a token is about headers and the sign-in page.
+        // Cuts off the server's advice for a request without a token, which is about headers and the sign-in page.
         let problem = message.split_once(": send it as ").map_or(&*message, |(problem, _)| problem);
         message = format!("{problem}\n{NO_TOKEN}");
     }

@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
     sample_share: f64,
-    /// Number of ranks that share the rows of pictures; --parallel-model times this number must divide --ranks
+    /// Number of ranks that divide the pixel rows of each picture; --parallel-model times this number must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
     /// Number of pipeline stages; the product with --parallel-model and --parallel-height must divide --ranks
@@ -225,9 +225,9 @@ fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<V
     let case_argument = format!("--case={}", case.name).into();
     let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();
     let members = local_group::members(args.ranks, devices)?;
-    let printed = local_group::run(&arguments, &members, CASE_TIMEOUT)
+    let stdout = local_group::run(&arguments, &members, CASE_TIMEOUT)
         .map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
-    Ok(serde_json::from_slice(&printed)?)
+    Ok(serde_json::from_slice(&stdout)?)
 }
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
@@ -246,7 +246,7 @@ fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), settings).map_err(|e| anyhow::anyhow!(e))?;
-    // The store ends with rank 0's process.
+    // The store ends with rank 0's process, so rank 0 waits for the other ranks.
     comm.barrier()?;
     if member.rank == 0 { output::json(&measured) } else { Ok(()) }
 }

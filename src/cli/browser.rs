@@ -23,15 +23,16 @@ const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" }
 /// The file that redirects to the link. Exists until the link has been used or this value is dropped.
 pub(crate) struct SignInFile {
     path: PathBuf,
-    watch: Option<JoinHandle<()>>,
+    /// Removes the file when the link has been used. `None` until [`Self::open`] writes the file.
+    removal: Option<JoinHandle<()>>,
 }
 
 impl SignInFile {
-    /// Removes the file that a killed server may have left in its data directory. No other server uses this folder.
+    /// Writes no file yet. Removes the file that a killed server may have left in this data directory, which no other server uses.
     pub(crate) fn new(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
-        Self { path, watch: None }
+        Self { path, removal: None }
     }
 
     /// Writes the file and opens a page of a server's dashboard, if the machine has a screen. Errors are only logged, because the server
@@ -50,7 +51,7 @@ impl SignInFile {
         write_redirect(&self.path, &link)?;
         start_browser(&self.path.canonicalize()?)?;
         let (path, running) = (self.path.clone(), server.clone());
-        self.watch = Some(tokio::spawn(async move {
+        self.removal = Some(tokio::spawn(async move {
             while running.is_valid_link(&link) {
                 tokio::time::sleep(CHECK_INTERVAL).await;
             }
@@ -62,8 +63,8 @@ impl SignInFile {
 
 impl Drop for SignInFile {
     fn drop(&mut self) {
-        if let Some(watch) = &self.watch {
-            watch.abort();
+        if let Some(removal) = &self.removal {
+            removal.abort();
         }
         let _ = fs::remove_file(&self.path);
     }
@@ -72,8 +73,8 @@ impl Drop for SignInFile {
 /// Whether this process has a terminal on a machine with a screen.
 fn has_screen() -> bool {
     let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let screen = cfg!(target_os = "macos") || is_set("DISPLAY") || is_set("WAYLAND_DISPLAY");
-    screen && io::stdout().is_terminal()
+    let has_display = cfg!(target_os = "macos") || is_set("DISPLAY") || is_set("WAYLAND_DISPLAY");
+    has_display && io::stdout().is_terminal()
 }
 
 fn write_redirect(path: &Path, link: &str) -> io::Result<()> {

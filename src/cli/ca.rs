@@ -37,7 +37,7 @@ pub(crate) enum Action {
         #[arg(long, short, value_name = "DIR", default_value = ".")]
         output: PathBuf,
         #[command(flatten)]
-        which: AuthorityArgs,
+        args: AuthorityArgs,
     },
     /// List issued certificates, the oldest first
     List {
@@ -45,7 +45,7 @@ pub(crate) enum Action {
         #[arg(long)]
         json: bool,
         #[command(flatten)]
-        which: AuthorityArgs,
+        args: AuthorityArgs,
     },
     /// Revoke all certificates of a name, or the certificate with a serial number; a running server refuses revoked certificates within
     /// seconds
@@ -54,7 +54,7 @@ pub(crate) enum Action {
         #[arg(value_name = "NAME|SERIAL")]
         certificate: String,
         #[command(flatten)]
-        which: AuthorityArgs,
+        args: AuthorityArgs,
     },
 }
 
@@ -65,6 +65,12 @@ pub(crate) struct AuthorityArgs {
     data_dir: PathBuf,
 }
 
+impl AuthorityArgs {
+    fn open(&self) -> anyhow::Result<Authority> {
+        Authority::open(&self.data_dir).map_err(usage_error)
+    }
+}
+
 /// Runs the chosen command.
 ///
 /// # Errors
@@ -72,10 +78,10 @@ pub(crate) struct AuthorityArgs {
 pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     match action {
-        Action::Init(which) => show(&Authority::init(&which.data_dir).map_err(usage_error)?),
-        Action::Show(which) => show(&Authority::open(&which.data_dir).map_err(usage_error)?),
-        Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
+        Action::Init(args) => show(&Authority::init(&args.data_dir).map_err(usage_error)?),
+        Action::Show(args) => show(&args.open()?),
+        Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, args } => {
+            let authority = args.open()?;
             // A `*` in a file name would have to be quoted in a shell.
             let stem = names.first().map(|name| name.replace('*', "_").replace(':', "-")).unwrap_or_default();
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
@@ -112,13 +118,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             }
             Ok(())
         }
-        Action::List { json, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
-            list(&authority.issued().map_err(usage_error)?, json)
-        }
-        Action::Revoke { certificate, which } => {
-            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
-            for Record { name, serial, .. } in authority.revoke(&certificate).map_err(usage_error)? {
+        Action::List { json, args } => list(&args.open()?.issued().map_err(usage_error)?, json),
+        Action::Revoke { certificate, args } => {
+            for Record { name, serial, .. } in args.open()?.revoke(&certificate).map_err(usage_error)? {
                 let name = if name.is_empty() { "(not in the list)" } else { &name };
                 output::line(format_args!("revoked {name}, serial {serial}"))?;
             }
@@ -141,9 +143,9 @@ fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if password.is_empty() { Err(usage_error("the password is empty")) } else { Ok(password) }
 }
 
-fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
+fn list(records: &[Record], as_json: bool) -> anyhow::Result<()> {
     let now = jiff::Timestamp::now();
-    if json {
+    if as_json {
         let rows = records.iter().map(|record| {
             let mut row = serde_json::to_value(record)?;
             row["state"] = record.state(now).into();

@@ -62,7 +62,7 @@ pub(crate) async fn find(
     if checkpoint != BEST {
         return Err(usage_error(format!("{source} names a checkpoint already: leave --checkpoint out")));
     }
-    let version = api.model_version(&name).await?;
+    let version = api.find_model_version(&name).await?;
     let job = api.get(&format!("/jobs/{}", version.job)).await?;
     Ok((job, api.get(&format!("/checkpoints/{}", version.checkpoint)).await?))
 }

@@ -234,10 +234,10 @@ fn flat_summary(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
     flat(&json!({ "summary": summary }))
 }
 
-fn flat(spec: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {
+fn flat(value: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {
     let mut settings = BTreeMap::new();
     // Through text, so that 0.1 in single precision stays 0.1.
-    flatten(String::new(), serde_json::from_str(&serde_json::to_string(spec)?)?, &mut settings);
+    flatten(String::new(), serde_json::from_str(&serde_json::to_string(value)?)?, &mut settings);
     Ok(settings)
 }
 

@@ -51,7 +51,7 @@ pub(crate) struct BackupArgs {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    which: DatabaseArgs,
+    database_args: DatabaseArgs,
 }
 
 /// Restore a backup into a new, empty database (SQLite or Postgres)
@@ -60,7 +60,7 @@ pub(crate) struct RestoreArgs {
     /// File that `lockstep backup` wrote
     file: PathBuf,
     #[command(flatten)]
-    which: DatabaseArgs,
+    database_args: DatabaseArgs,
 }
 
 /// Opens the database, which applies migrations, and closes it.
@@ -84,7 +84,7 @@ pub(crate) fn migrate(args: DatabaseArgs) -> anyhow::Result<()> {
 /// Exit status 2 if the database does not exist, 1 if it cannot be read or the file cannot be written.
 pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    let location = args.which.location()?;
+    let location = args.database_args.location()?;
     file::check_output(&args.output)?;
     if let Location::Sqlite(database) = &location
         && is_file_of(database, &args.output)
@@ -102,8 +102,8 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
         )));
     }
     let summary = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;
-    report("backed up", &location, &args.output, &summary, args.which.json)?;
-    let data_dir = args.which.data_dir.display();
+    report("backed up", &location, &args.output, &summary, args.database_args.json)?;
+    let data_dir = args.database_args.data_dir.display();
     output::warn(format_args!(
         "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads, which must be in \
          place before `lockstep serve` starts with the restored database (the pictures at the same path as now)"
@@ -117,11 +117,11 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 /// Exit status 2 if the file is not a backup or the database is not empty, 1 if a write fails. An error changes nothing.
 pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    let location = args.which.location()?;
+    let location = args.database_args.location()?;
     if args.file.try_exists().is_ok_and(|exists| !exists) {
         return Err(usage_error(file::missing_path_message(&args.file)));
     }
-    let data_dir = &args.which.data_dir;
+    let data_dir = &args.database_args.data_dir;
     let is_new = !data_dir.exists();
     fs::create_dir_all(data_dir)?;
     let restored = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) });
@@ -130,7 +130,7 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
         let _ = fs::remove_dir(data_dir);
     }
     let summary = restored?;
-    report("restored", &location, &args.file, &summary, args.which.json)?;
+    report("restored", &location, &args.file, &summary, args.database_args.json)?;
     output::warn(format_args!(
         "a backup has no weights and no uploaded pictures: before `lockstep serve` starts, copy the earlier server's folder jobs to \
          {}/jobs, and its folder datasets/uploads to the path that it had on the earlier server",
@@ -138,7 +138,7 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     ));
     // The server's own agent has its identity in the data directory.
     let has_machines = summary.tables.iter().any(|(name, rows)| name == "agents" && *rows > 0);
-    if has_machines && !args.which.data_dir.join("agent").exists() {
+    if has_machines && !args.database_args.data_dir.join("agent").exists() {
         output::warn(
             "if the backup has a machine `local`, it stays offline, because the agent that `lockstep serve` starts here joins as a new \
              machine: `lockstep machine remove ID` removes the earlier one",
@@ -175,13 +175,19 @@ fn with_exit_status(error: BackupError) -> anyhow::Error {
     }
 }
 
-fn report(action: &str, location: &Location, file: &Path, done: &Summary, json: bool) -> anyhow::Result<()> {
+fn report(
+    action: &str,
+    location: &Location,
+    file: &Path,
+    summary: &Summary,
+    json: bool,
+) -> anyhow::Result<()> {
     let file = file.display().to_string();
     let value = json!({
-        "database": location.to_string(), "file": file, "tables": done.tables, "size_bytes": done.size_bytes,
+        "database": location.to_string(), "file": file, "tables": summary.tables, "size_bytes": summary.size_bytes,
     });
-    let rows: u64 = done.tables.iter().map(|(_, rows)| rows).sum();
-    let jobs = done.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
-    let (jobs, rows, mb) = (plural(jobs, "job"), plural(rows, "row"), done.size_bytes as f64 / 1e6);
+    let rows: u64 = summary.tables.iter().map(|(_, rows)| rows).sum();
+    let jobs = summary.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
+    let (jobs, rows, mb) = (plural(jobs, "job"), plural(rows, "row"), summary.size_bytes as f64 / 1e6);
     output::print(json, &value, format_args!("{action} {jobs} ({rows}, {mb:.1} MB): {location}, {file}"))
 }

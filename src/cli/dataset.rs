@@ -38,7 +38,7 @@ pub(crate) enum Action {
         /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
+        /// First write a copy that trains faster, as `dataset prepare` does, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side_parser())]
         prepare: Option<u32>,
@@ -135,27 +135,27 @@ fn prepare_copy(
     name: &str,
     path: &Path,
     settings: &PrepareSettings,
-    to: Option<PathBuf>,
-    quiet: bool,
+    target: Option<PathBuf>,
+    is_quiet: bool,
 ) -> anyhow::Result<PathBuf> {
     // Writing a copy takes hours, so a name in use is reported first.
-    if let Some(taken) = block_on(find_by_name(api, name))? {
+    if let Some(existing) = block_on(find_by_name(api, name))? {
         return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
-            taken.path
+            existing.path
         )));
     }
-    let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
+    let target = target.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
         usage_error(format!(
             "{} is not a folder, so the copy has no default path; name a folder with --to DIR",
             path.display()
         ))
     })?;
-    let copied = prepare::copy(path, &to, settings)?;
-    if !quiet {
-        prepare::report(&to, &copied)?;
+    let copied = prepare::copy(path, &target, settings)?;
+    if !is_quiet {
+        prepare::report(&target, &copied)?;
     }
-    Ok(lockstep_data::canonical(&to)?)
+    Ok(lockstep_data::canonical(&target)?)
 }
 
 /// Returns the dataset that is registered under this name.
@@ -181,7 +181,6 @@ async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
-        // Registered names have no characters with a special meaning in URLs.
         let dataset = find_registered(&api, name).await?;
         let files_note = if dataset.is_uploaded() {
             "its uploaded files are also deleted".to_owned()
@@ -193,6 +192,7 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
              registered under this name."
         );
         confirm(yes, question, format_args!("dataset {name}"))?;
+        // Registered names have no characters with a special meaning in URLs.
         api.delete(&format!("/datasets/{name}")).await?;
         let value = json!({ "removed": name, "path": dataset.path });
         output::print(server.json, &value, format_args!("{name} removed; {files_note}"))
@@ -216,7 +216,7 @@ pub(super) async fn register_as(
     }
 }
 
-/// Returns the message of the error that `path` cannot be registered because `other` has its name.
+/// Returns the message of the error that `path` cannot be registered because the dataset `other` already has the requested name.
 pub(super) fn name_taken_message(other: &Dataset, path: &Path) -> String {
     format!(
         "a dataset is already called {} ({}); register this dataset under another name: lockstep dataset add OTHER {}",
@@ -237,10 +237,10 @@ async fn register_path(api: &Api, name: &str, path: &Path, private: bool) -> any
 }
 
 /// Registers a dataset with a request that is repeated until the server has inspected the files, which takes minutes if there are many.
-pub(super) async fn register(api: &Api, request: &str, body: Option<&Value>) -> anyhow::Result<Dataset> {
+pub(super) async fn register(api: &Api, url_path: &str, body: Option<&Value>) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
-        let response = api.request(Method::POST, request, body).await?;
+        let response = api.request(Method::POST, url_path, body).await?;
         if response.status() != StatusCode::ACCEPTED {
             bar.finish_and_clear();
             return api.read(response).await;
@@ -256,8 +256,8 @@ fn inspection_bar() -> ProgressBar {
     ProgressBar::new(0).with_style(output::bar_style("inspecting {pos} of {len} [{bar:30}] {eta} left"))
 }
 
-fn show_progress(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
-    if let Some((done, total)) = inspected {
+fn show_progress(bar: &ProgressBar, done_and_total: Option<(u64, u64)>) {
+    if let Some((done, total)) = done_and_total {
         bar.set_length(total);
         bar.set_position(done);
     }

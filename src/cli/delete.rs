@@ -64,14 +64,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Deletes jobs, and prints a line for each deleted job unless `quiet`.
+/// Deletes jobs, and prints a line for each deleted job unless `is_quiet`.
 ///
 /// # Errors
 /// The server refuses to delete a job. Then the jobs after it are not deleted.
-pub(super) async fn delete_all(api: &Api, ids: &[JobId], quiet: bool) -> anyhow::Result<()> {
+pub(super) async fn delete_all(api: &Api, ids: &[JobId], is_quiet: bool) -> anyhow::Result<()> {
     for id in ids {
         api.delete(&format!("/jobs/{id}")).await?;
-        if !quiet {
+        if !is_quiet {
             output::line(format_args!("{id} deleted"))?;
         }
     }

@@ -104,13 +104,14 @@ async fn run_on(
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
         server.running.url(),
     ))?;
-    *outcome = watch::follow_to_end(&api, job, false).await;
+    let as_json = false;
+    *outcome = watch::follow_to_end(&api, job, as_json).await;
     if args.exit_when_done {
         return Ok(());
     }
     output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
     // The caller waits for Ctrl-C. If the server ends by itself, `Server::stop` returns the reason.
-    while !server.ended.is_finished() {
+    while !server.task.is_finished() {
         tokio::time::sleep(POLL_INTERVAL).await;
     }
     Ok(())

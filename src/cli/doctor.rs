@@ -14,7 +14,7 @@ use lockstep_host::{
         libraries::{Libraries, links_dir},
     },
 };
-use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
+use lockstep_server::tls::{ca, examine as examine_certificate};
 use lockstep_worker::{
     doctor::{AllGatherResult, Finding, Grade, examine, gather},
     local_group::{self, Member},
@@ -41,7 +41,7 @@ pub(crate) struct Args {
     /// Only read information: do not open GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
-    /// Check several machines and the network between them over SSH instead: node1,node2,node3. Each machine needs lockstep
+    /// Instead of this machine, check these machines and the network between them, over SSH: node1,node2,node3. Each machine needs lockstep
     #[arg(long, value_name = "HOST,...", conflicts_with_all = ["ranks", "tls_cert", "environment", "quick"])]
     hosts: Option<String>,
     /// Like --hosts, for the machines in a hostfile in the format of `lockstep launch`
@@ -76,6 +76,7 @@ struct Report {
 /// Exit status 1 if a finding would prevent training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
+    // This process is a rank of the all-gather, which `run_all_gather` or `peer` has started.
     if let Some(member) = Member::of_this_process().map_err(usage_error)? {
         let gathered = gather(&member).map_err(anyhow::Error::msg)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
@@ -111,9 +112,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         if let Some(gathered) = &all_gather {
             let rows: Vec<_> = gathered.values.iter().map(|v| format!("[{v:.0}.]")).collect();
-            let by = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
+            let members = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
             output::line(format_args!(
-                "ok       all-gather  over {} {by}: [{}]",
+                "ok       all-gather  over {} {members}: [{}]",
                 rows.len(),
                 rows.join(", ")
             ))?;
@@ -193,13 +194,12 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
         let name = path.display();
         let (grade, found, advice) = match examine_certificate(&path) {
             Ok(facts) => {
-                let days_left = facts.days_left(jiff::Timestamp::now());
-                let (grade, advice) = match expires_soon("it", &facts, jiff::Timestamp::now()) {
-                    None => (Grade::Ok, None),
-                    Some(_) if days_left == 0 => (Grade::Problem, Some("Renew it.")),
-                    Some(_) => {
-                        (Grade::Note, Some("Renew it. The server renews only certificates that it made."))
-                    }
+                let now = jiff::Timestamp::now();
+                let days_left = facts.days_left(now);
+                let (grade, advice) = match days_left {
+                    _ if !facts.expires_soon(now) => (Grade::Ok, None),
+                    0 => (Grade::Problem, Some("Renew it.")),
+                    _ => (Grade::Note, Some("Renew it. The server renews only certificates that it made.")),
                 };
                 (grade, format!("{name}: {days_left} days left"), advice.map(str::to_owned))
             }
@@ -214,6 +214,6 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
 fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<AllGatherResult, String> {
     let devices: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     let members = local_group::members(world_size, &devices).map_err(|e| e.to_string())?;
-    let printed = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
-    serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
+    let stdout = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
+    serde_json::from_slice(&stdout).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

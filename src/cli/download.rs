@@ -12,7 +12,7 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    which: CheckpointArgs,
+    choice: CheckpointArgs,
     /// File for the weights
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -28,14 +28,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
     block_on(async {
-        let (_, chosen) = find(&api, &args.which.job, &args.which.checkpoint).await?;
-        let files = weight_files::list_files(&api, &chosen, args.which.weights).await?;
+        let (_, chosen) = find(&api, &args.choice.job, &args.choice.checkpoint).await?;
+        let files = weight_files::list_files(&api, &chosen, args.choice.weights).await?;
         let (size_bytes, sha256) = match &files[..] {
             [file] => (weight_files::fetch(&api, &chosen, file, &args.output).await?, file.sha256.clone()),
             // The parts of a sharded checkpoint are joined in one file.
             parts => {
                 let folder = weight_files::fetch_beside(&args.output, &api, &chosen, parts).await?;
-                let joined = weight_files::join(folder.path(), args.which.weights, &args.output)?;
+                let joined = weight_files::join(folder.path(), args.choice.weights, &args.output)?;
                 (joined.size_bytes, joined.sha256)
             }
         };
@@ -44,7 +44,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
         });
         let text =
-            format!("{file}: {}, {size_bytes} bytes, sha256 {sha256}", chosen.describe(args.which.weights));
+            format!("{file}: {}, {size_bytes} bytes, sha256 {sha256}", chosen.describe(args.choice.weights));
         output::print(args.server.json, &value, text)
     })
 }

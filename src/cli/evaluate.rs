@@ -26,7 +26,7 @@ const MAX_CONFUSIONS: usize = 5;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    which: CheckpointArgs,
+    choice: CheckpointArgs,
     /// Another registered dataset, which must have the same classes unless --knn is given [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
@@ -61,10 +61,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let api = args.server.api()?;
     block_on(async {
-        let (job, chosen) = find(&api, &args.which.job, &args.which.checkpoint).await?;
+        let (job, chosen) = find(&api, &args.choice.job, &args.choice.checkpoint).await?;
         let query = present_parameters([
             ("checkpoint", Some(chosen.id.clone())),
-            ("weights", (args.which.weights == Weights::Ema).then(|| "ema".to_owned())),
+            ("weights", (args.choice.weights == Weights::Ema).then(|| "ema".to_owned())),
             ("dataset", args.dataset),
             ("k", args.knn.map(|k| k.to_string())),
         ]);

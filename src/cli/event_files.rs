@@ -154,8 +154,8 @@ impl Event {
     }
 
     /// Returns the event that ends a run.
-    pub(super) fn end(wall_time: f64, succeeded: bool) -> Self {
-        let end = SessionEnd { status: if succeeded { 1 } else { 2 }, end_time_secs: wall_time };
+    pub(super) fn end(wall_time: f64, has_succeeded: bool) -> Self {
+        let end = SessionEnd { status: if has_succeeded { 1 } else { 2 }, end_time_secs: wall_time };
         let data = HparamsData { session_start_info: None, session_end_info: Some(end) };
         Self::hparams_event(wall_time, "_hparams_/session_end_info", &data)
     }

@@ -62,7 +62,7 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Calls `write` with a path next to `target`, then renames the file to `target`. A failed write leaves no file named `target`.
+/// Calls `write` with a path next to `target`, then renames the file to `target`. If `write` fails, `target` is unchanged.
 ///
 /// # Errors
 /// `write` fails, or the file cannot be renamed.
@@ -102,28 +102,30 @@ mod tests {
     #[test]
     fn pipes_and_devices_are_refused_at_once_and_files_have_a_maximum_size() {
         let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        let status = std::process::Command::new("mkfifo").arg(at("pipe")).status();
+        let path_of = |name: &str| dir.path().join(name);
+        let status = std::process::Command::new("mkfifo").arg(path_of("pipe")).status();
         assert!(status.unwrap().success());
-        fs::write(at("file"), "four").unwrap();
-        fs::write(at("larger"), "fives").unwrap();
-        assert_eq!(at_once(at("file")), Ok(b"four".to_vec()));
+        fs::write(path_of("file"), "four").unwrap();
+        fs::write(path_of("larger"), "fives").unwrap();
+        assert_eq!(at_once(path_of("file")), Ok(b"four".to_vec()));
         for (path, words) in [
-            (at("pipe"), "is a named pipe (FIFO), not a regular file"),
+            (path_of("pipe"), "is a named pipe (FIFO), not a regular file"),
             ("/dev/zero".into(), "is a device, not a regular file"),
             ("/dev/tty".into(), "is a device"),
             (dir.path().into(), "is a folder, not a file"),
-            (at("larger"), "is larger than 4 bytes"),
-            (at("none"), "No such file"),
+            (path_of("larger"), "is larger than 4 bytes"),
+            (path_of("none"), "No such file"),
         ] {
             let message = at_once(path.clone()).unwrap_err();
             assert!(message.contains(words), "{words:?} in {message}, of {}", path.display());
         }
-        std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
-        for path in [at("pipe"), at("link"), "/dev/null".into(), dir.path().into(), at("none/file")] {
+        std::os::unix::fs::symlink(path_of("pipe"), path_of("link")).unwrap();
+        for path in
+            [path_of("pipe"), path_of("link"), "/dev/null".into(), dir.path().into(), path_of("none/file")]
+        {
             assert!(check_output(&path).is_err(), "{}", path.display());
         }
-        for path in [at("file"), at("none"), "Cargo.lock".into(), "none".into()] {
+        for path in [path_of("file"), path_of("none"), "Cargo.lock".into(), "none".into()] {
             assert!(check_output(&path).is_ok(), "{}", path.display());
         }
     }

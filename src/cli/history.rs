@@ -59,14 +59,14 @@ fn parse_line(line: &str) -> Option<(String, Point)> {
 
 /// Keeps one point per step: leaves out points that a later attempt has repeated. `points` must be in the order of attempts and steps.
 pub(super) fn without_repeated(points: &[Point]) -> Vec<Point> {
-    let mut kept: Vec<Point> = Vec::with_capacity(points.len());
+    let mut unique: Vec<Point> = Vec::with_capacity(points.len());
     for point in points {
-        while kept.last().is_some_and(|last| last.step >= point.step) {
-            kept.pop();
+        while unique.last().is_some_and(|last| last.step >= point.step) {
+            unique.pop();
         }
-        kept.push(*point);
+        unique.push(*point);
     }
-    kept
+    unique
 }
 
 #[cfg(test)]

@@ -94,11 +94,11 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
         return Err(usage_error(format!("--project {mistake}")));
     }
     let api = source.server.api()?;
-    let (mut reports, mut failed) = (Vec::new(), 0);
+    let (mut reports, mut failure_count) = (Vec::new(), 0);
     for (name, runs) in parts? {
         let mut report_failure = |error: &anyhow::Error| {
             output::warn(format_args!("{name}: {}", describe_error(error)));
-            failed += 1;
+            failure_count += 1;
         };
         let runs = runs.unwrap_or_else(|error| {
             report_failure(&error);
@@ -115,7 +115,7 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
     if source.server.json {
         output::json(&reports)?;
     }
-    anyhow::ensure!(failed == 0, "{} could not be imported", plural(failed, "run"));
+    anyhow::ensure!(failure_count == 0, "{} could not be imported", plural(failure_count, "run"));
     Ok(())
 }
 
@@ -226,11 +226,13 @@ impl Run {
     /// does not accept changes of a record.
     fn drop_newest_records(&mut self) {
         let Some(newest) = self.records.last().map(|record| record.at) else { return };
-        let kept_count = match newest {
+        // Leaves out all records of the newest time, or the last record if records have no times.
+        let remaining_count = match newest {
             Some(_) => self.records.iter().rposition(|record| record.at != newest).map_or(0, |last| last + 1),
             None => self.records.len() - 1,
         };
-        let points: u64 = self.records.drain(kept_count..).map(|record| record.values.len() as u64).sum();
+        let points: u64 =
+            self.records.drain(remaining_count..).map(|record| record.values.len() as u64).sum();
         self.point_count -= points;
         self.leave_out("newest points of a run without an end", points);
     }
@@ -264,10 +266,12 @@ impl Report {
 async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
     #[derive(Deserialize)]
     struct Stored {
+        /// Number of the run's records that the server has.
         acknowledged: u64,
     }
     #[derive(Serialize)]
     struct Batch<'a> {
+        /// Number of the first record. A run's records are numbered from 1.
         first: u64,
         records: &'a [Record],
     }
@@ -290,18 +294,19 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         });
         api.post::<Value>("/runs", &new).await?;
     }
-    let records = format!("{path}/records");
-    let Stored { mut acknowledged } = api.post(&records, &Batch { first: 1, records: &[] }).await?;
+
+    let records_path = format!("{path}/records");
+    let Stored { mut acknowledged } = api.post(&records_path, &Batch { first: 1, records: &[] }).await?;
     if run.may_differ && acknowledged > 0 {
         check_stored(api, &path, &run, acknowledged).await?;
     }
     let mut new_points = 0;
     while let Some(rest) = usize::try_from(acknowledged).ok().and_then(|count| run.records.get(count..)) {
-        let (mut count, mut values, mut size_bytes) = (0, 0, 0);
+        let (mut count, mut value_count, mut size_bytes) = (0, 0, 0);
         for record in rest {
-            values += record.values.len();
+            value_count += record.values.len();
             size_bytes += serde_json::to_vec(record)?.len() + 1;
-            if count > 0 && (values > MAX_RUN_VALUES || size_bytes > REQUEST_BYTES) {
+            if count > 0 && (value_count > MAX_RUN_VALUES || size_bytes > REQUEST_BYTES) {
                 break;
             }
             count += 1;
@@ -310,11 +315,13 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         if batch.is_empty() {
             break;
         }
-        let stored: Stored = api.post(&records, &Batch { first: acknowledged + 1, records: batch }).await?;
+        let stored: Stored =
+            api.post(&records_path, &Batch { first: acknowledged + 1, records: batch }).await?;
         anyhow::ensure!(stored.acknowledged > acknowledged, "the server does not accept the run's records");
         new_points += batch.iter().map(|record| record.values.len() as u64).sum::<u64>();
         acknowledged = stored.acknowledged;
     }
+
     let (state, reason) = match run.failure {
         None => ("succeeded", None),
         Some(Failure::Failed) => ("failed", None),

@@ -192,7 +192,7 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, NoEstimate> 
     Ok(times.iter().sum::<f64>() / times.len() as f64 / 1e3 / batch as f64)
 }
 
-/// Waits for the process to exit. Returns `None` if the time limit ended it.
+/// Waits for the process to exit. Returns `None` if the process was ended at the time limit.
 fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     let began = Instant::now();
     let mut is_late = false;
@@ -214,7 +214,7 @@ fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 
 /// Returns the text of the job file.
 fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
-    // The dataset's registration has the same name.
+    // `lockstep submit` registers the dataset under the same name.
     let name = job_file::dataset_name(path);
     let mut text = String::from(
         "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not \
@@ -255,9 +255,11 @@ fn describe_classes(info: &DatasetInfo) -> String {
     let named = info.classes.iter().enumerate().take(MAX_CLASSES_NAMED);
     let named = named.map(|(index, class)| format!("{} ({})", output::one_line(class), count(index)));
     let named = named.collect::<Vec<_>>().join(", ");
-    let more = info.classes.len().saturating_sub(MAX_CLASSES_NAMED);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("{}: {named}{more}.", plural(info.classes.len() as u64, "class"))
+    let unnamed = match info.classes.len().saturating_sub(MAX_CLASSES_NAMED) {
+        0 => String::new(),
+        count => format!(" and {count} more"),
+    };
+    format!("{}: {named}{unnamed}.", plural(info.classes.len() as u64, "class"))
 }
 
 /// Appends text as comment lines.

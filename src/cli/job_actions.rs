@@ -23,6 +23,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         "pause" => state != JobState::Paused && !state.is_final(),
         "resume" => state == JobState::Paused,
         "cancel" => !state.is_final(),
+        // `retry`.
         _ => matches!(state, JobState::Failed | JobState::Cancelled),
     };
     let is_done = |job: &Job| !matches!(action, "pause" | "cancel") || !can_change(job.state);
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
             // If several jobs have the name, ignores jobs that the action cannot change.
             let job = match action {
                 "cancel" => api.find_only_job(name, can_change).await?,
-                _ => api.find_job_in(name, can_change).await?,
+                _ => api.find_job_in_state(name, can_change).await?,
             };
             if jobs.iter().all(|other| other.id != job.id) {
                 jobs.push(job);

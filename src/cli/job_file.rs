@@ -28,7 +28,8 @@ pub(super) enum UnknownPath {
     Keep,
 }
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names that were registered.
+/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names under which this call has
+/// registered paths.
 pub(super) async fn name_dataset(
     api: &Api,
     document: &mut Value,
@@ -129,13 +130,13 @@ pub(super) fn merge_mistakes(
 ) -> Vec<SpecError> {
     let is_on_this_machine =
         dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
-    let omits_dataset = is_on_this_machine || local.iter().any(|known| known.pointer == "/data/dataset");
+    let ignores_dataset = is_on_this_machine || local.iter().any(|known| known.pointer == "/data/dataset");
     remote.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =
             |known: &SpecError| known.pointer == mistake.pointer && known.detail.starts_with(&mistake.detail);
-        let is_omitted = omits_dataset && mistake.pointer == "/data/dataset";
-        !is_omitted && !local.iter().any(is_same)
+        let is_ignored = ignores_dataset && mistake.pointer == "/data/dataset";
+        !is_ignored && !local.iter().any(is_same)
     });
     local.append(&mut remote);
     local
@@ -208,7 +209,7 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 /// Returns every mistake in the document.
 pub(super) fn parse(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let (spec, mut mistakes) = spec::read(document);
-    // The strategies are checked beside other mistakes, unless a mistake may conceal the network.
+    // The strategies are also checked if the document has other mistakes, unless a mistake concerns the network.
     let names_network = document.pointer("/model/arch").is_some();
     let is_network_wrong = mistakes.iter().any(|mistake| mistake.pointer.starts_with("/model"));
     if let Some(spec) = &spec

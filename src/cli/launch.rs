@@ -87,7 +87,7 @@ pub(crate) struct Args {
     /// Context of the kubeconfig file [default: its current context, or the service account of the pod in which this command runs]
     #[arg(long, value_name = "NAME", requires = "template")]
     context: Option<String>,
-    /// The server's address for the machines [default: --server]
+    /// Address at which the machines reach the server [default: --server]
     #[arg(long, value_name = "URL")]
     agent_server: Option<String>,
     /// The lockstep program on the machines: a path, or a name on their PATH
@@ -148,7 +148,7 @@ enum Source {
     Job(Box<Job>),
 }
 
-/// A launch that has not started yet.
+/// A launch of agents for one job.
 struct Launch {
     args: Arc<Args>,
     api: Api,
@@ -193,7 +193,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (Some(document), Some(spec)) => Source::File(document, Box::new(spec)),
             (Some(document), None) => return array::run(&args, &api, hosts, document).await,
             (None, _) => {
-                let job = api.find_job_in(&args.job, |state| !state.is_final()).await?;
+                let job = api.find_job_in_state(&args.job, |state| !state.is_final()).await?;
                 if job.state.is_final() {
                     let Job { id, state, .. } = job;
                     return Err(usage_error(format!(
@@ -322,11 +322,11 @@ impl Launch {
         }
     }
 
-    /// Says that the job has no agents although it is not over. `how` says how the agents ended.
+    /// Returns the message that the job has no agents although it is not over. `how` says how the agents ended.
     fn describe_early_end(&self, how: &str, job: &Job) -> String {
-        let with = format!("{:?}", self.args.with).to_lowercase();
+        let launcher = format!("{:?}", self.args.with).to_lowercase();
         format!(
-            "{how}, and the job is {}; `lockstep launch {} --with {with}` starts agents for it again",
+            "{how}, and the job is {}; `lockstep launch {} --with {launcher}` starts agents for it again",
             job.state, job.id
         )
     }

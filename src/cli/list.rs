@@ -81,8 +81,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ("created_before", args.created_before),
         ("sort", args.sort),
     ]);
-    if let Some(by) = &args.group_by {
-        return groups::run(&api, by, query, args.limit, args.server.json);
+    if let Some(keys) = &args.group_by {
+        return groups::run(&api, keys, query, args.limit, args.server.json);
     }
     let has_filter = !query.is_empty();
     let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
@@ -105,10 +105,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
     let mut header = vec!["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
-    let is_new = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
-    let keys: Vec<&str> = keys.into_iter().filter(is_new).collect();
+    let has_no_column = |key: &&str| !["name", "images_per_second", "speed", "loss", "best"].contains(key);
+    let keys: Vec<&str> = keys.into_iter().filter(has_no_column).collect();
     header.extend(&keys);
-    // `jobs` has the jobs of `values` in the same order, without those that this version cannot read.
+    // `jobs` has the jobs of `values` in the same order, without the jobs that this version cannot read.
     let mut unparsed = values.iter();
     let rows = jobs.iter().map(|job| {
         let unparsed_job = unparsed.find(|value| value["id"] == job.id.as_str()).unwrap_or(&Value::Null);

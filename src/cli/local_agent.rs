@@ -60,7 +60,7 @@ pub(crate) enum AgentLog {
 }
 
 impl LocalAgent {
-    /// Asks the agent of an earlier server to release its ranks, then starts a new agent.
+    /// Asks the agent of an earlier server to exit and leave its ranks running, then starts a new agent, which adopts the ranks.
     ///
     /// # Errors
     /// The earlier agent cannot be ended, or the new agent cannot be started.

@@ -71,17 +71,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 fn check_rank_and_attempt(args: &Args, job: &Job) -> anyhow::Result<()> {
     let last_rank = job.ranks.saturating_sub(1);
     if let Some(rank) = args.rank.filter(|rank| *rank > last_rank) {
-        let has = if last_rank == 0 { "only rank 0".to_owned() } else { format!("ranks 0 to {last_rank}") };
-        return Err(usage_error(format!("--rank: {} has no rank {rank}; it has {has}", job.id)));
+        let existing =
+            if last_rank == 0 { "only rank 0".to_owned() } else { format!("ranks 0 to {last_rank}") };
+        return Err(usage_error(format!("--rank: {} has no rank {rank}; it has {existing}", job.id)));
     }
     let may_start = args.follow && !job.state.is_final();
     if let Some(attempt) = args.attempt.filter(|attempt| *attempt > job.attempt && !may_start) {
-        let has = match job.attempt {
+        let existing = match job.attempt {
             0 => "no attempt yet".to_owned(),
             1 => "only attempt 1".to_owned(),
             last => format!("attempts 1 to {last}"),
         };
-        return Err(usage_error(format!("--attempt: {} has no attempt {attempt}; it has {has}", job.id)));
+        return Err(usage_error(format!(
+            "--attempt: {} has no attempt {attempt}; it has {existing}",
+            job.id
+        )));
     }
     Ok(())
 }
@@ -133,9 +137,9 @@ impl Printer<'_> {
             *last_number = line.log.number.max(*last_number);
             let last_attempt = self.last_attempt.replace(line.attempt);
             if last_attempt.is_some_and(|last| last < line.attempt) && !self.args.server.json {
-                let ended = line.attempt - 1;
-                let why = self.end_reasons.get(&ended);
-                let why = why.map(|why| format!("; attempt {ended} ended: {}", output::one_line(why)));
+                let previous = line.attempt - 1;
+                let why = self.end_reasons.get(&previous);
+                let why = why.map(|why| format!("; attempt {previous} ended: {}", output::one_line(why)));
                 output::line(format_args!("attempt {} begins{}", line.attempt, why.unwrap_or_default()))?;
             }
             // A line feed in the text would start a line that the rank did not write.

@@ -88,7 +88,7 @@ fn row(series: &Value) -> [String; 7] {
     let values = |key: &str| -> Vec<f64> {
         series[key].as_array().map(|v| v.iter().filter_map(Value::as_f64).collect()).unwrap_or_default()
     };
-    let shown = |value: Option<f64>| value.map(format_value).unwrap_or_default();
+    let format_optional = |value: Option<f64>| value.map(format_value).unwrap_or_default();
     let steps = values("steps");
     let range = match (steps.first(), steps.last()) {
         (Some(first), Some(last)) => format!("{first} to {last}"),
@@ -99,8 +99,8 @@ fn row(series: &Value) -> [String; 7] {
         series["attempt"].to_string(),
         series["rank"].to_string(),
         range,
-        shown(values("mean").last().copied()),
-        shown(values("min").into_iter().reduce(f64::min)),
-        shown(values("max").into_iter().reduce(f64::max)),
+        format_optional(values("mean").last().copied()),
+        format_optional(values("min").into_iter().reduce(f64::min)),
+        format_optional(values("max").into_iter().reduce(f64::max)),
     ]
 }

@@ -124,7 +124,7 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     error
 }
 
-/// Returns the usage line of the command whose name is at the start of `names`.
+/// Returns the usage line of the command or subcommand whose names are at the start of `names`.
 fn usage(command: &mut Command, names: &[&str]) -> StyledStr {
     if let [name, rest @ ..] = names
         && let Some(subcommand) = command.find_subcommand_mut(name)

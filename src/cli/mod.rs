@@ -95,8 +95,8 @@ pub(crate) fn find_only<T>(
 ) -> anyhow::Result<T> {
     match matching.len() {
         0 => {
-            let list = format!("lockstep {noun} list");
-            Err(usage_error(unknown_name_message(noun, &list, std::iter::empty(), name)))
+            let list_command = format!("lockstep {noun} list");
+            Err(usage_error(unknown_name_message(noun, &list_command, std::iter::empty(), name)))
         }
         1 => Ok(matching.swap_remove(0)),
         count => Err(usage_error(output::one_line(&format!(
@@ -106,16 +106,16 @@ pub(crate) fn find_only<T>(
     }
 }
 
-/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. The command `list` shows all
-/// objects.
+/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. `list_command` is the
+/// command that shows all objects.
 pub(crate) fn unknown_name_message<'a>(
     noun: &str,
-    list: &str,
+    list_command: &str,
     names: impl Iterator<Item = &'a str>,
     name: &str,
 ) -> String {
     let near = nearest(name, names).map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
-    format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
+    format!("no {noun} is called {name}; {near}`{list_command}` shows all {noun}s")
 }
 
 /// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.
@@ -158,7 +158,8 @@ pub(crate) fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyh
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
 }
 
-/// Writes diagnostics of long-running programs to standard error. `LOCKSTEP_LOG=debug` shows more.
+/// Writes diagnostics of long-running programs to standard error, filtered by `default`, or by `LOCKSTEP_LOG` if it is set (for example to
+/// `debug`).
 pub(crate) fn init_tracing(default: &str) {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_env("LOCKSTEP_LOG").unwrap_or_else(|_| EnvFilter::new(default));

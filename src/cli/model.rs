@@ -199,7 +199,7 @@ fn row_of_model(model: &Model) -> [String; 5] {
 }
 
 fn row_of_version(version: &ModelVersion) -> [String; 8] {
-    let by = version.registered_by.as_ref().map(|who| format!(" by {who}"));
+    let registrant = version.registered_by.as_ref().map(|who| format!(" by {who}"));
     [
         version.version.to_string(),
         version.aliases.join(", "),
@@ -207,7 +207,7 @@ fn row_of_version(version: &ModelVersion) -> [String; 8] {
         version.checkpoint_name().to_owned(),
         version.job_name.clone(),
         version.dataset.clone(),
-        format!("{} ago{}", age(version.registered_at), by.unwrap_or_default()),
+        format!("{} ago{}", age(version.registered_at), registrant.unwrap_or_default()),
         version.description.clone(),
     ]
 }

@@ -120,8 +120,8 @@ struct Table<'a> {
     widths: Vec<usize>,
     /// Whether the last column contains sentences.
     has_sentences: bool,
-    /// The text below each row: a sentence, or an empty text.
-    below: Vec<String>,
+    /// The sentence below each row, or an empty text. Empty if the sentences have a column.
+    sentences_below: Vec<String>,
 }
 
 impl<'a> Table<'a> {
@@ -134,7 +134,14 @@ impl<'a> Table<'a> {
             cells.max().unwrap_or_default().max(title.chars().count())
         };
         let widths = header.iter().enumerate().map(|(column, title)| width(column, title)).collect();
-        Self { header: header.to_vec(), names, rows, widths, has_sentences: false, below: Vec::new() }
+        Self {
+            header: header.to_vec(),
+            names,
+            rows,
+            widths,
+            has_sentences: false,
+            sentences_below: Vec::new(),
+        }
     }
 
     fn print(mut self) -> anyhow::Result<()> {
@@ -149,7 +156,7 @@ impl<'a> Table<'a> {
         print(self.header.clone())?;
         for (index, row) in self.rows.iter().enumerate() {
             print(row.iter().map(String::as_str).collect())?;
-            if let Some(sentence) = self.below.get(index).filter(|sentence| !sentence.is_empty()) {
+            if let Some(sentence) = self.sentences_below.get(index).filter(|sentence| !sentence.is_empty()) {
                 line(format!("{:GAP$}{sentence}", ""))?;
             }
         }
@@ -174,7 +181,7 @@ impl<'a> Table<'a> {
             let available = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
             fits = narrow(&self.header, self.names, &mut widths[..last], available);
             if !fits {
-                self.below = self.remove(last);
+                self.sentences_below = self.remove(last);
                 widths.clone_from(&self.widths);
             }
         }
@@ -203,8 +210,8 @@ impl<'a> Table<'a> {
 /// Shortens a name to `max` characters. The name of a trial ends with its settings (`key=value`), which distinguish it from other trials:
 /// first the text before the settings is shortened.
 fn shorten(name: &str, max: usize) -> String {
-    let before = name.split_inclusive(' ').take_while(|word| !word.contains('='));
-    let (title, settings) = name.split_at(before.map(str::len).sum());
+    let title_words = name.split_inclusive(' ').take_while(|word| !word.contains('='));
+    let (title, settings) = name.split_at(title_words.map(str::len).sum());
     if title.is_empty() || settings.is_empty() {
         return shorten_middle(name, max);
     }
@@ -278,7 +285,7 @@ mod tests {
         let narrow = table([27, 200, 30, 0, 300], 80);
         assert_eq!(narrow.header, HEADER[..3]);
         assert_eq!(narrow.widths, [27, 25, 24], "names get the sentence's space");
-        assert_eq!(narrow.below, ["x".repeat(300)]);
+        assert_eq!(narrow.sentences_below, ["x".repeat(300)]);
         assert_eq!(table([27, 200, 30, 0, 300], 20).widths, [27, 12, 12], "names do not get narrower");
     }
 }

@@ -103,19 +103,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let document = job_file::read_document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
     let network = build_network(&args, &spec)?;
-    let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
+    let rank_counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
     // Each plan is checked before the machine is measured.
     let mut specs = Vec::new();
-    for ranks in &counts {
+    for ranks in &rank_counts {
         let mut document = document.clone();
         apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(usage_error)?;
         let spec = job_file::check(&args.job, &document)?;
         lower(&network, &Plan::of(&spec.parallel), 0).map_err(usage_error)?;
         specs.push(spec);
     }
-    let (machine, shared) = match &args.machine {
+    let (machine, shared_machine) = match &args.machine {
         Some(path) => (read_machine(path)?, None),
-        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+        None => {
+            let max_ranks = rank_counts.iter().copied().max().unwrap_or(1);
+            measure_here(&args, &spec, &network, max_ranks)?
+        }
     };
     let mut plans = Vec::new();
     for spec in specs {
@@ -151,7 +154,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     match &plans[..] {
         [(spec, planned)] => {
-            let shared = shared.and_then(|machine| Planned::of(spec, &network, &machine).ok());
+            let shared = shared_machine.and_then(|machine| Planned::of(spec, &network, &machine).ok());
             print_plan(spec, planned, &network, &machine, shared.as_ref())
         }
         _ => {
@@ -235,7 +238,7 @@ fn print_plan(
             None => String::new(),
         };
         output::line(format_args!(
-            "{ranks} ranks need {machines} machines like the measured one. The times are those of {machines} machines.{sharing}"
+            "{ranks} ranks need {machines} machines like the measured machine. The times are for {machines} machines.{sharing}"
         ))?;
     }
     for (key, value) in [
@@ -358,8 +361,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now with at most `max_ranks` ranks; and, if this machine has fewer CPU
-/// cores than `max_ranks`, the cached measurements with `max_ranks` ranks, if a job has measured them.
+/// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
+/// machine has GPUs or cores, if these are fewer. In the second case, also returns the cached measurements of `max_ranks` ranks that
+/// share this machine, if a job has measured them.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,
@@ -380,9 +384,9 @@ fn measure_here(
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
-    let shared = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
+    let shared_machine = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok((stored, shared));
+        return Ok((stored, shared_machine));
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -390,10 +394,10 @@ fn measure_here(
     let members = local_group::members(ranks, &devices)?;
     let sample_option = format!("--sample={}", serde_json::to_string(&sample)?);
     let arguments = ["plan".into(), args.job.clone().into_os_string(), sample_option.into()];
-    let printed = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
-    let machine: Machine = serde_json::from_slice(&printed)?;
+    let stdout = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
+    let machine: Machine = serde_json::from_slice(&stdout)?;
     planning::store_figures(&machine, &sample, device, ranks);
-    Ok((machine, shared))
+    Ok((machine, shared_machine))
 }
 
 /// Measures this machine as one of the ranks.

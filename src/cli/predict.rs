@@ -23,7 +23,7 @@ use std::{
 
 /// Maximum total size of pictures in a request, as on the server.
 const MAX_REQUEST_BYTES: u64 = 24 << 20;
-/// Maximum number of pictures that a model file classifies together. All pictures of a batch are in memory.
+/// Maximum number of pictures that are classified together with a model file. All pictures of a batch are in memory.
 const BATCH_SIZE: usize = 256;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
@@ -121,7 +121,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 .into(),
         }));
     }
-    let results: Vec<PredictionBy> = match &args.model {
+    let results: Vec<ModelPrediction> = match &args.model {
         Some(model) => {
             let model = weight_files::resolve_run_folder(model)?;
             let predictions = predict_here(&model, args.embed, &images).map_err(usage_error)?;
@@ -130,7 +130,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         None => block_on(predict_on_server(&args, &images))?,
     };
-    let failed = |result: &PredictionBy| {
+    let failed = |result: &ModelPrediction| {
         let Prediction { name, error, .. } = &result.prediction;
         error.as_ref().map(|error| format!("{name}: {error}"))
     };
@@ -155,7 +155,11 @@ impl Args {
     }
 
     /// Keeps the most probable classes of a prediction, and prints the prediction.
-    fn report(&self, mut prediction: Prediction, model: Option<&ModelUsed>) -> anyhow::Result<PredictionBy> {
+    fn report(
+        &self,
+        mut prediction: Prediction,
+        model: Option<&ModelUsed>,
+    ) -> anyhow::Result<ModelPrediction> {
         prediction.classes.truncate(self.top as usize);
         if self.prints_lines() && prediction.error.is_none() {
             if self.embed {
@@ -164,7 +168,7 @@ impl Args {
                 output::line(format_prediction(&prediction))?
             }
         }
-        Ok(PredictionBy { prediction, model: model.cloned() })
+        Ok(ModelPrediction { prediction, model: model.cloned() })
     }
 }
 
@@ -220,7 +224,7 @@ impl ModelUsed {
 
 /// A prediction, with the model that made it.
 #[derive(Serialize)]
-struct PredictionBy {
+struct ModelPrediction {
     #[serde(flatten)]
     prediction: Prediction,
     /// `None` if the prediction was made with a model file.
@@ -250,9 +254,9 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
     Ok(predictions)
 }
 
-/// Asks the server for the predictions, one picture at a time. If a better checkpoint replaces the best one of a job that trains, the
+/// Asks the server for the predictions, one picture at a time. If a job that trains gets a better checkpoint in place of its best, the
 /// remaining pictures are classified with the better checkpoint. Embeddings of different checkpoints cannot be compared.
-async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<PredictionBy>> {
+async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<ModelPrediction>> {
     let api = args.server.api()?;
     let source = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
     let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;

@@ -31,6 +31,7 @@ pub(crate) struct Args {
 /// Exit status 2 if the arguments are wrong. The rank's records contain the reason of a failure.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
+    // These arguments are only for process lists.
     let _ = (args.job, args.attempt, args.rank);
     match (args.config, args.spare) {
         (Some(config), _) => lockstep_worker::rank::run(&config),

@@ -225,7 +225,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         tokio::select! {
             () = signals.next() => {}
-            ended = &mut server.ended => return server_result(ended),
+            outcome = &mut server.task => return server_result(outcome),
         }
         tracing::info!("stopping; send the signal again to stop at once");
         tokio::select! {
@@ -269,8 +269,8 @@ pub(crate) struct Server {
     local_address: SocketAddr,
     data_dir: PathBuf,
     shutdown: oneshot::Sender<()>,
-    /// Completes when the server ends, for any reason.
-    pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
+    /// The task that serves. It completes when the server ends, for any reason.
+    pub(crate) task: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
     /// Address by which ranks on other machines reach this machine's ranks. The agent connects to the server over loopback, so it cannot
     /// find this address itself.
@@ -285,15 +285,15 @@ impl Server {
     pub(crate) async fn start(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
         // The certificate is for public names, so this machine's own agent connects to a separate listener.
-        let mut local_listener = None;
+        let mut separate_address = None;
         if config.tls.is_some() {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
-            local_listener = Some(listener.local_addr().map_err(ServeError::Stopped)?);
+            separate_address = Some(listener.local_addr().map_err(ServeError::Stopped)?);
             config.local_listener = Some(Arc::new(listener));
         }
         let (ready, ready_receiver) = oneshot::channel();
         let (shutdown, shutdown_receiver) = oneshot::channel::<()>();
-        let ended = tokio::spawn(lockstep_server::serve(
+        let task = tokio::spawn(lockstep_server::serve(
             config,
             move |running| {
                 // If the receiver is dropped, the value is not needed.
@@ -306,20 +306,20 @@ impl Server {
         ));
         match ready_receiver.await {
             Ok(running) => {
-                let local_address = local_listener.unwrap_or_else(|| reachable_address(running.address()));
+                let local_address = separate_address.unwrap_or_else(|| reachable_address(running.address()));
                 let ip = running.address().ip();
                 // If NCCL's variable names an interface, the agent uses it by itself.
                 let has_nccl_interface = !matches!(lockstep_host::nccl_interface(), Ok(None));
                 let is_specific = !ip.is_unspecified() && !ip.is_loopback();
                 let advertise = (!has_nccl_interface && is_specific).then(|| ip.to_string());
                 let server =
-                    Self { running, local_address, data_dir, shutdown, ended, agent: None, advertise };
+                    Self { running, local_address, data_dir, shutdown, task, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder need the option --server");
                 }
                 Ok(server)
             }
-            Err(_) => match ended.await {
+            Err(_) => match task.await {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) => Err(stopped_error("the server ended before it was ready")),
                 Err(error) => Err(stopped_error(&error.to_string())),
@@ -361,7 +361,7 @@ impl Server {
             agent.stop().await;
         }
         drop(self.shutdown);
-        server_result(self.ended.await)
+        server_result(self.task.await)
     }
 }
 
@@ -376,8 +376,8 @@ fn reachable_address(mut address: SocketAddr) -> SocketAddr {
 }
 
 /// Converts the result of the server's task.
-fn server_result(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
-    match ended {
+fn server_result(outcome: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
+    match outcome {
         Ok(result) => result.map_err(with_exit_status),
         Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
     }

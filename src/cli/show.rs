@@ -119,10 +119,10 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     };
     let place = job.queue.as_ref().map(|queue| {
         // The state above may have another reason, such as the end of the last attempt.
-        let waits =
+        let reason =
             queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
-        let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
-        format!("place {}{waits}", queue.place)
+        let reason = reason.map(|words| format!(": {words}")).unwrap_or_default();
+        format!("place {}{reason}", queue.place)
     });
     let ranks = match job.rank_count_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
@@ -149,7 +149,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("unreadable", job.unreadable.clone()),
         (
             "forked from",
-            job.parent.as_ref().map(|from| format!("job {}, checkpoint {}", from.job, from.checkpoint)),
+            job.parent.as_ref().map(|parent| format!("job {}, checkpoint {}", parent.job, parent.checkpoint)),
         ),
         ("ranks", Some(ranks)),
         ("pictures a step", pictures),

@@ -35,7 +35,8 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
     Err(job_file::mistakes_error(path, &mistakes))
 }
 
-/// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
+/// Returns the number of trials of a job file with a section `sweep` (0 if this section has mistakes), and each distinct mistake. `None`
+/// for a file without this section.
 pub(crate) fn find_mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {
@@ -75,11 +76,11 @@ fn format_trials(trials: &[usize], settings: &[Setting]) -> String {
     if trials.len() == settings.len() {
         return String::new();
     }
-    let more = match others.len() {
+    let others = match others.len() {
         0 => String::new(),
         count => format!(" and {}", plural(count as u64, "other")),
     };
-    format!(", in trial {} ({}){more}", first + 1, setting_in_words(&settings[*first]))
+    format!(", in trial {} ({}){others}", first + 1, setting_in_words(&settings[*first]))
 }
 
 /// Formats a setting: `train.lr=0.1 train.seed=2`.

@@ -142,7 +142,7 @@ pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) ->
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut printed, mut outage) = (BTreeSet::new(), Outage::default());
+    let (mut printed_trials, mut outage) = (BTreeSet::new(), Outage::default());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
         let previous_state = sweep.state;
@@ -159,7 +159,7 @@ pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) ->
         }
         let has_ended = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
         for trial in sweep.trials.iter().filter(has_ended) {
-            if printed.insert(trial.number) && !as_json {
+            if printed_trials.insert(trial.number) && !as_json {
                 output::line(trial_in_words(&sweep, trial))?;
             }
         }
@@ -175,9 +175,9 @@ pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) ->
         }
     }
     let is_unsuccessful = |trial: &&Trial| trial.state != Some(JobState::Succeeded) && !trial.ended_early;
-    let unsuccessful = sweep.trials.iter().filter(is_unsuccessful).count();
+    let failure_count = sweep.trials.iter().filter(is_unsuccessful).count();
     anyhow::ensure!(sweep.state == SweepState::Finished, "the sweep is {}", sweep.state.as_str());
-    anyhow::ensure!(unsuccessful == 0, "{} did not succeed", plural(unsuccessful as u64, "trial"));
+    anyhow::ensure!(failure_count == 0, "{} did not succeed", plural(failure_count as u64, "trial"));
     Ok(())
 }
 

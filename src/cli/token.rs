@@ -14,7 +14,7 @@ use std::{
 };
 
 #[derive(clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum Action {
     /// Create a token, which is printed only once, or written to a file
     Create {
         /// Rights of the token: read, submit (includes read), admin (includes both), or agent (join as one agent)
@@ -54,14 +54,14 @@ fn parse_seconds(text: &str) -> Result<u64, String> {
     time.filter(|secs| *secs > 0).ok_or_else(|| "give a number and a unit, such as 12h, 30d or 1y".into())
 }
 
-/// Runs the command.
+/// Runs the action.
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn run(command: Command) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
-        match command {
-            Command::Create { scope, name, expires, agent, out, server } => {
+        match action {
+            Action::Create { scope, name, expires, agent, out, server } => {
                 let name = name.or_else(|| agent.clone()).unwrap_or_else(|| scope.to_string());
                 let body =
                     json!({ "name": name, "scope": scope, "agent": agent, "expires_in_secs": expires });
@@ -74,16 +74,16 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     return output::json(&created);
                 }
                 // Standard output contains only the token, so that it can be redirected to a file.
-                let of_people = match scope {
+                let advice = match scope {
                     Scope::Agent => "",
                     _ => ". People make tokens of their own on the page Account (/account)",
                 };
                 output::warn(format_args!(
-                    "this token is shown once; store it where only its user can read it{of_people}"
+                    "this token is shown once; store it where only its user can read it{advice}"
                 ));
                 output::line(text(&created, "secret"))
             }
-            Command::List(server) => {
+            Action::List(server) => {
                 let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
                 if server.json {
                     return output::json(&json!({ "tokens": tokens }));
@@ -92,7 +92,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
                 output::table(header, tokens.iter().map(row))
             }
-            Command::Revoke { token, server } => {
+            Action::Revoke { token, server } => {
                 let api = server.api()?;
                 let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
                 let has_id = tokens.iter().any(|t| t.id == token);

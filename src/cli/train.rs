@@ -8,7 +8,7 @@ mod show;
 mod started_ranks;
 
 use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error};
-use launcher::{LaunchedRank, Ranks};
+use launcher::{LaunchedRank, MachineRanks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
 use lockstep_engine::registry;
@@ -179,7 +179,11 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
 }
 
 /// Runs the ranks that a rank table assigns to this machine.
-fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Outcome> {
+fn run_ranks_of_machine(
+    mut start: StartAttempt,
+    ranks: &MachineRanks,
+    out: &Path,
+) -> anyhow::Result<Outcome> {
     ranks.rendezvous.write_into(&mut start);
     start.ranks.clone_from(&ranks.local);
     start.attempt.attempt = next_attempt(out, ranks.local[0].0);

@@ -62,8 +62,8 @@ impl TrainingBar {
     pub(crate) fn describe(&self) -> String {
         let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
-        let left = self.eta_secs.map(|secs| format!("{} left", format_duration(secs.round() as i64)));
-        [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
+        let time_left = self.eta_secs.map(|secs| format!("{} left", format_duration(secs.round() as i64)));
+        [loss, speed, time_left].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
     /// Prints a line that stays above the bar.

@@ -26,7 +26,7 @@ pub(crate) struct PersonArgs {
 }
 
 #[derive(clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum Action {
     /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no
     /// password
     Add {
@@ -80,14 +80,14 @@ pub(crate) enum Command {
     Enable(PersonArgs),
 }
 
-/// Runs the command.
+/// Runs the action.
 ///
 /// # Errors
 /// The server refuses the request, or the password is invalid.
-pub(crate) fn run(command: Command) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
-        match command {
-            Command::Add { name, role, subject, server } => {
+        match action {
+            Action::Add { name, role, subject, server } => {
                 let body = match subject {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
                     None => json!({ "name": name, "role": role, "password": read_password()? }),
@@ -95,14 +95,14 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 let person: Value = server.api()?.post("/people", &body).await?;
                 print_person(&server, &person)
             }
-            Command::Link { name, subject, server } => {
+            Action::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {
                     return Err(usage_error(format!("a subject {detail}")));
                 }
                 PersonArgs { name, server }.change(json!({ "subject": subject })).await
             }
-            Command::Unlink(args) => args.change(json!({ "subject": "" })).await,
-            Command::List(server) => {
+            Action::Unlink(args) => args.change(json!({ "subject": "" })).await,
+            Action::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
                     return output::json(&response);
@@ -112,7 +112,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 }
                 Ok(())
             }
-            Command::Remove { args: PersonArgs { name, server }, yes } => {
+            Action::Remove { args: PersonArgs { name, server }, yes } => {
                 let path = path(&name)?;
                 let question =
                     format!("Remove {name}? Then {name}'s sessions end, and {name}'s tokens are revoked.");
@@ -120,12 +120,12 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 server.api()?.delete(&path).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(args) => args.change(json!({ "password": read_password()? })).await,
-            Command::Role { name, role, server } => {
+            Action::Password(args) => args.change(json!({ "password": read_password()? })).await,
+            Action::Role { name, role, server } => {
                 PersonArgs { name, server }.change(json!({ "role": role })).await
             }
-            Command::Disable(args) => args.change(json!({ "disabled": true })).await,
-            Command::Enable(args) => args.change(json!({ "disabled": false })).await,
+            Action::Disable(args) => args.change(json!({ "disabled": true })).await,
+            Action::Enable(args) => args.change(json!({ "disabled": false })).await,
         }
     })
 }

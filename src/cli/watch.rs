@@ -122,15 +122,15 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
     let mut since = job.last_seq;
     let mut is_over = job.state.is_final();
     let mut backoff = RETRY;
-    let mut outage_start: Option<Instant> = None;
-    let mut outage = Outage::default();
+    // `stream_lost_at` is the time since which no stream is connected, `outage` the time since which the server does not respond.
+    let (mut stream_lost_at, mut outage) = (None::<Instant>, Outage::default());
     while !is_over {
         let error = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                let next = if display.asks_for_place() {
+                let received = if display.asks_for_place() {
                     match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
-                        Ok(next) => next,
+                        Ok(received) => received,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(job) => {
                                 display.show_place(&job)?;
@@ -142,11 +142,11 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                 } else {
                     stream.next().await
                 };
-                match next {
+                match received {
                     Err(error) => break Some(error),
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
-                        outage_start = None;
+                        stream_lost_at = None;
                         outage.report_restored(|text| display.warn(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
@@ -171,8 +171,8 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
             },
         };
         if !is_over {
-            let start = *outage_start.get_or_insert_with(Instant::now);
-            if start.elapsed() > SERVER_TIMEOUT {
+            let lost_at = *stream_lost_at.get_or_insert_with(Instant::now);
+            if lost_at.elapsed() > SERVER_TIMEOUT {
                 let why = error.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
                     "the connection to the server is lost: {why}; `lockstep watch {}` shows the job",
@@ -196,7 +196,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
 /// Describes the outcome of a job in a sentence: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at
 /// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names a best checkpoint only if it is in `checkpoints`.
 pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
-    let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
+    let duration = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let outcome = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),
         _ => describe_accuracy(&job.last, job.best, checkpoints),
@@ -204,7 +204,7 @@ pub(crate) fn describe_outcome(job: &Job, checkpoints: &[CheckpointInfo]) -> Str
     let outcome = outcome.map(|outcome| format!(": {outcome}")).unwrap_or_default();
     let early_end = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
     let early_end = early_end.map(|reason| format!("; {reason}")).unwrap_or_default();
-    format!("{}{after}{outcome}{early_end}", job.state_in_words())
+    format!("{}{duration}{outcome}{early_end}", job.state_in_words())
 }
 
 fn describe_accuracy(
@@ -215,17 +215,17 @@ fn describe_accuracy(
     let best = best.map(|best| (percent(best.value), best.epoch_or_step()));
     let last = values.val_accuracy.map(percent).or_else(|| best.as_ref().map(|(best, _)| best.clone()))?;
     let (best, at) = best.unwrap_or_else(|| (last.clone(), String::new()));
-    let mut more = Vec::new();
+    let mut notes = Vec::new();
     if best != last {
-        more.push(format!("best {best} at {at}"));
+        notes.push(format!("best {best} at {at}"));
     }
-    more.extend(best_checkpoint(checkpoints).map(|(checkpoint, accuracy)| {
+    notes.extend(best_checkpoint(checkpoints).map(|(checkpoint, accuracy)| {
         let accuracy = Some(percent(accuracy)).filter(|accuracy| *accuracy != best);
         let suffix = accuracy.map(|accuracy| format!(" with {accuracy}")).unwrap_or_default();
         format!("best checkpoint {}-{}{suffix}", checkpoint.epoch, checkpoint.step)
     }));
-    let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
-    Some(format!("validation accuracy {}{more}", values.accuracy_in_words().unwrap_or(last)))
+    let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
+    Some(format!("validation accuracy {}{notes}", values.accuracy_in_words().unwrap_or(last)))
 }
 
 #[cfg(test)]

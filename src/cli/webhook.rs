@@ -8,7 +8,7 @@ use lockstep_server::store::{WebhookEvent, WebhookForm};
 use serde_json::{Value, json};
 
 #[derive(clap::Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum Action {
     /// Add a webhook; the secret that signs its messages is printed only once
     Add {
         /// URL to which messages are posted; for e-mail, mailto: with addresses separated by commas
@@ -41,14 +41,14 @@ pub(crate) struct WebhookArgs {
     server: ServerArgs,
 }
 
-/// Runs the command.
+/// Runs the action.
 ///
 /// # Errors
 /// The server refuses the request, or the test message was not delivered.
-pub(crate) fn run(command: Command) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
-        match command {
-            Command::Add { url, form, project, event, server } => {
+        match action {
+            Action::Add { url, form, project, event, server } => {
                 let events = Some(event).filter(|events| !events.is_empty());
                 let body = json!({ "url": url, "form": form, "project": project, "events": events });
                 let webhook: Value = server.api()?.post("/webhooks", &body).await?;
@@ -58,7 +58,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 output::warn(format_args!("webhook {}; its secret is shown once", text(&webhook, "id")));
                 output::line(text(&webhook, "secret"))
             }
-            Command::List(server) => {
+            Action::List(server) => {
                 let api = server.api()?;
                 let webhooks = api.read_pages("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
@@ -76,7 +76,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS", "NEWEST MESSAGE"];
                 output::table(header, rows)
             }
-            Command::Test(WebhookArgs { id, server }) => {
+            Action::Test(WebhookArgs { id, server }) => {
                 let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
                 if server.json {
                     return output::json(&sent);
@@ -87,7 +87,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     Some(error) => Err(anyhow::anyhow!("the test was not delivered: {error}")),
                 }
             }
-            Command::Remove(WebhookArgs { id, server }) => {
+            Action::Remove(WebhookArgs { id, server }) => {
                 server.api()?.delete(&path(&id)?).await?;
                 output::print(server.json, &json!({ "removed": id }), &id)
             }
@@ -103,7 +103,7 @@ fn row(webhook: &Value, newest: Option<&Value>) -> [String; 7] {
     [id, state.into(), form, url, project, events, newest.map(describe_message).unwrap_or_default()]
 }
 
-/// The time and the state of a message: `2026-01-02T03:04:05.678Z delivered`.
+/// Formats the time and the state of a message: `2026-01-02T03:04:05.678Z delivered`.
 fn describe_message(message: &Value) -> String {
     let at = text(message, "created_at");
     let newest = message["attempts"].as_array().and_then(|attempts| attempts.last());

@@ -114,7 +114,7 @@ pub(super) fn has_weights(folder: &Path) -> bool {
         || [AVERAGE, &index_name(AVERAGE)].iter().any(|file| folder.join(file).exists())
 }
 
-/// Whether `folder` has, or according to its manifest should have, other weights than averaged weights.
+/// Whether `folder` has weights that are not averaged, or a manifest, which lists such weights.
 fn has_trained_weights(folder: &Path) -> bool {
     [MODEL, &index_name(MODEL), MANIFEST].iter().any(|file| folder.join(file).exists())
 }
@@ -129,7 +129,7 @@ pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     let is_directory =
         path.ends_with("checkpoints") && checkpoint::list(path).is_ok_and(|found| !found.is_empty());
     let directory = if is_directory { path.to_owned() } else { path.join("checkpoints") };
-    // A sharded checkpoint has an index and parts in place of `model.safetensors` and `ema.safetensors`.
+    // In a sharded checkpoint, `model.safetensors` does not exist: an index and parts are in its place.
     let is_in_checkpoint = path.parent().is_some_and(has_weights);
     if !is_in_checkpoint && path.try_exists().is_ok_and(|exists| !exists) {
         return Err(usage_error(format!("{} does not exist", path.display())));

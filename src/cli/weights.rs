@@ -5,7 +5,7 @@ use super::{
     dataset::{
         download::{Failure, download},
         get::{new_bar, new_client},
-        known::Remote,
+        known::RemoteFile,
     },
     output, usage_error, with_causes,
 };
@@ -90,7 +90,7 @@ fn check(target: &Path) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// The URL cannot be reached, or its content is not a pointer.
-async fn read_pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
+async fn read_pointer(client: &Client, url: &str) -> Result<RemoteFile, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let mut response = client.get(url).send().await.map_err(lost)?;
     if response.status() != StatusCode::OK {
@@ -108,14 +108,14 @@ async fn read_pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
 }
 
 /// Parses a Git LFS pointer.
-fn parse_pointer(content: &[u8]) -> Option<Remote> {
+fn parse_pointer(content: &[u8]) -> Option<RemoteFile> {
     let text = str::from_utf8(content).ok().filter(|text| text.len() <= POINTER_BYTES)?;
     let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key));
     let sha256 = value("oid sha256:")?;
     let is_checksum = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
     let bytes = value("size ")?.parse().ok()?;
     // Leaks at most one text per command.
-    is_checksum.then(|| Remote { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
+    is_checksum.then(|| RemoteFile { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
 }
 
 #[cfg(test)]

@@ -91,7 +91,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
         assert!(table.contains(words), "{words}: {table}");
     }
     let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
-    let assumption = "8 ranks need 2 machines like the measured one. The times are those of 2 machines. If all ranks share one";
+    let assumption = "8 ranks need 2 machines like the measured machine. The times are for 2 machines. If all ranks share one";
     assert!(eight.ok().contains(assumption), "{}", eight.stdout);
     let two = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"]);
     assert!(two.ok().contains("measured with 4 ranks on one machine. With fewer ranks,"), "{}", two.stdout);

@@ -1,4 +1,4 @@
-//! Finds jobs, sweeps and models by the start of an id or by a name, also those that this version cannot read.
+//! Finds jobs and sweeps by the start of an id or by a name, also objects that this version cannot read.
 
 use super::{
     super::{age::age, output::one_line},
@@ -16,19 +16,23 @@ const MIN_PREFIX_CHARS: usize = 4;
 pub(super) struct Kind {
     pub(super) noun: &'static str,
     /// The command that lists all objects of this kind.
-    pub(super) list: &'static str,
-    /// The URL path of their list.
-    pub(super) path: &'static str,
+    pub(super) list_command: &'static str,
+    /// The URL path of the list of all objects of this kind.
+    pub(super) list_path: &'static str,
     /// Whether a text is a complete id.
     pub(super) is_id: fn(&str) -> bool,
 }
 
-pub(super) const JOB: Kind =
-    Kind { noun: "job", list: "lockstep list", path: "/jobs", is_id: |id| id.parse::<JobId>().is_ok() };
+pub(super) const JOB: Kind = Kind {
+    noun: "job",
+    list_command: "lockstep list",
+    list_path: "/jobs",
+    is_id: |id| id.parse::<JobId>().is_ok(),
+};
 pub(super) const SWEEP: Kind = Kind {
     noun: "sweep",
-    list: "lockstep sweep list",
-    path: "/sweeps",
+    list_command: "lockstep sweep list",
+    list_path: "/sweeps",
     is_id: |id| {
         let digits = id.strip_prefix("sweep-").unwrap_or_default();
         digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit())
@@ -56,18 +60,18 @@ pub(super) struct Chosen {
 /// called `name`, ignores the jobs that `accepts` rejects, unless it rejects all of them. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// With [`Several::Refuse`], several jobs called `name` remain (`accepts` then rejects only jobs that have ended). Also if several ids
-/// begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
+/// With [`Several::Refuse`], if several jobs called `name` remain. The message takes the jobs that `accepts` rejects for jobs that have
+/// ended. Also if several ids begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
-    Kind { noun, list, .. }: Kind,
+    Kind { noun, list_command, .. }: Kind,
     jobs: &[Value],
     name: &str,
     accepts: impl Fn(&Value) -> bool,
     several: Several,
 ) -> Result<Option<Chosen>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
-    let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
-    let mut candidates = called.clone();
+    let named_jobs: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    let mut candidates = named_jobs.clone();
     let accepts_any = candidates.iter().any(|job| accepts(job));
     if accepts_any {
         candidates.retain(|job| accepts(job));
@@ -77,16 +81,20 @@ pub(super) fn choose(
             let why = if accepts_any {
                 format!("several {noun}s are called {name}")
             } else {
-                format!("all {} {noun}s called {name} have ended", called.len())
+                format!("all {} {noun}s called {name} have ended", named_jobs.len())
             };
-            return Err(format!("{why}: give a {noun}'s id; `{list}` shows the ids"));
+            return Err(format!("{why}: give a {noun}'s id; `{list_command}` shows the ids"));
         }
-        let is_newest_of_all = called.first().is_some_and(|first| id(first) == id(newest));
+        let is_newest_of_all = named_jobs.first().is_some_and(|first| id(first) == id(newest));
         let which = if is_newest_of_all { "newest" } else { "newest that this command can use" };
         let note = || {
-            format!("{} {noun}s are called {name}; the {which} is taken: {}", called.len(), describe(newest))
+            format!(
+                "{} {noun}s are called {name}; the {which} is taken: {}",
+                named_jobs.len(),
+                describe(newest)
+            )
         };
-        return Ok(Some(Chosen { id: id(newest), note: (called.len() > 1).then(note) }));
+        return Ok(Some(Chosen { id: id(newest), note: (named_jobs.len() > 1).then(note) }));
     }
     let has_prefix = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let matches: Vec<_> = jobs.iter().filter(has_prefix).collect();
@@ -158,9 +166,9 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name, |_| true, Several::TakeNewest)
-                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB.noun, JOB.list, names(), name)))
-            {
+            match choose(JOB, &jobs, name, |_| true, Several::TakeNewest).and_then(|job| {
+                job.ok_or_else(|| unknown_name_message(JOB.noun, JOB.list_command, names(), name))
+            }) {
                 Ok(Chosen { id, note }) => {
                     assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }

@@ -1,4 +1,4 @@
-//! Requests whose responses decide about irreversible actions. [`Api::find`] distinguishes "does not exist" from "could not be read", and
+//! Requests for commands that cannot undo their next action. [`Api::find`] distinguishes "does not exist" from "could not be read", and
 //! [`Api::post_once`] may send a request several times, but the server carries it out once.
 
 use super::{Api, Outage, read_problem};

@@ -45,7 +45,8 @@ impl Stream {
 }
 
 impl Api {
-    /// Opens a job's stream after event `since`. Uses the same client as other requests, because that client uses the proxy.
+    /// Opens the stream of a job's events after the event with the number `since`. Uses the same client as other requests, because
+    /// that client uses the proxy.
     ///
     /// # Errors
     /// The server is unreachable.

@@ -1,6 +1,6 @@
 //! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
-use super::known::Remote;
+use super::known::RemoteFile;
 use crate::cli::{file::partial_path, usage_error, with_causes};
 use anyhow::anyhow;
 use futures_util::StreamExt as _;
@@ -70,7 +70,7 @@ impl From<io::Error> for Failure {
 pub(crate) async fn download(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
@@ -107,7 +107,7 @@ pub(crate) async fn download(
 }
 
 /// Whether the file is complete and has the right checksum.
-fn is_complete(path: &Path, remote: &Remote) -> Result<bool, Failure> {
+fn is_complete(path: &Path, remote: &RemoteFile) -> Result<bool, Failure> {
     match File::open(path) {
         Ok(mut file) => Ok(file.metadata()?.len() == remote.bytes && sha256(&mut file)? == remote.sha256),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -119,13 +119,13 @@ fn is_complete(path: &Path, remote: &Remote) -> Result<bool, Failure> {
 async fn receive(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     file: &mut File,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), Failure> {
-    let mut max_size = file.metadata()?.len();
-    if max_size > remote.bytes {
-        max_size = 0;
+    let mut longest_size = file.metadata()?.len();
+    if longest_size > remote.bytes {
+        longest_size = 0;
         file.set_len(0)?;
     }
     let mut failed_attempts = 0;
@@ -146,8 +146,8 @@ async fn receive(
         }
         // A server without range requests sends the file from the beginning each time, so only bytes beyond the previous maximum count as
         // progress.
-        failed_attempts = if size > max_size { 0 } else { failed_attempts + 1 };
-        max_size = max_size.max(size);
+        failed_attempts = if size > longest_size { 0 } else { failed_attempts + 1 };
+        longest_size = longest_size.max(size);
         if failed_attempts >= MAX_ATTEMPTS {
             return Err(Failure::Unreachable(why));
         }
@@ -159,7 +159,7 @@ async fn receive(
 async fn receive_once(
     client: &Client,
     url: &str,
-    remote: &Remote,
+    remote: &RemoteFile,
     file: &mut File,
     start: u64,
     progress: &(dyn Fn(u64) + Sync),

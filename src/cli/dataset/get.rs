@@ -3,7 +3,7 @@
 use super::{
     describe,
     download::download,
-    known::{KNOWN, Known, Remote},
+    known::{KNOWN, KnownDataset, RemoteFile},
     register_as,
 };
 use crate::cli::{api::ServerArgs, block_on, file::partial_path, output, usage_error};
@@ -47,12 +47,12 @@ pub(crate) struct Args {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
     let known = known.ok_or_else(|| usage_error(format!("no dataset {} is known", args.name)))?;
-    let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
+    let folder = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
-    let to: PathBuf = to.components().collect();
+    let folder: PathBuf = folder.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
-    fetch(&known, base, &to)?;
-    let path = lockstep_data::canonical(&to)?;
+    fetch(&known, base, &folder)?;
+    let path = lockstep_data::canonical(&folder)?;
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;
@@ -65,25 +65,27 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         );
         return output::print(args.server.json, &value, text);
     }
-    let dataset = block_on(register_as(&api, known.name, &path, false))?;
+    let is_private = false;
+    let dataset = block_on(register_as(&api, known.name, &path, is_private))?;
     let text = format!("{}: {}", dataset.name, describe(&dataset.info));
     output::print(args.server.json, &dataset, text)
 }
 
-/// Puts all of the dataset's files into `to`, or none. Until all files are complete, they are in a folder next to `to`.
-fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
-    if to.exists() {
-        let missing: Vec<_> = known.file_names().filter(|name| !to.join(name).is_file()).collect();
+/// Puts all of the dataset's files into the new folder `target`, or none. Until all files are complete, they are in a folder next to
+/// `target`.
+fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> {
+    if target.exists() {
+        let missing: Vec<_> = known.file_names().filter(|name| !target.join(name).is_file()).collect();
         if missing.is_empty() {
             return Ok(());
         }
         return Err(usage_error(format!(
             "{} exists already but has no {}: move it away, or give another folder with --to",
-            to.display(),
+            target.display(),
             missing.join(", ")
         )));
     }
-    let work = partial_path(to);
+    let work = partial_path(target);
     let failed = |path: &Path, e: io::Error| anyhow!("{}: {e}", path.display());
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
@@ -95,11 +97,11 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     let mut finished_bytes = 0;
     for file in known.files {
         let url = format!("{base}{}", file.name);
-        let target = work.join(file.name);
+        let path = work.join(file.name);
         block_on(async {
             let progress = |bytes: u64| bar.set_position(finished_bytes + bytes);
-            let result = download(&client, &url, file, &target, &progress).await;
-            result.map_err(|failure| failure.explain(to, &describe_manual_download(known, &base, &work)))
+            let result = download(&client, &url, file, &path, &progress).await;
+            result.map_err(|failure| failure.explain(target, &describe_manual_download(known, &base, &work)))
         })?;
         finished_bytes += file.bytes;
     }
@@ -118,17 +120,17 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
         fs::write(complete.join("classes.txt"), names).map_err(|e| failed(&complete, e))?;
     }
     File::open(&complete).and_then(|folder| folder.sync_all()).map_err(|e| failed(&complete, e))?;
-    fs::rename(&complete, to).map_err(|e| failed(to, e))?;
+    fs::rename(&complete, target).map_err(|e| failed(target, e))?;
     fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
 }
 
-/// Copies a checked file, or the members of an archive, into `folder`.
-fn copy_or_unpack(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
+/// Copies the checked file at `path`, or its members if it is an archive, into `folder`.
+fn copy_or_unpack(file: &RemoteFile, path: &Path, folder: &Path) -> io::Result<()> {
     if file.members.is_empty() {
-        return fs::hard_link(from, folder.join(file.name))
-            .or_else(|_| fs::copy(from, folder.join(file.name)).map(drop));
+        return fs::hard_link(path, folder.join(file.name))
+            .or_else(|_| fs::copy(path, folder.join(file.name)).map(drop));
     }
-    let mut archive = tar::Archive::new(GzDecoder::new(File::open(from)?));
+    let mut archive = tar::Archive::new(GzDecoder::new(File::open(path)?));
     let mut missing = file.members.to_vec();
     for entry in archive.entries()? {
         let entry = entry?;
@@ -169,7 +171,7 @@ pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
 }
 
 /// Returns the advice for a machine without a network.
-fn describe_manual_download(known: &Known, base: &str, work: &Path) -> String {
+fn describe_manual_download(known: &KnownDataset, base: &str, work: &Path) -> String {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \

@@ -74,11 +74,11 @@ pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
 ///
 /// # Errors
 /// See [`run`].
-pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
+pub(super) fn copy(path: &Path, target: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
     let per_second = (1000 / UPDATE_INTERVAL.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
     bar.set_style(output::bar_style("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left"));
-    let prepared = lockstep_data::prepare(path, to, settings, |progress| {
+    let prepared = lockstep_data::prepare(path, target, settings, |progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
     });
@@ -86,20 +86,23 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
     prepared.map_err(|e| usage_error(e.to_string()))
 }
 
-/// Prints what the copy contains.
-pub(super) fn report(to: &Path, prepared: &Prepared) -> anyhow::Result<()> {
+/// Prints what the copy in the folder `target` contains.
+pub(super) fn report(target: &Path, prepared: &Prepared) -> anyhow::Result<()> {
     let splits: Vec<_> = prepared
         .splits
         .iter()
         .map(|(name, pictures)| format!("{pictures} {}", output::one_line(name)))
         .collect();
-    let kept = match prepared.kept_shards {
+    let earlier_shards = match prepared.kept_shards {
         0 => String::new(),
-        kept => format!(", {kept} of them from an earlier run"),
+        count => format!(", {count} of them from an earlier run"),
     };
-    let (folder, mb) = (to.display(), prepared.bytes.div_ceil(1_000_000));
+    let (folder, mb) = (target.display(), prepared.bytes.div_ceil(1_000_000));
     let shards = plural(prepared.shards, "shard");
-    output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
+    output::line(format_args!(
+        "{folder}: {} pictures in {shards}{earlier_shards}; {mb} MB",
+        splits.join(", ")
+    ))?;
     for broken in prepared.broken.iter().take(MAX_BROKEN_FILES) {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("left out: {file}: {detail}"))?;

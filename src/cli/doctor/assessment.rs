@@ -60,25 +60,26 @@ pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<
     if facts_a.gpus.is_empty() || facts_b.gpus.is_empty() {
         return findings;
     }
-    let shown = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
+    let format_version = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
     if facts_a.nccl != facts_b.nccl || facts_a.nccl.is_none() {
         findings.push(finding(
             "NCCL",
             Grade::Problem,
-            format!("{} on {name_a}, {} on {name_b}", shown(&facts_a.nccl), shown(&facts_b.nccl)),
+            format!("{} on {name_a}, {} on {name_b}", format_version(&facts_a.nccl), format_version(&facts_b.nccl)),
             "Install the same version on both machines (pip install nvidia-nccl-cu13==VERSION): different versions of NCCL refuse each \
              other or hang.",
         ));
     }
     if facts_a.driver != facts_b.driver {
-        let branch =
-            |version: &Option<String>| shown(version).split('.').next().unwrap_or_default().to_owned();
+        let branch = |version: &Option<String>| {
+            format_version(version).split('.').next().unwrap_or_default().to_owned()
+        };
         let is_same_branch = branch(&facts_a.driver) == branch(&facts_b.driver);
         let grade = if is_same_branch { Grade::Note } else { Grade::Problem };
         findings.push(finding(
             "GPU driver",
             grade,
-            format!("{} on {name_a}, {} on {name_b}", shown(&facts_a.driver), shown(&facts_b.driver)),
+            format!("{} on {name_a}, {} on {name_b}", format_version(&facts_a.driver), format_version(&facts_b.driver)),
             "Install the same driver on both machines: each driver chooses and compiles kernels, which may differ in speed and rounding.",
         ));
     }

@@ -35,19 +35,22 @@ pub(super) struct Pair {
     pub(super) findings: Vec<Finding>,
 }
 
-fn value_or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
+fn value_or_error<T: Serialize, S: Serializer>(
+    result: &Result<T, String>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     match result {
-        Ok(value) => value.serialize(to),
-        Err(error) => serde_json::json!({ "error": error }).serialize(to),
+        Ok(value) => value.serialize(serializer),
+        Err(error) => serde_json::json!({ "error": error }).serialize(serializer),
     }
 }
 
 fn optional_value_or_error<T: Serialize, S: Serializer>(
     result: &Option<Result<T, String>>,
-    to: S,
+    serializer: S,
 ) -> Result<S::Ok, S::Error> {
     match result {
-        Some(result) => value_or_error(result, to),
-        None => to.serialize_none(),
+        Some(result) => value_or_error(result, serializer),
+        None => serializer.serialize_none(),
     }
 }

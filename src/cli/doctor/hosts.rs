@@ -1,5 +1,5 @@
 //! `lockstep doctor --hosts`: checks several machines and the links between them. SSH starts `lockstep doctor --peer` on each machine, and
-//! this process tells each machine to which other machines it connects.
+//! this process orders the machines to measure the links to each other.
 
 use super::{
     super::{
@@ -122,8 +122,9 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     let mut measured: Vec<(usize, usize, Pair)> = Vec::new();
     for round in rounds(responding.len()) {
         let pairs: Vec<_> = std::thread::scope(|scope| {
-            let measure = |(a, b): (usize, usize)| (a, b, measure_pair(responding[a], responding[b]));
-            let threads: Vec<_> = round.into_iter().map(|pair| scope.spawn(move || measure(pair))).collect();
+            let measure_indexes = |(a, b): (usize, usize)| (a, b, measure_pair(responding[a], responding[b]));
+            let threads: Vec<_> =
+                round.into_iter().map(|pair| scope.spawn(move || measure_indexes(pair))).collect();
             threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
         });
         measured.extend(pairs);
@@ -148,6 +149,7 @@ fn rounds(count: usize) -> Vec<Vec<(usize, usize)>> {
     (0..seats).map(round).collect()
 }
 
+/// Measures the link between two machines. [`assess`] later sets the pair's grade, clocks and findings.
 fn measure_pair((a, machine_a): (&str, &Connected), (b, machine_b): (&str, &Connected)) -> Pair {
     // The locks are free, because no other pair of this round uses these machines.
     let (mut remote_a, mut remote_b) = (machine_a.lock(), machine_b.lock());
@@ -202,8 +204,8 @@ fn measure_link(remote: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, 
             break;
         }
         // If a repetition fails, the earlier measurement is kept.
-        let Ok(next) = probe(remote, to) else { break };
-        best = best.best(next);
+        let Ok(repetition) = probe(remote, to) else { break };
+        best = best.best(repetition);
     }
     Ok(best)
 }

@@ -146,7 +146,7 @@ impl Remote {
         response
     }
 
-    /// Closes the machine's standard input, after which it accepts no orders.
+    /// Closes the standard input of the machine's process, after which no order can be sent.
     pub(super) fn close(&mut self) {
         self.stdin = None;
     }

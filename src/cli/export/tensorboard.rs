@@ -52,6 +52,7 @@ struct Run {
     /// Whether the job has ended, so that the files are complete.
     #[serde(skip)]
     has_ended: bool,
+    /// The file of each rank.
     #[serde(skip)]
     files: BTreeMap<u32, RankFile>,
 }
@@ -119,7 +120,7 @@ impl Run {
         let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
         let mut attempts: Vec<AttemptTimes> =
             api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
-        // A run that another program has logged has one attempt, which is not in the list.
+        // A run from elsewhere has one attempt, which is not in the list.
         if attempts.is_empty()
             && let Some(started_at) = job.started_at
         {
@@ -178,15 +179,15 @@ struct RankFile {
 }
 
 impl RankFile {
-    /// Creates the file, which starts with the specification of the job `settings` if given. `start` is in seconds since 1970.
-    fn create(folder: &Path, settings: Option<&Job>, start: f64) -> io::Result<Self> {
+    /// Creates the file. If `job` is given, the file begins with the job's settings. `start` is in seconds since 1970.
+    fn create(folder: &Path, job: Option<&Job>, start: f64) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         // TensorBoard must not read the unfinished file as an event file.
         let partial = folder.join("lockstep.part");
         let mut out = BufWriter::new(File::create(&partial)?);
         let version = Event { wall_time: start, file_version: Some(FILE_VERSION.into()), ..Event::default() };
         version.write(&mut out)?;
-        if let Some(job) = settings {
+        if let Some(job) = job {
             let settings = match &job.external {
                 Some(run) => run.config.clone().into(),
                 // Converted through text, so that a 32-bit 0.1 stays 0.1.
@@ -296,8 +297,9 @@ impl Clock {
 
     fn time_of(&self, point: Point) -> f64 {
         let Some(span) = self.0.get(&point.attempt) else { return self.start() };
-        let (done, total) = (point.step - span.first_step + 1, span.last_step - span.first_step + 1);
-        span.start + (span.end - span.start) * (done as f64 / total as f64)
+        let (steps_done, step_count) =
+            (point.step - span.first_step + 1, span.last_step - span.first_step + 1);
+        span.start + (span.end - span.start) * (steps_done as f64 / step_count as f64)
     }
 }
 
@@ -346,9 +348,9 @@ mod tests {
             values.map(|value| (value.tag.clone(), value.simple_value.unwrap())).collect::<Vec<_>>()
         };
         assert_eq!(values(&events[1]), [("loss".to_owned(), 11.0)]);
-        let of_step_4 = values(&events[4]);
-        assert_eq!(of_step_4[0], ("loss".to_owned(), 24.0));
-        assert!(of_step_4[1].0 == "val_accuracy" && of_step_4[1].1.is_nan(), "{of_step_4:?}");
+        let values = values(&events[4]);
+        assert_eq!(values[0], ("loss".to_owned(), 24.0));
+        assert!(values[1].0 == "val_accuracy" && values[1].1.is_nan(), "{values:?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
     }
 

@@ -142,7 +142,8 @@ fn parse_point(line: &str) -> Option<(i64, f64, i64)> {
     Some((at, value, step))
 }
 
-/// Reads all files in a folder. Returns their paths in the folder, because names may have slashes, and their contents.
+/// Reads all files in a folder. Returns the contents of the files, each with the file's path in the folder: a name of a
+/// metric, parameter or tag may have slashes.
 fn read_texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let mut paths = Vec::new();
     collect_files(folder, &mut paths)?;

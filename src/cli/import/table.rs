@@ -129,7 +129,8 @@ fn make_runs(file: &str, identity: &str, table: &Table) -> anyhow::Result<Vec<Ru
     let (step_column, time_column) = (find_first(&STEP_COLUMNS), find_first(&TIME_COLUMNS));
     let (run_column, rank_column) = (find_first(&RUN_COLUMNS), find("rank"));
     let not_metrics = [step_column, time_column, run_column, rank_column];
-    // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`.
+    // One value per row, as in the output of `lockstep export parquet` and `lockstep metrics --csv`. If `metric` is the column of metrics,
+    // `name` is the column of the runs' names.
     let value_column = find("value");
     let has_value_and_step = value_column.is_some() && step_column.is_some();
     let metric_column = find("metric").or_else(|| find("name")).filter(|_| has_value_and_step);

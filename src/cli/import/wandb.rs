@@ -147,7 +147,7 @@ pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     if let Ok(inner) = sorted_entries(&root.join("wandb")) {
         folders.extend(inner);
     }
-    // `latest-run` is a link to another folder in the list.
+    // Resolved paths in a set, because `latest-run` is a link to another folder in the list.
     let mut files = BTreeSet::<PathBuf>::new();
     for folder in folders.iter().filter(|folder| folder.is_dir()) {
         let logs = sorted_entries(folder)?

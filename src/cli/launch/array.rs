@@ -158,7 +158,7 @@ fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value
     output::line(batch.script(args, hosts, device, &folder)?)
 }
 
-/// The jobs, and the array whose tasks run their agents, in the same order.
+/// A job array in Slurm. The task with the index `i` runs the agents of the job of `launches[i]`.
 struct Array {
     launches: Vec<Launch>,
     /// Tag of the jobs: the sweep's id.

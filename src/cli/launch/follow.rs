@@ -17,11 +17,11 @@ use std::{
 };
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Number of bytes at the end of a log in which [`Launched::last_line`] searches.
+/// Number of bytes at the end of a log in which [`LauncherProcess::last_line`] searches.
 const TAIL_BYTES: u64 = 4096;
 
 /// A process on which agents depend. It has its own process group and writes into a file, so Ctrl-C ends only this command.
-pub(super) struct Launched {
+pub(super) struct LauncherProcess {
     /// Name of the machine, or of the program.
     label: String,
     child: Child,
@@ -29,7 +29,7 @@ pub(super) struct Launched {
     status: Option<ExitStatus>,
 }
 
-impl Launched {
+impl LauncherProcess {
     /// Starts a process and writes `input` to it.
     ///
     /// # Errors
@@ -55,7 +55,7 @@ impl Launched {
         self.status
     }
 
-    /// Whether the process has not exited. [`Launched::take_exit`] does not return an exit that this call has seen.
+    /// Whether the process has not exited. [`LauncherProcess::take_exit`] does not return an exit that this call has seen.
     fn is_running(&mut self) -> bool {
         self.take_exit();
         self.status.is_none()
@@ -70,7 +70,7 @@ impl Launched {
     }
 }
 
-/// Describes the exit of a launched process (label, status, last line) in a sentence.
+/// Describes the exit of a [`LauncherProcess`] (label, status, last line) in a sentence.
 pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
 
 /// Shows the job until it ends, or with `--detach` until the agents are online.
@@ -79,22 +79,22 @@ pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
 /// A process exits with an error before the job has started, all processes exit before the job ends, or the job does not succeed.
 pub(super) async fn follow(
     launch: &Launch,
-    mut launched: Vec<Launched>,
+    mut processes: Vec<LauncherProcess>,
     explain: Explain,
 ) -> anyhow::Result<()> {
     let logs = launch.create_folder()?;
     output::warn(format_args!("the agents' logs are in {}", logs.display()));
     if launch.args.detach {
-        return wait_until_online(launch, &mut launched, explain).await;
+        return wait_until_online(launch, &mut processes, explain).await;
     }
     watch::announce(&launch.job);
     let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let result = tokio::select! {
         result = watching => result,
-        failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
+        failure = wait_for_failure(launch, &mut processes, explain) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
-        return if launched.iter_mut().any(Launched::is_running) {
+        return if processes.iter_mut().any(LauncherProcess::is_running) {
             // This command gave up on the unreachable server. The agents keep trying.
             result.map_err(|error| LaunchDetached(format!("{error:#}")).into())
         } else {
@@ -102,14 +102,14 @@ pub(super) async fn follow(
         };
     }
     let agents = async || {
-        anyhow::Ok(if launched.iter_mut().any(Launched::is_running) {
+        anyhow::Ok(if processes.iter_mut().any(LauncherProcess::is_running) {
             Agents::Running
         } else {
             Agents::Ended
         })
     };
     if !matches!(launch.wait_for_agents(agents).await?, AgentsEnd::Ended) {
-        let running = launched.iter().filter(|process| process.status.is_none());
+        let running = processes.iter().filter(|process| process.status.is_none());
         let labels: Vec<_> = running.map(|process| process.label.as_str()).collect();
         output::warn(format_args!(
             "the agents started on {} are still running; see {}",
@@ -120,16 +120,20 @@ pub(super) async fn follow(
     result
 }
 
-/// Waits until the launched processes can no longer run the job, and returns the reason.
-async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
+/// Waits until the agents of these processes can no longer run the job, and returns the reason.
+async fn wait_for_failure(
+    launch: &Launch,
+    processes: &mut [LauncherProcess],
+    explain: Explain,
+) -> anyhow::Error {
     loop {
-        for index in 0..launched.len() {
-            let Some(status) = launched[index].take_exit() else { continue };
+        for index in 0..processes.len() {
+            let Some(status) = processes[index].take_exit() else { continue };
             // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
-                    let explanation = explain(&launched[index].label, status, &launched[index].last_line());
+                    let explanation = explain(&processes[index].label, status, &processes[index].last_line());
                     return LaunchDetached(format!("{explanation}; the job's state is unknown: {error}"))
                         .into();
                 }
@@ -137,9 +141,9 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
             if job.state.is_final() {
                 continue;
             }
-            let explanation = explain(&launched[index].label, status, &launched[index].last_line());
-            let is_last = launched.iter().all(|process| process.status.is_some());
-            let can_continue = launch.can_run_with(&job, running_slots(launch, launched));
+            let explanation = explain(&processes[index].label, status, &processes[index].last_line());
+            let is_last = processes.iter().all(|process| process.status.is_some());
+            let can_continue = launch.can_run_with(&job, running_slots(launch, processes));
             if !status.success() && launch.never_ran(&job) && !can_continue {
                 return anyhow::anyhow!(explanation);
             }
@@ -161,13 +165,13 @@ async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: E
 /// the agents have failed.
 async fn wait_until_online(
     launch: &Launch,
-    launched: &mut [Launched],
+    processes: &mut [LauncherProcess],
     explain: Explain,
 ) -> anyhow::Result<()> {
     let mut outage = Outage::default();
     loop {
-        match poll_online(launch, launched, explain).await {
-            Ok(Some(done)) => return done,
+        match poll_online(launch, processes, explain).await {
+            Ok(Some(outcome)) => return outcome,
             Ok(None) => outage.report_restored(|text| output::warn(text)),
             Err(error) if error.is::<WrongRequest>() => return Err(error),
             Err(error) => outage.report_lost(error, |text| output::warn(text)).map_err(|error| {
@@ -187,17 +191,17 @@ async fn wait_until_online(
 /// The server does not respond, or refuses the request.
 async fn poll_online(
     launch: &Launch,
-    launched: &mut [Launched],
+    processes: &mut [LauncherProcess],
     explain: Explain,
 ) -> anyhow::Result<Option<anyhow::Result<()>>> {
     let job = read_job(launch).await?;
     if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
-    for index in 0..launched.len() {
-        let Some(status) = launched[index].take_exit() else { continue };
-        let explanation = explain(&launched[index].label, status, &launched[index].last_line());
-        if !launch.can_run_with(&job, running_slots(launch, launched)) {
+    for index in 0..processes.len() {
+        let Some(status) = processes[index].take_exit() else { continue };
+        let explanation = explain(&processes[index].label, status, &processes[index].last_line());
+        if !launch.can_run_with(&job, running_slots(launch, processes)) {
             return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }
         output::warn(explanation);
@@ -208,27 +212,28 @@ async fn poll_online(
     let is_online = |name: &str| {
         agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
     };
-    let has_ended = |index: usize| has_process_per_node(launch, launched) && launched[index].status.is_some();
+    let has_ended =
+        |index: usize| has_process_per_node(launch, processes) && processes[index].status.is_some();
     let mut nodes = launch.bundle.nodes.iter().enumerate();
     Ok(nodes.all(|(index, node)| has_ended(index) || is_online(&node.name)).then_some(Ok(())))
 }
 
 /// Whether the processes correspond to the nodes one to one, in the same order, as with SSH.
-fn has_process_per_node(launch: &Launch, launched: &[Launched]) -> bool {
-    launched.len() == launch.bundle.nodes.len()
+fn has_process_per_node(launch: &Launch, processes: &[LauncherProcess]) -> bool {
+    processes.len() == launch.bundle.nodes.len()
 }
 
 /// Returns the number of slots of the agents whose processes still run. Returns 0 if one process starts several agents.
-fn running_slots(launch: &Launch, launched: &[Launched]) -> u32 {
-    let running = launched.iter().zip(&launch.bundle.nodes).filter(|(process, _)| process.status.is_none());
-    if has_process_per_node(launch, launched) { running.map(|(_, node)| node.slots).sum() } else { 0 }
+fn running_slots(launch: &Launch, processes: &[LauncherProcess]) -> u32 {
+    let running = processes.iter().zip(&launch.bundle.nodes).filter(|(process, _)| process.status.is_none());
+    if has_process_per_node(launch, processes) { running.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
 /// Shows a job whose agents another system runs, until the job is over and its agents may be ended, or until `early_end` returns because
 /// that system has ended the agents. Also returns whether the agents may be ended. A long outage of the server does not end training.
 ///
-/// `agents` returns the state of the agents of a job with this final state, or of a job that is not over. `how_to_end` says that the
-/// agents continue, and how to end them.
+/// `agents` returns the state of the job's agents. Its argument is the job's final state, or `None` if the job is not over. `how_to_end`
+/// says that the agents continue, and how to end them.
 ///
 /// # Errors
 /// The agents continue.

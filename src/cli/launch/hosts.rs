@@ -277,13 +277,13 @@ mod tests {
             let backwards: Vec<_> = (0..devices).rev().collect();
             assert!(hosts.iter().all(|host| host.devices == backwards && host.slots == Some(devices)));
         }
-        let mut turns = table(2, 2);
-        for (machine, first) in turns.machines.iter_mut().zip(0..) {
+        let mut alternating = table(2, 2);
+        for (machine, first) in alternating.machines.iter_mut().zip(0..) {
             for (device, n) in machine.devices.iter_mut().zip(0..) {
                 device.rank = 2 * n + first;
             }
         }
-        let error = from_rank_table(&turns).unwrap_err();
+        let error = from_rank_table(&alternating).unwrap_err();
         assert!(error.contains("rank 2 is on host-1") && error.contains("train --rank-table"), "{error}");
     }
 

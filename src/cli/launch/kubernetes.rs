@@ -99,7 +99,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     result
 }
 
-/// Returns the state of the agents of a job with this final state, or of a job that is not over.
+/// Returns the state of the job's agents. `state` is the job's final state, or `None` if the job is not over.
 async fn find_agents(cluster: &Cluster, name: &str, state: Option<JobState>) -> anyhow::Result<Agents> {
     let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Agents::Ended) };
     let (is_over, has_pods) = (words::describe_end(&job).is_some(), words::has_pods(&job));

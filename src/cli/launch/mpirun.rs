@@ -4,7 +4,7 @@
 use super::{
     Args, Launch,
     bundle::Limit,
-    follow::{Launched, follow},
+    follow::{LauncherProcess, follow},
     hosts::Host,
     node::BUNDLE_VARIABLE,
 };
@@ -44,8 +44,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let mut command = command(&launch.args, &launch.hosts);
     command.env(BUNDLE_VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.create_folder()?.join("mpirun.log");
-    let launched = Launched::start("mpirun", command, &[], &log)?;
-    follow(launch, vec![launched], explain).await
+    let process = LauncherProcess::start("mpirun", command, &[], &log)?;
+    follow(launch, vec![process], explain).await
 }
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {

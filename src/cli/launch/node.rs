@@ -170,7 +170,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
                 )
             })
         }
-        done => done,
+        result => result,
     }
 }
 
@@ -206,17 +206,17 @@ mod tests {
 
     #[test]
     fn a_process_finds_its_node() {
-        let with = |name: &'static str, value: &'static str| {
+        let index_with = |name: &'static str, value: &'static str| {
             find_index(&bundle(3), move |variable| (variable == name).then(|| value.to_owned()))
         };
-        assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
-        assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
-        assert_eq!(with("JOB_COMPLETION_INDEX", "1"), Ok(1));
+        assert_eq!(index_with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
+        assert_eq!(index_with("SLURM_PROCID", "0"), Ok(0));
+        assert_eq!(index_with("JOB_COMPLETION_INDEX", "1"), Ok(1));
         // Found by the machine's name, even if Slurm has sorted the list.
-        assert_eq!(with("SLURMD_NODENAME", "host-2"), Ok(2));
-        assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("set one of"));
-        assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
-        assert!(with("OTHER", "1").unwrap_err().contains("set one of"));
+        assert_eq!(index_with("SLURMD_NODENAME", "host-2"), Ok(2));
+        assert!(index_with("SLURMD_NODENAME", "host-9").unwrap_err().contains("set one of"));
+        assert!(index_with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
+        assert!(index_with("OTHER", "1").unwrap_err().contains("set one of"));
         assert_eq!(find_index(&bundle(1), |_| None), Ok(0));
     }
 

@@ -161,7 +161,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     result
 }
 
-/// Returns the state of the agents in Slurm's job with this unfinished state. Slurm's job may wait for machines, or have been requeued.
+/// Returns the state of the agents from `state`, the unfinished state of Slurm's job. Slurm's job is pending while it waits for machines,
+/// at first or after it was requeued.
 pub(super) fn agents_in(state: &str) -> Agents {
     if state.starts_with("PENDING") { Agents::Idle } else { Agents::Running }
 }
@@ -255,17 +256,17 @@ pub(super) fn unfinished_tasks(id: &str) -> Option<BTreeMap<usize, String>> {
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
 async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
-    let mut printed = String::new();
+    let mut printed_state = String::new();
     loop {
         let state = unfinished_state(id);
         if let Some(state) = &state
-            && *state != printed
+            && *state != printed_state
         {
             output::warn(format_args!("Slurm's job {id}: {state}"));
-            printed.clone_from(state);
+            printed_state.clone_from(state);
         }
         if state.is_none() {
-            // The display of Lockstep's job reports its end.
+            // Lockstep's job may end at the same time, which the display of the job reports.
             tokio::time::sleep(POLL_INTERVAL).await;
             if let Ok(job) = read_job(launch).await
                 && !job.state.is_final()

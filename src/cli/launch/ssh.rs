@@ -3,7 +3,7 @@
 use super::{
     Args, Bundle, Launch,
     bundle::AGENT_LIMIT,
-    follow::{Launched, follow},
+    follow::{LauncherProcess, follow},
     hosts::Host,
     quote,
 };
@@ -40,14 +40,15 @@ fn without_brackets(host: &str) -> String {
 /// See [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.create_folder()?;
-    let mut launched = Vec::new();
+    let mut processes = Vec::new();
     for (host, node) in launch.hosts.iter().zip(&launch.bundle.nodes) {
         let bundle = Bundle { nodes: vec![node.clone()], ..launch.bundle.clone() };
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
-        launched.push(Launched::start(&host.name, command, bundle.to_json(&AGENT_LIMIT)?.as_bytes(), &log)?);
+        let text = bundle.to_json(&AGENT_LIMIT)?;
+        processes.push(LauncherProcess::start(&host.name, command, text.as_bytes(), &log)?);
     }
-    follow(launch, launched, explain).await
+    follow(launch, processes, explain).await
 }
 
 fn explain(host: &str, status: ExitStatus, last: &str) -> String {

@@ -81,7 +81,7 @@ fn row(group: &Group) -> [String; 5] {
         let n = if summary.n == group.jobs { String::new() } else { format!(" (n = {})", summary.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
-    // Groups are sorted by their best job.
+    // With `--sort best`, groups are sorted by their best job, so its value is printed beside the mean.
     let several = group.metrics.get("best").filter(|summary| summary.n > 1);
     let best = several.and_then(|summary| summary.max);
     let best = best.map(|best| format!(", best {:.2} %", 100.0 * best)).unwrap_or_default();

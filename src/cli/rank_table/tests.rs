@@ -47,8 +47,9 @@ fn ranks_are_placed_by_the_table() {
         table["server_list"][s]["device"][d]["rank_id"] = json!(rank);
     }
     let table = parse(&table).unwrap();
-    let of = |m: usize| table.machines[m].devices.iter().map(|d| (d.rank, d.device)).collect::<Vec<_>>();
-    assert_eq!((of(0), of(1)), (vec![(0, 1), (2, 0)], vec![(1, 1), (3, 0)]));
+    let devices_of =
+        |m: usize| table.machines[m].devices.iter().map(|d| (d.rank, d.device)).collect::<Vec<_>>();
+    assert_eq!((devices_of(0), devices_of(1)), (vec![(0, 1), (2, 0)], vec![(1, 1), (3, 0)]));
     assert_eq!(
         table.machine_of(2).map(|(machine, local)| (machine.address.as_str(), local)),
         Some(("10.0.0.1", 1))

@@ -5,7 +5,7 @@ mod nodelist;
 mod table;
 
 pub(super) use mindspore::is_scheduler;
-pub(super) use table::{RANK_TABLE, Ranks, rank_of_table, ranks_of_machine};
+pub(super) use table::{MachineRanks, RANK_TABLE, rank_of_table, ranks_of_machine};
 
 use lockstep_protocol::agent::StartAttempt;
 use nodelist::{first_node, tasks_of};
@@ -37,8 +37,8 @@ pub(super) struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// The secret is `LOCKSTEP_SECRET`. Without this variable it is `run`, a text that is the same for all ranks of the run, with the
-    /// address.
+    /// Creates a rendezvous whose secret is `LOCKSTEP_SECRET`. Without this variable, the secret is the address with `run`, a text that is
+    /// the same for all ranks of the run.
     fn new(variable: &impl Fn(&str) -> Option<String>, run: &str, addr: String, port: u16) -> Self {
         let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{run}/{addr}/{port}"));
         Self { addr, port, secret }
@@ -210,18 +210,18 @@ mod tests {
             ("SLURM_STEP_TASKS_PER_NODE", "2(x2)"),
         ];
         assert!(detect_with(&step).unwrap_err().contains("MASTER_ADDR"));
-        let mut more = step.to_vec();
-        more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
-        let launched = detect_with(&more).unwrap().unwrap();
+        let mut addressed = step.to_vec();
+        addressed.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
+        let launched = detect_with(&addressed).unwrap().unwrap();
         assert_eq!((launched.rank, launched.local_ranks, launched.rendezvous.secret.as_str()), (3, 2, "s"));
         // Some machines have fewer ranks than others.
-        let of_node = |node: &str| {
-            let mut more = more.clone();
-            more[4].1 = "2(x2),1";
-            more.push(("SLURM_NODEID", node));
-            detect_with(&more).unwrap().unwrap().local_ranks
+        let local_ranks = |node: &str| {
+            let mut variables = addressed.clone();
+            variables[4].1 = "2(x2),1";
+            variables.push(("SLURM_NODEID", node));
+            detect_with(&variables).unwrap().unwrap().local_ranks
         };
-        assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
+        assert_eq!([local_ranks("0"), local_ranks("1"), local_ranks("2")], [2, 2, 1]);
         // Without MASTER_ADDR, rank 0 is on the first machine of the step.
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));

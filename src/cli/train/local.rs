@@ -30,12 +30,17 @@ const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
 
 /// The outcome of training.
 pub(super) enum Outcome {
-    /// `accuracy` is the accuracy of the last validation (0 to 1) and its number of pictures, `step` the last step, and
-    /// `best_note` a text about the best checkpoint.
-    Succeeded { accuracy: Option<(f64, u64)>, step: u64, best_note: Option<String> },
+    Succeeded {
+        /// Accuracy of the last validation (0 to 1), and its number of pictures. `None` without validation.
+        accuracy: Option<(f64, u64)>,
+        /// The last step.
+        step: u64,
+        /// The end of a sentence about the checkpoints, which names the best checkpoint if there is one.
+        best_note: Option<String>,
+    },
     /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
-    /// `is_retriable` says whether continuing may succeed.
+    /// Training failed. If `is_retriable`, training that continues from a checkpoint may succeed.
     Failed { reason: String, is_retriable: bool },
 }
 

@@ -3,11 +3,11 @@
 use super::{
     super::{rank_table::RankTable, usage_error},
     Args,
-    launcher::{self, LaunchedRank, Ranks},
+    launcher::{self, LaunchedRank, MachineRanks},
 };
 use std::path::Path;
 
-/// Environment variable that replaces `--rank-table`.
+/// Environment variable with the path of a rank table, in place of `--rank-table`.
 const TABLE_FILE: &str = "RANK_TABLE_FILE";
 
 /// The ranks that this process starts.
@@ -15,7 +15,7 @@ pub(super) enum StartedRanks {
     /// All ranks, each in a process of its own.
     All,
     /// The ranks of this machine, each in a process of its own.
-    Machine(Ranks),
+    Machine(MachineRanks),
     /// One rank, in this process.
     Rank(LaunchedRank),
 }

@@ -26,30 +26,34 @@ pub(crate) struct Behaviour {
 /// A server on a free port, and its requests: path, and the start of the range.
 pub(crate) struct Mirror {
     pub(crate) base: String,
-    seen: Arc<Mutex<Vec<(String, Option<usize>)>>>,
+    requests: Arc<Mutex<Vec<(String, Option<usize>)>>>,
 }
 
 impl Mirror {
     pub(crate) fn start(behaviour: Behaviour) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let base = format!("http://{}/data", listener.local_addr().unwrap());
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let requests = Arc::clone(&seen);
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let requests_of_thread = Arc::clone(&requests);
         // The thread runs until the test process ends.
         thread::spawn(move || {
             for connection in listener.incoming() {
-                respond(&mut connection.unwrap(), &behaviour, &requests);
+                respond(&mut connection.unwrap(), &behaviour, &requests_of_thread);
             }
         });
-        Self { base, seen }
+        Self { base, requests }
     }
 
     pub(crate) fn requested_starts(&self) -> Vec<Option<usize>> {
-        self.seen.lock().unwrap().iter().map(|(_, range)| *range).collect()
+        self.requests.lock().unwrap().iter().map(|(_, range)| *range).collect()
     }
 }
 
-fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(String, Option<usize>)>>) {
+fn respond(
+    connection: &mut TcpStream,
+    behaviour: &Behaviour,
+    requests: &Mutex<Vec<(String, Option<usize>)>>,
+) {
     let mut request = Vec::new();
     let mut byte = [0];
     while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).unwrap() == 1 {
@@ -61,9 +65,9 @@ fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(
         line.to_lowercase().strip_prefix("range: bytes=")?.strip_suffix('-')?.parse::<usize>().ok()
     });
     let index = {
-        let mut seen = seen.lock().unwrap();
-        seen.push((path.clone(), range));
-        seen.len() - 1
+        let mut requests = requests.lock().unwrap();
+        requests.push((path.clone(), range));
+        requests.len() - 1
     };
     let found = behaviour.files.iter().find(|(name, _)| path == format!("/data/{name}"));
     let (Some((_, body)), None) = (found, behaviour.status) else {
@@ -93,13 +97,13 @@ fn bytes(count: usize, seed: usize) -> Vec<u8> {
     (0..count).map(|i| (i * 31 + i / 251 + seed) as u8).collect()
 }
 
-fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> Remote {
+fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> RemoteFile {
     let sum = hex::encode(Sha256::digest(content));
-    Remote { name, bytes: content.len() as u64, sha256: sum.leak(), members }
+    RemoteFile { name, bytes: content.len() as u64, sha256: sum.leak(), members }
 }
 
-fn known(files: Vec<Remote>) -> Known {
-    Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
+fn known(files: Vec<RemoteFile>) -> KnownDataset {
+    KnownDataset { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
 }
 
 pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {

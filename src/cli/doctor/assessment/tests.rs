@@ -81,7 +81,7 @@ fn slow_directions_are_distinguished() {
 
 #[test]
 fn clock_differences_lead_to_notes_and_problems() {
-    let with = |ahead: f64, within: f64| {
+    let finding_with = |ahead: f64, within: f64| {
         let mut pair = pair(Ok(link(9.4, 0.1)), Ok(link(9.4, 0.1)));
         (pair.clock_ahead_ms, pair.clock_within_ms) = (Some(ahead), Some(within));
         found(&pair, 9.4).into_iter().next().map(|(what, grade, found)| {
@@ -89,14 +89,16 @@ fn clock_differences_lead_to_notes_and_problems() {
             (grade, found)
         })
     };
-    assert_eq!(with(1_000.0, 0.0), None);
-    assert_eq!(with(1_400.0, 500.0), None, "within the uncertainty");
-    assert!(with(1_001.0, 0.0).unwrap().1.contains("the clock of b is 1.0 s ahead of the clock of a"));
+    assert_eq!(finding_with(1_000.0, 0.0), None);
+    assert_eq!(finding_with(1_400.0, 500.0), None, "within the uncertainty");
     assert!(
-        with(-59_000.0, 0.0).unwrap()
+        finding_with(1_001.0, 0.0).unwrap().1.contains("the clock of b is 1.0 s ahead of the clock of a")
+    );
+    assert!(
+        finding_with(-59_000.0, 0.0).unwrap()
             == (Grade::Note, "the clock of a is 59.0 s ahead of the clock of b".into())
     );
-    assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
+    assert_eq!(finding_with(60_001.0, 0.0).unwrap().0, Grade::Problem);
     // The other direction has a smaller uncertainty.
     let mut uneven = pair(Ok(link(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..link(1.0, 0.2) }));
     assert_eq!(clock_difference(&uneven), Some((-7.0, 0.1)));

@@ -29,8 +29,8 @@ pub(super) fn parts(url: &str) -> anyhow::Result<Parts> {
         return Err(usage_error(format!("{url} has no runs")));
     }
     Ok(Box::new(runs.into_iter().map(move |(experiment, run)| {
-        let shown = format!("run {}", text(&run["info"], "run_id"));
-        (shown, block_on(server.read_run(&experiment, &run)).map(|run| vec![run]))
+        let label = format!("run {}", text(&run["info"], "run_id"));
+        (label, block_on(server.read_run(&experiment, &run)).map(|run| vec![run]))
     })))
 }
 

@@ -16,21 +16,22 @@ use std::{
     },
 };
 
-/// Longer than any request in these tests, and shorter than the time for which a launch waits out an outage.
+/// Time limit for a reaction to an agent's exit. Longer than any request in these tests, and shorter than the time for which a launch waits
+/// out an outage.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Closes the first `broken` connections, then responds like a server with this job and an agent `node`. Also counts connections.
 fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let count = Arc::new(AtomicUsize::new(0));
-    let (seen, job) = (Arc::clone(&count), job.to_string());
+    let connection_count = Arc::new(AtomicUsize::new(0));
+    let (counter, job) = (Arc::clone(&connection_count), job.to_string());
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let mut stream = stream.unwrap();
             let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
             let first = lines.next().and_then(Result::ok).unwrap_or_default();
-            if seen.fetch_add(1, Ordering::SeqCst) < broken {
+            if counter.fetch_add(1, Ordering::SeqCst) < broken {
                 continue;
             }
             lines.map_while(Result::ok).find(String::is_empty);
@@ -43,7 +44,7 @@ fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
             let _ = write!(stream, "{head}: {}\r\n\r\n{body}", body.len());
         }
     });
-    (url, count)
+    (url, connection_count)
 }
 
 fn job_in(state: &str, attempt: u32) -> Value {
@@ -62,10 +63,10 @@ fn launch_at(url: &str, job: &Value) -> Launch {
 }
 
 /// A process that ends like ssh after a broken connection.
-fn broken_ssh(dir: &Path) -> Launched {
+fn broken_ssh(dir: &Path) -> LauncherProcess {
     let mut command = Command::new("sh");
     command.args(["-c", "echo the connection broke >&2; exit 255"]);
-    Launched::start("node", command, &[], &dir.join("log")).unwrap()
+    LauncherProcess::start("node", command, &[], &dir.join("log")).unwrap()
 }
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {
@@ -76,14 +77,14 @@ fn explain(_: &str, status: ExitStatus, last: &str) -> String {
 async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let dir = tempfile::tempdir().unwrap();
     let job = job_in("running", 1);
-    let (url, count) = server(3, &job);
+    let (url, connection_count) = server(3, &job);
     let launch = launch_at(&url, &job);
-    let mut launched = [broken_ssh(dir.path())];
-    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut launched, explain)).await;
+    let mut processes = [broken_ssh(dir.path())];
+    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut processes, explain)).await;
     let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
-    assert!(count.load(Ordering::SeqCst) > 3, "requests were retried");
+    assert!(connection_count.load(Ordering::SeqCst) > 3, "requests were retried");
 }
 
 /// Without this agent, the other agent would wait for ranks that never come.
@@ -95,12 +96,13 @@ async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
         let launch = launch_at(&url, &job_in("restarting", began));
         let mut sleep = Command::new("sleep");
         sleep.arg("60");
-        let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
-        let mut launched = [broken_ssh(dir.path()), other];
+        let other = LauncherProcess::start("other", sleep, &[], &dir.path().join("other")).unwrap();
+        let mut processes = [broken_ssh(dir.path()), other];
         let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
-        let failure = tokio::time::timeout(patience, wait_for_failure(&launch, &mut launched, explain)).await;
-        launched[1].child.kill().unwrap();
-        launched[1].child.wait().unwrap();
+        let failure =
+            tokio::time::timeout(patience, wait_for_failure(&launch, &mut processes, explain)).await;
+        processes[1].child.kill().unwrap();
+        processes[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());
         assert_eq!(failure.is_some(), ends, "{began}, {now}: {failure:?}");
         assert!(failure.is_none_or(|failure| failure.contains("the connection broke")));
@@ -117,9 +119,9 @@ async fn a_launch_waits_for_agents_during_a_server_restart() {
     launch.bundle.nodes.push(serde_json::from_value::<Node>(node).unwrap());
     let mut command = Command::new("sleep");
     command.arg("60");
-    let mut launched = [Launched::start("node", command, &[], &dir.path().join("log")).unwrap()];
-    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut launched, explain)).await;
-    launched[0].child.kill().unwrap();
-    launched[0].child.wait().unwrap();
+    let mut processes = [LauncherProcess::start("node", command, &[], &dir.path().join("log")).unwrap()];
+    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut processes, explain)).await;
+    processes[0].child.kill().unwrap();
+    processes[0].child.wait().unwrap();
     online.expect("the agents are online").unwrap();
 }

@@ -228,7 +228,7 @@ impl Cluster {
         anyhow::bail!("{action}: other programs change the Job at the same time; try again")
     }
 
-    /// Deletes the object with this UID after its dependents (foreground deletion).
+    /// Deletes an object after its dependents (foreground deletion). Keeps an object with the same name and another UID.
     ///
     /// # Errors
     /// Kubernetes refuses the deletion.

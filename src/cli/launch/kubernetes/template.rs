@@ -214,8 +214,8 @@ impl Template {
         self.spec["containers"][self.container]["name"].as_str().unwrap_or_default()
     }
 
-    /// Sets the slots of machines. If the job uses GPUs, each pod has one slot for each GPU of its container, and without `--nodes`, as
-    /// many pods are added as the job needs.
+    /// Sets the pods and their slots if the job uses GPUs: each pod has one slot for each GPU of its container, and without `--nodes`, there
+    /// are as many pods as the job's ranks need.
     ///
     /// # Errors
     /// `--slots` contradicts the template, or the job needs too many pods.
@@ -269,6 +269,7 @@ impl Template {
         // Ranks of a pod exchange gradients through shared memory, which Kubernetes limits to 64 MiB by default.
         let shm = json!({"name": "lockstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}});
         let state_dir = self.dir.to_string_lossy();
+        // Each volume with its path, and whether the container may only read it.
         let volumes = [(secret, BUNDLE_DIR, true), (state, &*state_dir, false), (shm, "/dev/shm", false)];
         let container = &mut spec["containers"][self.container];
         container["command"] = json!([program, "launched", format!("{BUNDLE_DIR}/{BUNDLE_FILE}")]);

@@ -76,7 +76,7 @@ fn kueue_s_labels_are_moved_to_the_job() {
 
 #[test]
 fn mistakes_are_named() {
-    let with = |more: &str| POD.replace("latest'", &format!("latest', {more}"));
+    let pod_with = |key: &str| POD.replace("latest'", &format!("latest', {key}"));
     for (text, message) in [
         ("kind: Deployment\nspec: {}\n".to_owned(), "is a Deployment"),
         ("spec: {}\n".to_owned(), "no spec.containers"),
@@ -84,19 +84,19 @@ fn mistakes_are_named() {
         ("a: [".to_owned(), "is not YAML"),
         ("a: 1\na: 2\n".to_owned(), "is not YAML"),
         (POD.replace("image: ", "picture: "), "spec.containers[0].image is missing"),
-        (with("command: [sh]"), "spec.containers[0].command is set"),
-        (with("args: [x]"), "spec.containers[0].args is set"),
-        (with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is not a number"),
-        (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is not a number"),
+        (pod_with("command: [sh]"), "spec.containers[0].command is set"),
+        (pod_with("args: [x]"), "spec.containers[0].args is set"),
+        (pod_with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is not a number"),
+        (pod_with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is not a number"),
         (format!("{POD}  restartPolicy: Always\n"), "spec.restartPolicy is Always"),
         (format!("{POD}  - {{name: other, image: y}}\n"), "the agent's container must be called `lockstep`"),
         (
-            with("resources: x"),
+            pod_with("resources: x"),
             "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
         ),
-        (with("resources: {limits: []}"), "spec.containers[0].resources.limits is not a mapping"),
-        (with("resources: {requests: 4}"), "spec.containers[0].resources.requests is not a mapping"),
-        (with("volumeMounts: {a: b}"), "spec.containers[0].volumeMounts is not a list"),
+        (pod_with("resources: {limits: []}"), "spec.containers[0].resources.limits is not a mapping"),
+        (pod_with("resources: {requests: 4}"), "spec.containers[0].resources.requests is not a mapping"),
+        (pod_with("volumeMounts: {a: b}"), "spec.containers[0].volumeMounts is not a list"),
         (format!("{POD}  volumes: {{a: b}}\n"), "spec.volumes is not a list"),
         (POD.replace("{team: vision}", "vision"), "metadata.labels is not a mapping"),
         (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is not text"),

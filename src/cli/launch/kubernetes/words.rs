@@ -165,11 +165,14 @@ mod tests {
         assert!(describe(ended(2, "Error")).contains("exit code 2 (Error)"));
         assert_eq!(describe(ended(0, "Completed")), "");
         assert_eq!(describe(ended(143, "Error")), "", "the agent got a signal");
-        let with = |kind: &str, status: &str| json!({"conditions": [{"type": kind, "status": status, "reason": "Why", "message": "because"}]});
-        assert!(describe(with("PodScheduled", "False")).contains("waits for a node: Why: because"));
-        assert_eq!(describe(with("PodScheduled", "True")), "");
+        let condition = |kind: &str, status: &str| {
+            let condition = json!({"type": kind, "status": status, "reason": "Why", "message": "because"});
+            json!({ "conditions": [condition] })
+        };
+        assert!(describe(condition("PodScheduled", "False")).contains("waits for a node: Why: because"));
+        assert_eq!(describe(condition("PodScheduled", "True")), "");
         assert!(
-            describe(with("DisruptionTarget", "True"))
+            describe(condition("DisruptionTarget", "True"))
                 .ends_with("has to leave its node (Why: because); another pod is started")
         );
         let evicted =

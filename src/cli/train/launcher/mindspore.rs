@@ -76,8 +76,8 @@ mod tests {
         ("MS_NODE_ID", "5"),
     ];
 
-    fn detect_with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
-        let all = [more, &WORKER].concat();
+    fn detect_with(changes: &[(&str, &str)]) -> Result<LaunchedRank, String> {
+        let all = [changes, &WORKER].concat();
         // If a variable occurs twice, the first counts; an empty value unsets it.
         detect(&|name: &str| {
             let found = all.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());

@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 pub(in super::super) const RANK_TABLE: &str = "the rank table";
 
 /// The ranks of one machine, which this process starts.
-pub(in super::super) struct Ranks {
+pub(in super::super) struct MachineRanks {
     pub(in super::super) world_size: u32,
     /// Each rank, with the index of its device.
     pub(in super::super) local: Vec<(u32, u32)>,
@@ -44,13 +44,13 @@ pub(in super::super) fn ranks_of_machine(
     table: &RankTable,
     node: usize,
     variable: &impl Fn(&str) -> Option<String>,
-) -> Result<Ranks, String> {
+) -> Result<MachineRanks, String> {
     let machine: &Machine = table.machines.get(node).ok_or_else(|| {
         format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
     })?;
     let rendezvous = find_rendezvous(table, variable)?;
     let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
-    Ok(Ranks { world_size: table.world_size(), local, rendezvous })
+    Ok(MachineRanks { world_size: table.world_size(), local, rendezvous })
 }
 
 fn find_rendezvous(

@@ -123,8 +123,6 @@ async function downloadAll(id, menu) {
   menu.open = false;
   const url = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(url).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
-    setTimeout(() => {
-      make("a", { href: `${url}/${file}`, download: "" }).click();
-    }, i * 300);
+    setTimeout(() => make("a", { href: `${url}/${file}`, download: "" }).click(), i * 300);
   }
 }

@@ -51,7 +51,7 @@ let wasInterrupted = false;
 const firstPaint = nextFrame();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), rowCount: () => (groups?.isGrouped ? groups.rowCount : rows.childElementCount) });
-/** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
+/** Number of the newest call of `fillAll`, and the call in which each row was written. A row that is not laid out is written when it comes into view. */
 let round = 0;
 const written = new WeakMap();
 const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });

@@ -11,8 +11,8 @@ const measuredAt = ({ epoch, step }) => (epoch ? `epoch ${epoch}` : `step ${step
  * protocol/src/best.rs.
  */
 export function bestWords(best, checkpoint) {
-  const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
-  return `best ${shown} at ${measuredAt(best)}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
+  const shown = percent(best.value), ofCheckpoint = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
+  return `best ${shown} at ${measuredAt(best)}${ofCheckpoint === shown ? "" : `, best checkpoint ${ofCheckpoint}`}`;
 }
 
 /**

@@ -124,8 +124,8 @@ function metrics() {
 function showCharts() {
   const shown = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(shown.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), all = [...loadedJobs().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
-  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${shown.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
+  const select = byId("more-metrics"), all = [...loadedJobs().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
+  select.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${shown.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
   curves.setMetrics(shown);
 }
 

@@ -57,20 +57,20 @@ export function writeShortened(node, words, limits = DEFAULT) {
   node.replaceChildren(headNode(all.slice(0, end)), make("span", { className: "cut-tail", textContent: all.slice(end).join("") }));
 }
 
-/** Returns at most `most` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
-export function shortenMiddle(words, most) {
+/** Returns at most `maxChars` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
+export function shortenMiddle(words, maxChars) {
   const all = [...words];
-  if (all.length <= most) return words;
-  const end = nearestWordStart(all, all.length - (most >> 1), all.length - Math.floor(most * 0.7), all.length - Math.max(1, most >> 2)), room = most - 1 - (all.length - end);
+  if (all.length <= maxChars) return words;
+  const end = nearestWordStart(all, all.length - (maxChars >> 1), all.length - Math.floor(maxChars * 0.7), all.length - Math.max(1, maxChars >> 2)), room = maxChars - 1 - (all.length - end);
   return `${all.slice(0, nearestWordStart(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
 }
 
-/** Default for the maximum length of a path or name in a sentence. */
-const WORD = 48;
+/** Default for the maximum length of a path or name in a sentence, in characters. */
+const MAX_WORD_CHARS = 48;
 
 /** Writes a sentence whose long words (paths, names) are shortened in the middle. The tooltip has the whole sentence. */
-export function writeSentence(node, words, most = WORD) {
-  const shown = words.split(" ").map((word) => shortenMiddle(word, most)).join(" ");
+export function writeSentence(node, words, maxChars = MAX_WORD_CHARS) {
+  const shown = words.split(" ").map((word) => shortenMiddle(word, maxChars)).join(" ");
   if (node.textContent !== shown) node.textContent = shown;
   const title = shown === words ? "" : words;
   if (node.title !== title) node.title = title;

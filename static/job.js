@@ -178,8 +178,8 @@ function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
 
 /** Called after an evaluation: reads and shows whether the accuracy of a running job improves. */
 async function refreshDiagnosis() {
-  const next = await ask(`/api/v1/jobs/${job.id}`).catch(() => null);
-  if (next?.state === job.state) showDiagnosis(next);
+  const current = await ask(`/api/v1/jobs/${job.id}`).catch(() => null);
+  if (current?.state === job.state) showDiagnosis(current);
 }
 
 /** Reads facts that a `state` event lacks: the machines, the start, the end and the diagnosis. */
@@ -188,8 +188,8 @@ function refresh() {
   refreshTimer = setTimeout(async () => {
     refreshRequest = new AbortController();
     try {
-      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
-      if (next.last_seq >= (stream?.seq ?? 0) || isFinal(next.state)) { setJob(next); showDiagnosis(next); drawFactsSoon(); } else refresh();
+      const current = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
+      if (current.last_seq >= (stream?.seq ?? 0) || isFinal(current.state)) { setJob(current); showDiagnosis(current); drawFactsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* If the server is unreachable, the stream ends, too, and its status shows this. */ }
   }, 150);

@@ -51,7 +51,7 @@ let wasInterrupted = false;
 const firstPaint = nextFrame();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), rowCount: () => (groups?.isGrouped ? groups.rowCount : rows.childElementCount) });
-/** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
+/** Number of the newest call of `fillAll`, and the call in which each row was written. A row that is not laid out is written when it comes into view. */
 let round = 0;
 const written = new WeakMap();
 const rowWindow = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
@@ -89,7 +89,7 @@ async function load() {
   if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
-  // Rows further down that the reader has reached stay, and jobs that the stream has reported in the meantime. Other missing jobs are removed.
+  // Of the jobs that the response lacks, those further down that the reader has reached stay, and those that the stream has reported meanwhile.
   const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (isReordered || row.dataset.created < last);
   const stays = (id, row) => !isNewList && (jobs.get(id) !== before.get(id) || isFurtherDown(id, row));
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
@@ -226,12 +226,12 @@ function remove(id) {
 function showEmpty() {
   const current = filter(), { states, text: words, owner, tags, project, conditions, after, before } = current, state = states.join(" or "), tag = tags.join(", ");
   // If all visible jobs are removed, older jobs take their place.
-  const none = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !nextCursor;
+  const isEmpty = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !nextCursor;
   if (!rows.childElementCount && nextCursor) loadMore();
-  byId("jobs").hidden = none;
+  byId("jobs").hidden = isEmpty;
   const isFiltered = parameters(current).length > 0;
-  byId("none-match").hidden = !none || !isFiltered;
-  byId("no-jobs").hidden = !none || isFiltered;
+  byId("none-match").hidden = !isEmpty || !isFiltered;
+  byId("no-jobs").hidden = !isEmpty || isFiltered;
   byId("older").hidden = !nextCursor;
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
@@ -271,8 +271,8 @@ function markStates() {
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const { state } = a.dataset, isChosen = state ? current.states.includes(state) : !current.states.length;
     if (isChosen) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...current, states: toggleState(current.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.isGrouped ? [["group_by", groupedBy().join(",")]] : [])]);
-    a.href = `/jobs${to.size ? `?${to}` : ""}`;
+    const query = new URLSearchParams([...parameters({ ...current, states: toggleState(current.states, state) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.isGrouped ? [["group_by", groupedBy().join(",")]] : [])]);
+    a.href = `/jobs${query.size ? `?${query}` : ""}`;
   }
 }
 

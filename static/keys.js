@@ -23,8 +23,8 @@ let gPressedAt = 0;
 async function openNeighbour(step) {
   const id = location.pathname.match(/^\/jobs\/(j\w{26})$/)?.[1];
   const { jobs } = await ask("/api/v1/jobs?limit=500");
-  const at = jobs.findIndex((j) => j.id === id), next = jobs[at < 0 ? 0 : at + step];
-  if (next) location.href = `/jobs/${next.id}`;
+  const at = jobs.findIndex((j) => j.id === id), job = jobs[at < 0 ? 0 : at + step];
+  if (job) location.href = `/jobs/${job.id}`;
 }
 
 /** Focuses the search. Directly after a dialog has closed, elements behind the dialog may only get the focus in the next frame. */

@@ -10,7 +10,7 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Creates a button of a script that calls `act(event)`. `properties` replace the defaults. */
+/** Creates a button that calls `act(event)` when it is pressed, and submits no form. `properties` replace the defaults. */
 export function makeButton(textContent, act, properties = {}) {
   const button = make("button", { type: "button", className: "quiet", textContent, ...properties });
   button.addEventListener("click", act);
@@ -74,14 +74,14 @@ export function suspectConnections() {
 
 /**
  * Like `fetch`, for requests that may be repeated. Requests that were sent before connections became suspect are repeated. While
- * connections are suspect, a request without a response is sent again. `take(response)`: reads the body, which may also fail to arrive.
+ * connections are suspect, a request without a response is sent again. Returns `readBody(response)`: the body may also fail to arrive.
  * Throws an Unreachable if the server is unreachable or the request is aborted.
  */
-export async function get(path, options = {}, take = (response) => response) {
+export async function get(path, options = {}, readBody = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
     const isSuspect = performance.now() < suspectUntil, giveUp = isSuspect ? AbortSignal.timeout(wait) : suspicion.signal;
     try {
-      return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
+      return await readBody(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, giveUp]) : giveUp }));
     } catch (error) { if (!giveUp.aborted || options.signal?.aborted) throw new Unreachable(error.message); }
     if (isSuspect) wait *= 2;
   }
@@ -105,8 +105,8 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
     headers: { accept: "application/json", ...(body === undefined || isForm ? {} : { "content-type": isBlob ? "application/octet-stream" : "application/json" }), ...headers },
     body: body === undefined || isBlob || isForm ? body : JSON.stringify(body),
   };
-  const take = async (response) => [response, /json/.test(response.headers.get("content-type") ?? "") ? await response.json() : null];
-  const [response, content] = method === "GET" ? await get(path, request, take) : await fetch(path, request).then(take).catch((error) => { throw new Unreachable(error.message); });
+  const readBody = async (response) => [response, /json/.test(response.headers.get("content-type") ?? "") ? await response.json() : null];
+  const [response, content] = method === "GET" ? await get(path, request, readBody) : await fetch(path, request).then(readBody).catch((error) => { throw new Unreachable(error.message); });
   if (response.status === 401) signIn();
   if (!response.ok) throw new Problem(response.status, content);
   return content;
@@ -156,14 +156,14 @@ export function showLive(status) {
   setText(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
-/** Opens the dialog with the button `NAME-yes`. The button calls `act`, then closes the dialog or shows the error as `words(error)`. */
-export function openForm(name, act, words = errorText) {
+/** Opens the dialog with the button `NAME-yes`. The button calls `act`, then closes the dialog or shows the text `describe(error)`. */
+export function openForm(name, act, describe = errorText) {
   const button = byId(`${name}-yes`), error = byId(`${name}-error`), dialog = button.closest("dialog");
   setText(error, "");
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { setText(error, words(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { setText(error, describe(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }

@@ -12,11 +12,10 @@ offerBundled();
 
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-default]")];
-const touched = new Set();
+/** The fields beside which mistakes are shown before the form is submitted. */
+let touched = new Set();
 /** The values of each recipe, and the hidden field with the name of the recipe whose values the fields have. */
 const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
-/** The value of each field that a recipe has filled, from before the recipe. */
-const replaced = new Map();
 /** Maximum number of jobs whose best checkpoints are offered as weights. */
 const MAX_OFFERED_JOBS = 10;
 /** The key whose default depends on the dataset. */
@@ -30,39 +29,53 @@ let notation = "toml";
 const fieldOf = (name) => fields.find((field) => field.name === name);
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
+/** Returns the values that the form's recipe sets, by key. */
+const recipeValues = () => recipes[filledRecipe.value] ?? {};
+
 /** Returns the effective value of a field: an empty field has its default, unless the recipe sets the key. */
-const effectiveValue = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
+const effectiveValue = (field) => valueOf(field) || (field.name in recipeValues() ? "" : field.dataset.default);
 
 /**
  * Writes a value, as text, into a field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out,
- * because an empty field means the recipe's value. A choice that the field lacks is added with `label`.
+ * because an empty field means the recipe's value. A dataset that the field lacks is added as a choice.
  */
-function writeValue(field, value, recipe, label = value) {
+function writeValue(field, value) {
   if (field.type === "checkbox") field.checked = value === "true";
-  else if (field.tagName === "SELECT" && value && ![...field.options].some((option) => option.value === value)) field.add(new Option(label, value, true, true));
-  else field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
+  else if (field.tagName === "SELECT" && value && ![...field.options].some((option) => option.value === value)) field.add(new Option(`${value}, not registered`, value, true, true));
+  else field.value = field.type === "text" && value === field.dataset.default && !(field.name in recipeValues()) ? "" : value;
 }
 
-/** Returns the value of a field that the reader has not changed: the recipe's value or the default. */
-const untouchedValue = (field, recipe) => recipes[recipe]?.[field.name] ?? field.dataset.default;
+/** Returns each field's value without the recipe: the default instead of a recipe's value. A validation set that equals the recipe's stays. */
+function valuesWithoutRecipe() {
+  const isOfRecipe = (field) => effectiveValue(field) === recipeValues()[field.name] && field.name !== DATASET_DEFAULT;
+  return new Map(fields.map((field) => [field, isOfRecipe(field) ? field.dataset.default : effectiveValue(field)]));
+}
 
-/** The suggested value of each field for the chosen dataset. Empty if the settings are those of a preset, of another job or of a pasted file. */
-let suggested = new Map(["from", "preset"].some((key) => new URLSearchParams(location.search).has(key)) ? [] : fields.map((field) => [field, effectiveValue(field, "")]));
+/** For each field that the reader has not edited: the value that the page proposes, and that the recipe may replace. */
+let proposed = valuesWithoutRecipe();
+/** Whether these values are suggestions for the chosen dataset. Values of a preset, of another job or of a pasted file stay for any dataset. */
+let hasSuggestions = !["from", "preset"].some((key) => new URLSearchParams(location.search).has(key));
 
-/** Replaces the suggestions for the previous dataset, if the reader has not edited them, with the suggestions for the chosen dataset. */
+/**
+ * Writes the recipe's value into a field, or else the proposed value. A validation set other than the default stays, because accuracies on
+ * other pictures cannot be compared; `showReplaced` names a replaced default.
+ */
+function writeProposed(field) {
+  const value = proposed.get(field), isReplaced = field.name in recipeValues() && (field.name !== DATASET_DEFAULT || value === field.dataset.default);
+  writeValue(field, isReplaced ? recipeValues()[field.name] : value);
+}
+
+/** Replaces the suggestions for the previous dataset with the suggestions for the chosen dataset. */
 async function suggest() {
-  const dataset = fieldOf("data.dataset").value, page = suggested.size && await fetchPage(`/jobs/new?dataset=${encodeURIComponent(dataset)}`).catch(() => null);
-  if (!page || !suggested.size || fieldOf("data.dataset").value !== dataset) return;
-  const recipe = filledRecipe.value;
-  for (const field of fields) {
-    const previous = suggested.get(field), value = effectiveValue(page.getElementById(field.id), "");
-    suggested.set(field, value);
+  const dataset = fieldOf("data.dataset").value, page = hasSuggestions && await fetchPage(`/jobs/new?dataset=${encodeURIComponent(dataset)}`).catch(() => null);
+  if (!page || !hasSuggestions || fieldOf("data.dataset").value !== dataset) return;
+  for (const field of proposed.keys()) {
     // Weights belong to a network.
     if (field.name === "model.arch" && valueOf(weights)) continue;
-    if (replaced.get(field) === previous) replaced.set(field, value);
-    else if (!replaced.has(field) && effectiveValue(field, recipe) === previous) writeValue(field, value, recipe);
+    const suggestion = page.getElementById(field.id);
+    proposed.set(field, valueOf(suggestion) || suggestion.dataset.default);
+    writeProposed(field);
   }
-  showReplaced();
   checkSoon();
 }
 
@@ -120,44 +133,35 @@ function fieldText(value) {
 }
 
 function fillForm(spec) {
+  filledRecipe.value = spec.train.recipe ?? "";
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
-    const value = (table ? spec[table] : spec)?.[key] ?? "";
-    writeValue(field, fieldText(value), spec.train.recipe);
-    // A recipe that is chosen later must not replace values that were written in the text.
-    if (effectiveValue(field, spec.train.recipe) !== untouchedValue(field, spec.train.recipe)) touched.add(field);
+    writeValue(field, fieldText((table ? spec[table] : spec)?.[key] ?? ""));
   }
-  filledRecipe.value = spec.train.recipe ?? "";
-  suggested = new Map();
-  forgetReplaced();
+  proposed = valuesWithoutRecipe();
+  hasSuggestions = false;
+  // Values that were written in the text are the reader's.
+  for (const field of fields) if (effectiveValue(field) !== (recipeValues()[field.name] ?? field.dataset.default)) markEdited(field);
+  showReplaced();
   unmarkPresets();
 }
 
-/**
- * Writes a recipe's values into fields that still have values of the previous recipe, of the defaults, of a preset or of a cloned job.
- * Fields that only the previous recipe set get back their earlier values. A validation set other than the default stays, because
- * accuracies on other pictures cannot be compared; `showReplaced` names a replaced default.
- */
-function fillRecipe(name) {
-  const own = recipes[name] ?? {}, previous = recipes[filledRecipe.value] ?? {};
-  for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
-    const value = effectiveValue(field, filledRecipe.value), isUnchanged = value === untouchedValue(field, filledRecipe.value);
-    // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
-    if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isChosenByServer = field.name === DATASET_DEFAULT, defaultValue = untouchedValue(field, "");
-    const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
-    const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
-    writeValue(field, isWritten ? own[field.name] : earlier, name);
-    if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
-  }
-  filledRecipe.value = name;
-  showReplaced();
+/** Marks the value of a field as the reader's, which neither a recipe nor a suggestion replaces. */
+function markEdited(field) {
+  touched.add(field);
+  proposed.delete(field);
 }
 
-/** The recipe finetune needs weights, so an empty field is shown as a mistake at once. */
 const weights = fieldOf("model.pretrained");
+/** Fills the fields that the reader has not edited, or has emptied, with the values of a recipe, and restores what the previous recipe replaced. */
 function chooseRecipe(name) {
-  fillRecipe(name);
+  const previous = recipeValues();
+  filledRecipe.value = name;
+  for (const field of fields.filter((f) => f.name in previous || f.name in recipeValues())) {
+    if (!proposed.has(field) && !valueOf(field)) proposed.set(field, field.dataset.default);
+    if (proposed.has(field)) writeProposed(field);
+  }
+  // The recipe finetune needs weights, so an empty field is shown as a mistake at once.
   touched.add(weights);
 }
 
@@ -176,16 +180,9 @@ weights.addEventListener("focus", async () => {
 
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
-  const isDefault = (field, value) => value === untouchedValue(field, "") && field.name !== DATASET_DEFAULT;
-  const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
-  const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
+  const isListed = ([field, value]) => field.name in recipeValues() && value !== valueOf(field) && (value !== field.dataset.default || field.name === DATASET_DEFAULT);
+  const named = [...proposed].filter(isListed).map(([field, value]) => `${field.labels[0].textContent.trim()} (was ${value})`);
   setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose the recipe "none" to restore these values.` : "");
-}
-
-/** Forgets the earlier value of a field that has been edited, or of all fields. */
-function forgetReplaced(field) {
-  if (field) replaced.delete(field); else replaced.clear();
-  showReplaced();
 }
 
 byId("spec-text").addEventListener("input", () => { isUnread = true; clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
@@ -259,7 +256,7 @@ function showPlan(response) {
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
   const split = data?.validation, field = fieldOf(DATASET_DEFAULT);
   // If the dataset lacks the default split, the server chooses another split.
-  if (split && String(split) !== effectiveValue(field, filledRecipe.value)) parts.push(`measured by ${split}`);
+  if (split && String(split) !== effectiveValue(field)) parts.push(`measured by ${split}`);
   setText(byId("plan"), parts.join(" · "));
   // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
   const lr = fieldOf("train.lr");
@@ -272,7 +269,9 @@ function showPlan(response) {
 }
 
 let checkTimer = 0, checkRequest = null;
+/** Shows which settings the recipe has replaced, and soon checks the changed form. */
 function checkSoon() {
+  showReplaced();
   clearTimeout(checkTimer);
   checkTimer = setTimeout(check, CHECK_AFTER_MS);
 }
@@ -300,8 +299,8 @@ async function check() {
 // --- actions of the reader --------------------------------------------------------------------------
 
 form.addEventListener("input", ({ target }) => {
-  touched.add(target);
-  if (target.name === "train.recipe") chooseRecipe(target.value); else forgetReplaced(target);
+  markEdited(target);
+  if (target.name === "train.recipe") chooseRecipe(target.value);
   if (target.name === "data.dataset") suggest();
   unmarkPresets();
   checkSoon();
@@ -344,32 +343,28 @@ function unmarkPresets() {
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value, replacedBefore = [...replaced], touchedBefore = [...touched], suggestedBefore = suggested;
-    for (const field of fields) {
-      const value = values[field.name] ?? "";
-      writeValue(field, value, "", `${value}, not registered`);
-    }
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filledRecipe.value;
+    const proposedBefore = proposed, touchedBefore = touched, hadSuggestions = hasSuggestions;
     filledRecipe.value = "";
-    suggested = new Map();
-    forgetReplaced();
+    for (const field of fields) writeValue(field, values[field.name] ?? "");
+    proposed = valuesWithoutRecipe();
+    hasSuggestions = false;
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
     byId("preset-done").hidden = false;
     byId("preset-undo").onclick = () => {
-      fields.forEach((field, i) => writeValue(field, before[i], recipe));
       filledRecipe.value = recipe;
-      suggested = suggestedBefore;
-      for (const [field, earlier] of replacedBefore) replaced.set(field, earlier);
-      showReplaced();
-      for (const field of touchedBefore) touched.add(field);
+      fields.forEach((field, i) => writeValue(field, before[i]));
+      proposed = proposedBefore;
+      hasSuggestions = hadSuggestions;
+      touched = touchedBefore;
       unmarkPresets();
       preset.focus();
       checkSoon();
     };
     isSubmitted = false;
-    touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.
-    for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fieldOf(name));
+    touched = new Set(["data.dataset", "parallel.ranks"].map(fieldOf));
     checkSoon();
   });
 }

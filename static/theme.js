@@ -15,11 +15,11 @@
     nameButton();
     system.addEventListener("change", nameButton);
     button.addEventListener("click", () => {
-      const next = isDark() ? "light" : "dark";
+      const wanted = isDark() ? "light" : "dark";
       // If the chosen theme is the system's theme, the page follows the system again.
-      const followsSystem = (next === "dark") === system.matches;
-      if (followsSystem) delete root.dataset.theme; else root.dataset.theme = next;
-      try { if (followsSystem) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* Without storage, the theme lasts as long as the page. */ }
+      const followsSystem = (wanted === "dark") === system.matches;
+      if (followsSystem) delete root.dataset.theme; else root.dataset.theme = wanted;
+      try { if (followsSystem) localStorage.removeItem("theme"); else localStorage.setItem("theme", wanted); } catch { /* Without storage, the theme lasts as long as the page. */ }
       nameButton();
     });
     // The reader chose a theme in another tab.

@@ -22,8 +22,8 @@ const MAX_NAMES = 24;
  */
 function layout(chart, ctx, width) {
   ctx.font = palette().font;
-  const lines = (chart.lines ?? []).slice(0, MAX_NAMES), more = (chart.lines?.length ?? 0) - lines.length;
-  if (more > 0) lines.push({ label: `and ${more} more`, colour: "transparent" });
+  const lines = (chart.lines ?? []).slice(0, MAX_NAMES), hiddenCount = (chart.lines?.length ?? 0) - lines.length;
+  if (hiddenCount > 0) lines.push({ label: `and ${hiddenCount} more`, colour: "transparent" });
   let x = EDGE, row = 0;
   const legend = lines.map((line) => {
     const itemWidth = 16 + ctx.measureText(line.label).width + 14;

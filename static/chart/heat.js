@@ -30,10 +30,10 @@ export class Heat {
 
   /** Shows the histograms of one layer, by step. */
   show(name, histograms) {
-    const step = this.#all[this.#selected]?.step, same = name === this.#name;
+    const step = this.#all[this.#selected]?.step, isSame = name === this.#name;
     this.#name = name;
     this.#all = histograms;
-    this.#selected = same && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
+    this.#selected = isSame && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
     if (this.#selected === -1) this.#selected = null;
     const last = this.newest, words = last ? `${name} over ${histograms.length} steps; at the newest, ${last.step}, from ${this.format(last.min)} to ${this.format(last.max)}` : `${name}: none yet`;
     this.root.setAttribute("aria-label", `${name}. Arrow keys move from step to step.`);
@@ -58,11 +58,11 @@ export class Heat {
     this.edges = all.map((_, i) => [boundary(i - 1), boundary(i)]);
     ctx.fillStyle = colours.accent;
     all.forEach(({ min, max, counts }, i) => {
-      const [from, to] = this.edges[i], wide = Math.max(1, to - from), most = Math.max(1, ...counts), bin = (max - min) / counts.length;
+      const [from, to] = this.edges[i], wide = Math.max(1, to - from), largest = Math.max(1, ...counts), bin = (max - min) / counts.length;
       counts.forEach((n, k) => {
         if (!n) return;
         const low = y.to(min + k * bin), high = y.to(min + (k + 1) * bin);
-        ctx.globalAlpha = 0.08 + 0.92 * Math.sqrt(n / most);
+        ctx.globalAlpha = 0.08 + 0.92 * Math.sqrt(n / largest);
         ctx.fillRect(from, high - (low - high < 1 ? 1 : 0), wide + 0.3, Math.max(1, low - high + 0.3));
       });
     });
@@ -100,9 +100,9 @@ export class Heat {
   #key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const last = this.#all.length - 1, current = this.#selected ?? last + 1, hop = event.shiftKey ? 10 : 1;
-    const to = { ArrowLeft: current - hop, ArrowRight: current + hop, Home: 0, End: last }[event.key];
-    if (to === undefined) return;
+    const index = { ArrowLeft: current - hop, ArrowRight: current + hop, Home: 0, End: last }[event.key];
+    if (index === undefined) return;
     event.preventDefault();
-    this.#select(to);
+    this.#select(index);
   }
 }

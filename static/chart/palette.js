@@ -7,12 +7,12 @@ export const RANK_COLOURS = 8;
 const NAMES = ["text", "muted", "line", "grid", "card", "accent", "accent-2", ...Array.from({ length: RANK_COLOURS }, (_, i) => `rank-${i}`)];
 
 let cache = null;
-let listening = false;
+let isListening = false;
 const watchers = new Set();
 
 /** Listens for changes of the theme. Called at the first use, because reading the theme earlier causes an additional layout of the page. */
 function listen() {
-  listening = true;
+  isListening = true;
   const changed = () => { cache = null; for (const callback of watchers) callback(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
   new MutationObserver(changed).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
@@ -21,7 +21,7 @@ function listen() {
 /** Returns `{ text, muted, grid, card, accent, ..., ranks: [...] }`, with colours as a canvas accepts them, and `font`. */
 export function palette() {
   if (cache) return cache;
-  if (!listening) listen();
+  if (!isListening) listen();
   const probe = document.createElement("span");
   probe.hidden = true;
   document.body.append(probe);

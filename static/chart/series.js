@@ -237,11 +237,11 @@ export class MeanSeries extends Series {
       steps: complete.map(([step]) => step), min: complete.map(([, b]) => b.low),
       max: complete.map(([, b]) => b.high), mean: complete.map(([, b]) => b.sum / b.n),
     }, exact, width);
-    // Steps that only some ranks have reported are completed by the stream.
+    // The stream completes steps that only some ranks have reported.
     if (!exact) return;
     for (const { steps, mean } of ranks) {
-      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < rankCount);
-      if (late >= 0) this.appendRank(attempt, steps.slice(late), mean.slice(late));
+      const firstMissing = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < rankCount);
+      if (firstMissing >= 0) this.appendRank(attempt, steps.slice(firstMissing), mean.slice(firstMissing));
     }
   }
 }

@@ -11,7 +11,7 @@ const MAX_STORED = 200;
 /** The number of each job's look, by id. */
 const looks = new Map(parseList(readStored(STORAGE_KEY)).filter((entry) => typeof entry?.[0] === "string" && Number.isInteger(entry[1])));
 
-/** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
+/** Assigns a look to each job without a look, and to each job whose look another of these jobs has while a look is free. */
 export function assignLooks(ids) {
   const taken = new Map();
   for (const id of ids) {

@@ -164,4 +164,3 @@ export class Curves {
     setText(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");
   }
 }
-

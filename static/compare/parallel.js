@@ -102,9 +102,9 @@ export class Parallel {
     });
     this.root.replaceChildren(svg);
     // On a phone, a scroll bar is visible only while it is used.
-    const more = width > this.root.clientWidth + 1;
-    this.root.parentElement.classList.toggle("more-beside", more);
-    setText(this.note, `one line per job; on the axes of results, better is higher; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
+    const scrolls = width > this.root.clientWidth + 1;
+    this.root.parentElement.classList.toggle("more-beside", scrolls);
+    setText(this.note, `one line per job; on the axes of results, better is higher; drag along an axis to select jobs${scrolls ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

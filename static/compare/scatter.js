@@ -109,7 +109,7 @@ export class Scatter {
     drawAxes(ctx, plot, { x, y, xTicks: x.ticks, yTicks: y.ticks, xLabel: x.label, yLabel: y.label, colours });
     const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !selected.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
     if (isOnPage) {
-      Object.assign(this, { plot, sx: x, sy: y });
+      Object.assign(this, { plot, xScale: x, yScale: y });
       this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
       this.#brush(ctx, colours);
     }
@@ -132,7 +132,7 @@ export class Scatter {
   }
 
   #brush(ctx, colours) {
-    const { plot, sx, sy } = this, drag = this.#drag?.to;
+    const { plot, xScale, yScale } = this, drag = this.#drag?.to;
     let [x0, x1, y0, y1] = [plot.left, plot.right, plot.top, plot.bottom];
     if (drag) [x0, x1, y0, y1] = [Math.min(this.#drag.from.x, drag.x), Math.max(this.#drag.from.x, drag.x), Math.min(this.#drag.from.y, drag.y), Math.max(this.#drag.from.y, drag.y)];
     else {
@@ -140,8 +140,8 @@ export class Scatter {
       if (!across && !up) return;
       // The brush surrounds the points at its ends.
       const ends = (scale, range) => { const place = linear([scale.from(0), scale.from(1)], [0, 1]); return range.map((v) => place.to(v)).sort((a, b) => a - b); };
-      if (across) { const [a, b] = ends(sx, across); x0 = Math.max(plot.left, a - RADIUS - 2); x1 = Math.min(plot.right, b + RADIUS + 2); }
-      if (up) { const [a, b] = ends(sy, up); y0 = Math.max(plot.top, a - RADIUS - 2); y1 = Math.min(plot.bottom, b + RADIUS + 2); }
+      if (across) { const [a, b] = ends(xScale, across); x0 = Math.max(plot.left, a - RADIUS - 2); x1 = Math.min(plot.right, b + RADIUS + 2); }
+      if (up) { const [a, b] = ends(yScale, up); y0 = Math.max(plot.top, a - RADIUS - 2); y1 = Math.min(plot.bottom, b + RADIUS + 2); }
     }
     ctx.fillStyle = colours.accent;
     ctx.globalAlpha = 0.12;
@@ -208,6 +208,6 @@ export class Scatter {
   /** Selects the jobs in a rectangle. */
   #select(a, b) {
     const range = (scale, p, q) => [scale.from(p), scale.from(q)].map((v) => Math.min(1, Math.max(0, v))).sort((m, n) => m - n);
-    this.selection.set([[this.x, range(this.sx, a.x, b.x)], [this.y, range(this.sy, a.y, b.y)]]);
+    this.selection.set([[this.x, range(this.xScale, a.x, b.x)], [this.y, range(this.yScale, a.y, b.y)]]);
   }
 }

@@ -205,8 +205,8 @@ export class Charts {
     writeUrl({ zoom: view.zoom ? view.zoom.map((v) => Number(v.toPrecision(9))).join("~") : "" });
     clearTimeout(this.#timer);
     if (!view.zoom || !this.metrics.isCoarse) return;
-    const now = performance.now(), rest = this.#askedAt + ZOOM_INTERVAL_MS - now;
-    if (rest > 0) this.#timer = setTimeout(() => this.#handleZoom(), rest);
+    const now = performance.now(), waitMs = this.#askedAt + ZOOM_INTERVAL_MS - now;
+    if (waitMs > 0) this.#timer = setTimeout(() => this.#handleZoom(), waitMs);
     else { this.#askedAt = now; this.readZoomedPart(); }
   }
 

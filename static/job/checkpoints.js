@@ -11,8 +11,8 @@ const measuredAt = ({ epoch, step }) => (epoch ? `epoch ${epoch}` : `step ${step
  * protocol/src/best.rs.
  */
 export function bestWords(best, checkpoint) {
-  const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
-  return `best ${shown} at ${measuredAt(best)}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
+  const shown = percent(best.value), ofCheckpoint = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
+  return `best ${shown} at ${measuredAt(best)}${ofCheckpoint === shown ? "" : `, best checkpoint ${ofCheckpoint}`}`;
 }
 
 /**
@@ -123,8 +123,6 @@ async function downloadAll(id, menu) {
   menu.open = false;
   const url = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(url).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
-    setTimeout(() => {
-      make("a", { href: `${url}/${file}`, download: "" }).click();
-    }, i * 300);
+    setTimeout(() => make("a", { href: `${url}/${file}`, download: "" }).click(), i * 300);
   }
 }

@@ -134,13 +134,13 @@ export class Evaluation {
   }
 
   async #showPictures(title, entries, names, total = entries.length) {
-    const thisRequest = this.shownPictures = Symbol(title), box = byId("behind"), more = byId("behind-more");
+    const thisRequest = this.shownPictures = Symbol(title), box = byId("behind"), moreButton = byId("behind-more");
     setText(byId("behind-title"), title);
     setText(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
     box.replaceChildren();
     let shown = 0;
     const showMore = async () => {
-      more.hidden = true;
+      moreButton.hidden = true;
       const part = entries.slice(shown, shown + FIRST_PICTURES);
       if (!part.length) return box.append(make("p", { textContent: "None.", className: "muted" }));
       box.setAttribute("aria-busy", "true");
@@ -149,8 +149,8 @@ export class Evaluation {
         if (thisRequest !== this.shownPictures) return;
         box.append(...figures);
         shown += part.length;
-        more.hidden = shown >= entries.length;
-        more.onclick = showMore;
+        moreButton.hidden = shown >= entries.length;
+        moreButton.onclick = showMore;
       } catch (error) { if (thisRequest === this.shownPictures) setText(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };

@@ -173,7 +173,7 @@ export class Facts {
   }
 
   /**
-   * Describes the job's place in the queue, and the current reason for waiting. `reason`, the job's own, may be why its last attempt ended.
+   * Describes the job's place in the queue, and the current reason for waiting. The job's own `reason` may say why its last attempt ended.
    * The same as `waiting_banner` in web/src/job.rs.
    */
   #waitingBanner(reason) {
@@ -237,9 +237,9 @@ function formatResult(name, v) {
   return Number.isInteger(v) && v >= 0 && v < 1e15 ? count(v) : value(v);
 }
 
-function setFact(id, main, more) {
+function setFact(id, main, note) {
   setText(byId(id), main);
-  setText(byId(`${id}-more`), more);
+  setText(byId(`${id}-more`), note);
 }
 
 function setLabel(id, words) {

@@ -8,8 +8,8 @@ import { formatTick } from "./names.js";
 
 /** Pause between requests while the job trains. */
 const RELOAD_INTERVAL_MS = 3000;
-/** Number of table rows that are drawn at once. */
-const ROWS = 100;
+/** Number of table rows that are drawn at once. The other rows are drawn in the next frame. */
+const FIRST_ROWS = 100;
 
 const formatNumber = (v) => formatTick(Number(v.toPrecision(3)));
 
@@ -99,7 +99,7 @@ export class Histograms {
     const { histograms } = await this.#get(`&step=${step}`);
     if (thisRequest !== this.#requests || step !== this.#step) return;
     setText(byId("histogram-title"), `Every layer at step ${count(step)}`);
-    const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(ROWS);
+    const rows = histograms.map((h) => this.#row(h)), remaining = rows.splice(FIRST_ROWS);
     byId("histogram-rows").replaceChildren(...rows);
     if (remaining.length) requestAnimationFrame(() => { if (thisRequest === this.#requests) byId("histogram-rows").append(...remaining); });
   }

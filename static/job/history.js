@@ -45,10 +45,10 @@ export class History {
   /** Reads and shows the whole history. */
   async load() {
     const thisRequest = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
-    for (let next = history.next_cursor; next && thisRequest === this.#requests;) {
-      const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
-      history.entries.push(...more.entries);
-      next = more.next_cursor;
+    for (let cursor = history.next_cursor; cursor && thisRequest === this.#requests;) {
+      const page = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(cursor)}`);
+      history.entries.push(...page.entries);
+      cursor = page.next_cursor;
     }
     if (thisRequest !== this.#requests) return;
     this.queue = history.queue;

@@ -12,7 +12,7 @@ const MAX_LINES = 1000;
 const EVENTS_PER_REQUEST = 400;
 /** Number of matching lines after which a search pauses, because they fill the panel. */
 const MIN_FOUND_LINES = 25;
-/** Distances in pixels: from the log's end, within which the log follows, and from either end, within which more lines are read. */
+/** Distances in pixels: the log follows up to `FOLLOW_PIXELS` from its end, and reads more lines up to `READ_PIXELS` from either end. */
 const FOLLOW_PIXELS = 24, READ_PIXELS = 400;
 /** Words of lines that are marked as warnings, and as errors. */
 const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
@@ -70,8 +70,8 @@ export class Log {
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
   }
 
-  #filter(more = {}) {
-    const given = { rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), ...more };
+  #filter(query = {}) {
+    const given = { rank: this.rank.value, attempt: this.attempt.value, q: this.search.value.trim(), ...query };
     return new URLSearchParams(Object.entries(given).filter(([, v]) => v !== "" && v !== null && v !== undefined));
   }
 
@@ -108,7 +108,7 @@ export class Log {
 
   /** Called after lines were missed: shows the newest lines if the log follows its end. Otherwise, scrolling reads the missed lines. */
   async handleGap() {
-    // An older database may have been restored, which sends lines with the same numbers again.
+    // If an older database was restored, lines with the same numbers arrive again.
     this.#seen.clear();
     this.#heldSeq = 0;
     if (this.followBox.checked) return this.showNewest();

@@ -72,7 +72,7 @@ export function axesTitle(names) {
   }).join(" · ");
 }
 
-/** Returns the factor from a number typed into a form to the axis: 0.01 for accuracies and utilisations, which are typed in percent. */
+/** Returns the axis value of a typed 1: 0.01 for accuracies and utilisations, which are typed in percent, otherwise 1. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
 /** Returns the axis of a quantity, for one of its metrics. */

@@ -4,7 +4,7 @@ import { ask, byId, errorText, make, setText } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
-/** Fraction of the layers in one stage above which stages are distinguished by one more part of the names. */
+/** If a stage has a larger fraction of the layers, stages are distinguished by one more part of the layers' names. */
 const MAX_SHARE = 0.7;
 /** Maximum number of parts of the names that distinguish stages. */
 const MAX_DEPTH = 3;
@@ -12,7 +12,7 @@ const MAX_DEPTH = 3;
 const shape = (sizes) => sizes.map(count).join(" × ");
 const time = (us) => (us >= 1000 ? millis(us / 1000) : `${us.toFixed(us < 100 ? 1 : 0)} µs`);
 const medianOf = (steps) => (steps > 1 ? `median of ${steps} steps` : "timed once");
-const named = (tag, textContent) => make(tag, { textContent });
+const textElement = (tag, textContent) => make(tag, { textContent });
 const heading = (textContent) => make("th", { textContent, scope: "row" });
 const number = (textContent) => make("td", { textContent, className: "num" });
 
@@ -73,19 +73,19 @@ export class Network {
     const meter = (title, value, total) => make("meter", { min: 0, max: total || 1, value, title, "aria-label": `${title}: ${percent(total ? value / total : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");
-      const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")),
-        named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, allParameters));
-      if (isTimed) item.append(named("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, totalUs));
+      const item = make("li", {}, textElement("b", stage.name), textElement("span", shape(stage.layers.at(-1).output_shape)), textElement("small", plural(stage.layers.length, "layer")),
+        textElement("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, allParameters));
+      if (isTimed) item.append(textElement("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, totalUs));
       return item;
     }));
     byId("network-rows").replaceChildren(...found.flatMap((stage) => {
       const head = make("tr", { className: "stage" }, make("th", { textContent: stage.name, scope: "rowgroup", colSpan: 4 + (isTimed ? 1 : 0) + (predicts ? 4 : 0) }));
       const rows = stage.layers.map((layer) => {
-        const row = make("tr", {}, heading(layer.name), named("td", layer.kind), named("td", shape(layer.output_shape)), number(layer.parameters ? count(layer.parameters) : "–"));
+        const row = make("tr", {}, heading(layer.name), textElement("td", layer.kind), textElement("td", shape(layer.output_shape)), number(layer.parameters ? count(layer.parameters) : "–"));
         if (isTimed) row.append(number(layer.time_us === undefined ? "–" : time(layer.time_us)));
         if (predicts) {
           const planned = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
-          row.append(number(time(planned.time_us)), named("td", planned.placement), number(bytes(planned.memory_bytes)), number(bytes(planned.sent_bytes)));
+          row.append(number(time(planned.time_us)), textElement("td", planned.placement), number(bytes(planned.memory_bytes)), number(bytes(planned.sent_bytes)));
         }
         return row;
       });

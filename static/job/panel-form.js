@@ -48,7 +48,7 @@ export class PanelForm {
     const store = (button, content) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { const next = await put(content()); dialog.close("yes"); next.focus(); } catch (error) { setText(field("error"), fieldError(error)); }
+      try { const focused = await put(content()); dialog.close("yes"); focused.focus(); } catch (error) { setText(field("error"), fieldError(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(values));

@@ -45,8 +45,8 @@ export function addGrip(card, panel, onResize) {
     const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MAX_CELLS, { before } = drag;
     const columns = clamp(Math.round(before.columns + (clientX - drag.x) / third));
     // A panel at the right edge grows only by a movement beyond the edge.
-    const more = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
-    return [stacked.matches ? before.columns : clamp(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
+    const added = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
+    return [stacked.matches ? before.columns : clamp(columns + added), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
   };
   grip.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;

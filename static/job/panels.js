@@ -208,25 +208,25 @@ export class Panels {
       const box = card.getBoundingClientRect();
       return { over, after: event.clientX > box.left + box.width / 2 };
     };
-    const markTarget = (to) => {
+    const markTarget = (target) => {
       for (const { card } of this.#shown) delete card.dataset.drop;
-      if (to) to.over.card.dataset.drop = to.after ? "after" : "before";
+      if (target) target.over.card.dataset.drop = target.after ? "after" : "before";
     };
     handle.addEventListener("pointerdown", (event) => {
       if (event.button !== 0) return;
       handle.setPointerCapture(event.pointerId);
-      this.#drag = { entry, to: null };
+      this.#drag = { entry, target: null };
       entry.card.classList.add("dragged");
     });
-    handle.addEventListener("pointermove", (event) => { if (this.#drag?.entry === entry) markTarget(this.#drag.to = findTarget(event)); });
+    handle.addEventListener("pointermove", (event) => { if (this.#drag?.entry === entry) markTarget(this.#drag.target = findTarget(event)); });
     const end = (event) => {
       const drag = this.#drag;
       this.#drag = null;
       entry.card.classList.remove("dragged");
       markTarget(null);
-      if (!drag?.to || event.type === "pointercancel") return;
+      if (!drag?.target || event.type === "pointercancel") return;
       const list = this.panels.filter((panel) => panel !== entry.panel);
-      list.splice(list.indexOf(drag.to.over.panel) + (drag.to.after ? 1 : 0), 0, entry.panel);
+      list.splice(list.indexOf(drag.target.over.panel) + (drag.target.after ? 1 : 0), 0, entry.panel);
       if (list.some((panel, i) => panel !== this.panels[i])) this.#reorder(list, entry);
     };
     handle.addEventListener("pointerup", end);

@@ -188,19 +188,19 @@ export class Ranks {
     const longest = Math.max(...times.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
     setText(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(times)}`);
     for (let r = 0; r < times.length; r++) {
-      const row = this.#rows.get(r) ?? this.#createRow(r), s = times[r], known = Number.isFinite(s.step) && longest > 0;
+      const row = this.#rows.get(r) ?? this.#createRow(r), s = times[r], hasTimes = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
-        row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
+        row[part].style.width = hasTimes ? `${(100 * ms / longest).toFixed(2)}%` : "0";
       }
       row.item.hidden = !this.#takesPart(r, attempt);
-      setText(row.ms, known ? millis(s.step) : "–");
+      setText(row.ms, hasTimes ? millis(s.step) : "–");
       const axes = this.#describeAxes(r, this.plan ?? parallel);
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
         row.axes.dataset.key = axes.join();
         row.axes.replaceChildren(...axes.map((textContent) => make("span", { textContent })));
       }
-      row.lane.title = known
+      row.lane.title = hasTimes
         ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}${s.checkpoint ? `, checkpoint ${millis(s.checkpoint)}` : ""}, idle ${millis(longest - s.step - s.checkpoint)}`
         : "no step yet";
       row.lane.setAttribute("aria-label", row.lane.title);

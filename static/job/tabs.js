@@ -11,12 +11,12 @@ export class Tabs {
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
       tab.addEventListener("keydown", (event) => {
-        const visible = this.tabs.filter((t) => !t.hidden), at = visible.indexOf(tab), to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
-        if (to === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+        const visible = this.tabs.filter((t) => !t.hidden), at = visible.indexOf(tab), index = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
+        if (index === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
         event.preventDefault();
-        const next = visible.at(to % visible.length);
-        this.show(next.dataset.tab);
-        next.focus();
+        const target = visible.at(index % visible.length);
+        this.show(target.dataset.tab);
+        target.focus();
       });
     }
     // A run from elsewhere has no log.

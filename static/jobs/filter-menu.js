@@ -9,7 +9,7 @@ import { parseCondition, filter } from "./query.js";
 /** Returns an input of a menu with the label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
-/** Returns a menu at the end of the row of filters. */
+/** Adds a menu to the row of filters, before the menu Columns, and returns it. */
 export function menu(label, className, ...children) {
   const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
   byId("columns").before(node);
@@ -80,9 +80,9 @@ export class FilterMenu {
   /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
     const current = filter(), chosen = by === "tag" ? "" : current[by], anyLabel = { owner: "anybody", project: "any", tag: current.tags.length ? "one more" : "any" }[by];
-    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && current.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
-    if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
-    this[by].replaceChildren(new Option(anyLabel, ""), ...known);
+    const offered = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && current.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
+    if (chosen && !offered.some(({ value }) => value === chosen)) offered.unshift(new Option(chosen, chosen));
+    this[by].replaceChildren(new Option(anyLabel, ""), ...offered);
     this[by].value = chosen;
   }
 

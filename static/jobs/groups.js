@@ -25,7 +25,7 @@ const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format
 const DEFAULT_METRICS = { loss: "loss", best: "best", speed: "speed" };
 /** Columns of numbers that the server knows by the same names. All other added columns are settings. */
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** Sort keys of groups, by the sort keys of the list for which groups have no mean. */
+/** The list's sort keys for which groups have no mean, each with the sort key of groups that replaces it. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
@@ -55,8 +55,8 @@ export class Groups {
    */
   constructor(table, { fill, extra, onChange, onRead }) {
     Object.assign(this, { table, fill, extra, onChange, onRead });
-    this.more = make("tbody", { className: "group-more", hidden: true }, buttonRow(makeButton("More groups", () => this.#read(this.#nextCursor))));
-    table.append(this.more);
+    this.moreGroups = make("tbody", { className: "group-more", hidden: true }, buttonRow(makeButton("More groups", () => this.#read(this.#nextCursor))));
+    table.append(this.moreGroups);
   }
 
   get isGrouped() { return groupedBy().length > 0; }
@@ -69,7 +69,7 @@ export class Groups {
     for (const { body } of this.#shown.values()) body.remove();
     this.#shown.clear();
     this.jobs.clear();
-    this.more.hidden = true;
+    this.moreGroups.hidden = true;
     this.#nextCursor = null;
   }
 
@@ -77,7 +77,7 @@ export class Groups {
   load() { return this.#read(null); }
 
   /** Returns the order of groups that corresponds to the order of the list. */
-  #sort(metrics) {
+  #groupOrder(metrics) {
     const listOrder = order(), sign = listOrder.startsWith("-") ? "-" : "", by = listOrder.replace(/^-/, ""), mean = NO_MEAN[by] ?? by;
     return sign + (NO_MEAN[by] || metrics.includes(mean) ? mean : "group");
   }
@@ -93,12 +93,12 @@ export class Groups {
     for (;;) {
       const metrics = this.#metrics(), names = new Set(metrics.values()), by = order().replace(/^-/, "");
       if (!NO_MEAN[by] && !this.#textColumns.has(by)) names.add(by);
-      const query = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", limit]]);
+      const query = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#groupOrder([...names])], ["limit", limit]]);
       if (cursor) query.set("cursor", cursor);
       try { return await ask(`/api/v1/jobs/groups?${query}`); } catch (error) {
-        // A column of texts has no mean, but the other columns do.
-        const message = error instanceof Problem && error.status === 400 ? error.message : "";
-        const textColumn = [...metrics.keys()].filter((key) => !(key in DEFAULT_METRICS)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
+        // A column of texts has no mean, and the error names it. A longer name may contain a shorter one, so it is looked for first.
+        const message = error instanceof Problem && error.status === 400 ? error.message : "", added = [...metrics].filter(([key]) => !(key in DEFAULT_METRICS));
+        const [textColumn] = added.sort(([, a], [, b]) => b.length - a.length).find(([, name]) => message.includes(name)) ?? (names.has(by) && message.includes(by) ? [by] : []);
         if (!textColumn) throw error;
         this.#textColumns.add(textColumn);
       }
@@ -121,7 +121,7 @@ export class Groups {
     if (!cursor) for (const [key, entry] of this.#shown) if (!seen.has(key)) { entry.body.remove(); this.#shown.delete(key); }
     if (!cursor) arrange(this.table, response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body), this.table.querySelector(".group"));
     this.#nextCursor = response.next_cursor;
-    this.more.hidden = !this.#nextCursor;
+    this.moreGroups.hidden = !this.#nextCursor;
     this.isEmpty = !this.#shown.size;
     this.onChange();
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
@@ -143,7 +143,7 @@ export class Groups {
         if (mark.checked !== checked) { mark.checked = checked; mark.dispatchEvent(new Event("change", { bubbles: true })); }
       }
     });
-    this.more.before(entry.body);
+    this.moreGroups.before(entry.body);
     return entry;
   }
 

@@ -54,10 +54,10 @@ export function fillRow(row, job) {
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   // The job's page shows the other tags.
-  const more = tags.slice(MAX_TAGS);
+  const others = tags.slice(MAX_TAGS);
   box.replaceChildren(
     ...tags.slice(0, MAX_TAGS).map((tag) => make("a", { className: tag.length > SHORT_TAG_CHARS ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
-    ...(more.length ? [make("span", { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
+    ...(others.length ? [make("span", { className: "tag", textContent: `+${others.length}`, title: others.join(", ") })] : []),
   );
 }
 

@@ -7,8 +7,8 @@ const PARAMETER_KEYS = ["values", "min", "max"], DEFAULT_METHOD = "grid", DEFAUL
 /** Keys of a section that was written as text, for which the form has no field. */
 let keysWithoutField = {};
 
-const literal = (words) => { try { return JSON.parse(words); } catch { return words; } };
-const words = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const literal = (text) => { try { return JSON.parse(text); } catch { return text; } };
+const textOf = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 const number = (id) => { const given = byId(id).value.trim(); return given ? literal(given) : undefined; };
 
 /** Returns the key of a setting, which may be written as the label of its field: `Learning rate`. */
@@ -37,7 +37,7 @@ function listParameters(table, prefix = "") {
   return Object.entries(table).flatMap(([key, value]) => (PARAMETER_KEYS.some((name) => name in value) ? [[prefix + key, value]] : listParameters(value, `${prefix}${key}.`)));
 }
 
-const line = ([key, { values, min, max, distribution }]) => `${key} = ${values ? values.map(words).join(", ") : `${min} to ${max}${distribution === "log" ? " log" : ""}`}`;
+const line = ([key, { values, min, max, distribution }]) => `${key} = ${values ? values.map(textOf).join(", ") : `${min} to ${max}${distribution === "log" ? " log" : ""}`}`;
 
 /** Returns the section that the form describes; null for a single job. */
 export function sweepSection() {
@@ -45,9 +45,9 @@ export function sweepSection() {
   if (!lines.length) return null;
   const parameters = Object.fromEntries(lines.map((text) => { const [key, ...rest] = text.split("="); return [keyOf(key.trim()), parameter(rest.join("=").trim())]; }));
   const { metric, ...others } = keysWithoutField, name = byId("sweep-metric").value;
-  // A goal belongs to the metric for which it was written.
-  const kept = name === (metric?.name ?? DEFAULT_METRIC) ? metric : {};
-  const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...kept, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
+  // The metric's other keys, such as its goal, belong to the metric for which they were written.
+  const metricKeys = name === (metric?.name ?? DEFAULT_METRIC) ? metric : {};
+  const given = { method: byId("sweep-method").value, ...(metric || name !== DEFAULT_METRIC ? { metric: { ...metricKeys, name } } : {}), max_trials: number("sweep-trials"), max_concurrent: number("sweep-concurrent"), ...others, parameters };
   return Object.fromEntries(Object.entries(given).filter(([, value]) => value !== undefined));
 }
 

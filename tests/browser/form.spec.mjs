@@ -80,10 +80,11 @@ describe("the form", () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const warnings = page.locator("#warnings"), broken = page.getByLabel("Broken files", { exact: true });
     assert.ok(!await warnings.isVisible());
-    await page.getByLabel("Epochs", { exact: true }).fill("3");
+    const lr = page.getByLabel("Learning rate", { exact: true }), suggested = await lr.inputValue() || await lr.getAttribute("data-default");
+    await lr.fill(suggested);
     await page.getByLabel("Dataset", { exact: true }).selectOption("pets");
     await until("the form has the suggestions for the dataset", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pets" && (await broken.inputValue()) === "skip");
-    assert.equal(await page.getByLabel("Epochs", { exact: true }).inputValue(), "3", "a field that the reader has edited stays");
+    assert.equal(await lr.inputValue(), suggested, "a value that the reader has typed stays, also if it was suggested before");
     assert.equal(await page.getByLabel("Validation", { exact: true }).inputValue(), "validation");
     assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");

@@ -71,21 +71,7 @@ pub(super) unsafe fn product<
         }
         if !t.sums.is_null() {
             for v in 0..V {
-                let to = t.sums.add(v * 48);
-                let (mut total, mut squares) = (S::zero(), S::zero());
-                if t.starts_sums {
-                    sum[0][v].store(to);
-                } else {
-                    (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));
-                }
-                let pivot = S::load(to);
-                for sum in &sum {
-                    let difference = sum[v].sub(pivot);
-                    total = total.add(difference);
-                    squares = difference.mul_add(difference, squares);
-                }
-                total.store(to.add(16));
-                squares.store(to.add(32));
+                add_to_sums(t.sums.add(v * 48), t.starts_sums, sum.iter().map(|sum| sum[v]));
             }
         }
         for (p, sum) in sum.iter().enumerate() {
@@ -98,6 +84,34 @@ pub(super) unsafe fn product<
                 }
             }
         }
+    }
+}
+
+/// Adds one block of the pictures' outputs to the sums `to` (see [`Product::sums`]).
+#[inline(always)]
+pub(super) unsafe fn add_to_sums<S: Vector>(
+    to: *mut f32,
+    starts_sums: bool,
+    outputs: impl Iterator<Item = S> + Clone,
+) {
+    // SAFETY: `to` points to a pivot and two sums of a block (contract of [`Product`]).
+    unsafe {
+        let (mut total, mut squares) = (S::zero(), S::zero());
+        if starts_sums {
+            for first in outputs.clone().take(1) {
+                first.store(to);
+            }
+        } else {
+            (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));
+        }
+        let pivot = S::load(to);
+        for output in outputs {
+            let difference = output.sub(pivot);
+            total = total.add(difference);
+            squares = difference.mul_add(difference, squares);
+        }
+        total.store(to.add(16));
+        squares.store(to.add(32));
     }
 }
 
@@ -126,20 +140,25 @@ pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V:
             }
         }
         for v in 0..V {
-            let dw = t.dw.add(v * t.dw_block);
-            if V > 1 || t.lanes == 16 {
-                for (i, sum) in sum.iter().enumerate().take(t.channels) {
-                    let dw = dw.add(i * 16);
-                    let sum = if t.accumulate { sum[v].add(S::load(dw)) } else { sum[v] };
-                    sum.store(dw);
-                }
-            } else {
-                for (i, sum) in sum.iter().enumerate().take(t.channels) {
-                    let dw = dw.add(i * t.lanes);
-                    let sum = if t.accumulate { sum[v].add(S::load_first(dw, t.lanes)) } else { sum[v] };
-                    sum.store_first(dw, t.lanes);
-                }
+            for (i, sum) in sum.iter().enumerate().take(t.channels) {
+                add_to_weights(t, v, i, sum[v]);
             }
+        }
+    }
+}
+
+/// Stores the sum of an input channel and a block of output channels, or adds it.
+#[inline(always)]
+pub(super) unsafe fn add_to_weights<S: Vector>(t: &Outer<'_>, block: usize, channel: usize, sum: S) {
+    // SAFETY: `t.dw` has the block and the channel (contract of [`Outer`]).
+    unsafe {
+        let dw = t.dw.add(block * t.dw_block + channel * t.lanes);
+        if t.lanes == 16 {
+            let sum = if t.accumulate { sum.add(S::load(dw)) } else { sum };
+            sum.store(dw);
+        } else {
+            let sum = if t.accumulate { sum.add(S::load_first(dw, t.lanes)) } else { sum };
+            sum.store_first(dw, t.lanes);
         }
     }
 }

@@ -307,6 +307,7 @@ impl Pass {
                                 .add((own.start - pictures.start) * picture_len)
                                 .add(group_of_channels * units * own.len()),
                             taps: &buffers.taps[taps[0]..taps[1]],
+                            pictures: own.len(),
                             units,
                             line,
                             w: job.w.as_ptr().add(block * w_block),

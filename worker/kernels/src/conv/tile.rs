@@ -5,6 +5,8 @@
 //! Packed pictures and weights consist of units of 32 bits: a float32, or two values in bfloat16 that are adjacent in the sum. The
 //! two values are channels in a [`Product`] and pictures in an [`Outer`], so both formats have the same loops.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 mod kernels;
 
 use super::vector::{Arithmetic, Vector};
@@ -24,6 +26,7 @@ pub(super) struct Product<'a> {
     /// Packed group of pictures: `[position][block of 16 units][picture][16]`, from the first unit to read on.
     pub(super) x: *const f32,
     pub(super) taps: &'a [Tap],
+    pub(super) pictures: usize,
     /// Number of units of input channels to read, from the first of `x` on.
     pub(super) units: usize,
     /// Number of packed units of a position, in all groups of channels together.
@@ -125,6 +128,8 @@ pub(super) struct Tiles {
 /// the last bits of results differ between machines with and without it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instructions {
+    /// AMX: a matrix unit, only for bfloat16. Packs as [`Self::Avx512`] does.
+    Amx,
     /// AVX-512F: 512-bit vectors, 32 registers.
     Avx512,
     /// AVX2 with FMA: 256-bit vectors, 16 registers.
@@ -135,7 +140,8 @@ pub enum Instructions {
 
 impl Instructions {
     /// Fastest first.
-    pub const ALL: [Instructions; 3] = [Instructions::Avx512, Instructions::Avx2, Instructions::Plain];
+    pub const ALL: [Instructions; 4] =
+        [Instructions::Amx, Instructions::Avx512, Instructions::Avx2, Instructions::Plain];
 }
 
 /// The number format in which inputs are multiplied. Sums are float32.
@@ -160,6 +166,8 @@ impl Tiles {
     /// The tiles for `instructions` and `format`, if this machine supports them.
     pub(super) fn of(instructions: Instructions, format: Format) -> Option<&'static Tiles> {
         match (instructions, format) {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            (Instructions::Amx, Format::Bfloat16) => amx::is_available().then_some(&x86::AMX_BF16),
             #[cfg(target_arch = "x86_64")]
             (Instructions::Avx512, Format::Float32) => {
                 is_x86_feature_detected!("avx512f").then_some(&x86::AVX512)
@@ -371,4 +379,21 @@ mod x86 {
     }
     avx512!(AVX512, Float32, "avx512f");
     avx512!(AVX512_BF16, Bfloat16, "avx512f,avx512bw,avx512bf16");
+
+    #[cfg(target_os = "linux")]
+    pub(super) static AMX_BF16: super::Tiles = {
+        use super::amx::{outer, product};
+        const PRODUCT: [Option<super::ProductFn>; 4] = [
+            Some(product::<1, false>),
+            Some(product::<2, false>),
+            Some(product::<4, false>),
+            Some(product::<1, true>),
+        ];
+        super::Tiles {
+            group: 16,
+            product: &[PRODUCT; 16],
+            outer: &[(16, [Some(outer::<1>), Some(outer::<2>), Some(outer::<4>)])],
+            ..AVX512_BF16
+        }
+    };
 }

@@ -71,22 +71,12 @@ pub(super) unsafe fn product<
         }
         if !t.sums.is_null() {
             for v in 0..V {
-                // 16 pivots, 16 sums and 16 sums of squares.
                 let to = t.sums.add(v * 48);
-                let (mut total, mut squares) = (S::zero(), S::zero());
-                if t.starts_sums {
-                    sum[0][v].store(to);
-                } else {
-                    (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));
-                }
-                let pivot = S::load(to);
+                let mut sums = BlockSums::begin(to, t.starts_sums, sum[0][v]);
                 for sum in &sum {
-                    let difference = sum[v].sub(pivot);
-                    total = total.add(difference);
-                    squares = difference.mul_add(difference, squares);
+                    sums.add(sum[v]);
                 }
-                total.store(to.add(16));
-                squares.store(to.add(32));
+                sums.store(to);
             }
         }
         for (p, sum) in sum.iter().enumerate() {
@@ -98,6 +88,47 @@ pub(super) unsafe fn product<
                     sum.store(y.add(v * 16));
                 }
             }
+        }
+    }
+}
+
+/// The sums of a block of channels, see [`Product::sums`].
+pub(super) struct BlockSums<S> {
+    pivot: S,
+    differences: S,
+    squares: S,
+}
+
+impl<S: Vector> BlockSums<S> {
+    /// The sums at `to`. `starts`: the sums are 0, and `first` becomes the pivot.
+    #[inline(always)]
+    pub(super) unsafe fn begin(to: *mut f32, starts: bool, first: S) -> Self {
+        // SAFETY: `to` has three vectors of a block (contract of [`Product`]).
+        unsafe {
+            if starts {
+                first.store(to);
+                return Self { pivot: first, differences: S::zero(), squares: S::zero() };
+            }
+            Self { pivot: S::load(to), differences: S::load(to.add(16)), squares: S::load(to.add(32)) }
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn add(&mut self, output: S) {
+        // SAFETY: the caller has the instructions of its vectors.
+        unsafe {
+            let difference = output.sub(self.pivot);
+            self.differences = self.differences.add(difference);
+            self.squares = difference.mul_add(difference, self.squares);
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn store(self, to: *mut f32) {
+        // SAFETY: `to` has three vectors of a block (contract of [`Product`]).
+        unsafe {
+            self.differences.store(to.add(16));
+            self.squares.store(to.add(32));
         }
     }
 }
@@ -127,20 +158,25 @@ pub(super) unsafe fn outer<S: Vector, A: Arithmetic<S>, const I: usize, const V:
             }
         }
         for v in 0..V {
-            let dw = t.dw.add(v * t.dw_block);
-            if V > 1 || t.lanes == 16 {
-                for (i, sum) in sum.iter().enumerate().take(t.channels) {
-                    let dw = dw.add(i * 16);
-                    let sum = if t.accumulate { sum[v].add(S::load(dw)) } else { sum[v] };
-                    sum.store(dw);
-                }
-            } else {
-                for (i, sum) in sum.iter().enumerate().take(t.channels) {
-                    let dw = dw.add(i * t.lanes);
-                    let sum = if t.accumulate { sum[v].add(S::load_first(dw, t.lanes)) } else { sum[v] };
-                    sum.store_first(dw, t.lanes);
-                }
+            for (i, sum) in sum.iter().enumerate().take(t.channels) {
+                add_to_weights(t, v, i, sum[v]);
             }
+        }
+    }
+}
+
+/// Stores the sum of an input channel and a block of output channels, or adds it.
+#[inline(always)]
+pub(super) unsafe fn add_to_weights<S: Vector>(t: &Outer<'_>, block: usize, channel: usize, sum: S) {
+    // SAFETY: `t.dw` has the block and the channel (contract of [`Outer`]).
+    unsafe {
+        let dw = t.dw.add(block * t.dw_block + channel * t.lanes);
+        if t.lanes == 16 {
+            let sum = if t.accumulate { sum.add(S::load(dw)) } else { sum };
+            sum.store(dw);
+        } else {
+            let sum = if t.accumulate { sum.add(S::load_first(dw, t.lanes)) } else { sum };
+            sum.store_first(dw, t.lanes);
         }
     }
 }

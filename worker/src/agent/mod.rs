@@ -113,7 +113,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Started before ranks are adopted, because ranks read the deadline.
+    // Started before ranks are adopted, because ranks end at the deadline.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded_at.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
@@ -276,6 +276,7 @@ impl Agent {
         }
     }
 
+    /// What [`run`] returns if the agent ends now.
     fn result(&mut self) -> Result<(), AgentError> {
         if self.options.until_final && self.only_job_final_at.is_none() {
             return Err(AgentError::Signalled);
@@ -287,14 +288,15 @@ impl Agent {
     /// Waits without a connection. Signals are still handled.
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> ControlFlow<()> {
         let until = tokio::time::Instant::now() + pause;
+        let is_connected = false;
         loop {
             let wake = self.context.wake.clone();
             tokio::select! {
                 signal = signals.next() => self.handle_signal(signal)?,
                 () = wake.notified() => {}
-                () = tokio::time::sleep_until(until) => return self.check_end(false),
+                () = tokio::time::sleep_until(until) => return self.check_end(is_connected),
             }
-            self.check_end(false)?;
+            self.check_end(is_connected)?;
         }
     }
 

@@ -81,7 +81,7 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let address = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
-    // A certificate is bound to the first agent of its name, so the certificate's name is the default.
+    // The server binds a certificate's name to the first agent that uses it, so this name is the agent's default name.
     let certificate_name =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;

@@ -199,14 +199,14 @@ mod tests {
     }
 
     /// The source, the first record and the number of records of each report that is sent now.
-    fn sent(outbox: &mut Outbox, attempt: &StoredAttempt, over: bool) -> Vec<(Source, u64, usize)> {
+    fn sent(outbox: &mut Outbox, attempt: &StoredAttempt, is_over: bool) -> Vec<(Source, u64, usize)> {
         sent_at(outbox, attempt, is_over, Instant::now())
     }
 
     fn sent_at(
         outbox: &mut Outbox,
         attempt: &StoredAttempt,
-        over: bool,
+        is_over: bool,
         now: Instant,
     ) -> Vec<(Source, u64, usize)> {
         let mut reports = Vec::new();

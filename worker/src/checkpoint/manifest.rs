@@ -96,6 +96,7 @@ fn read_error(folder: &Path, name: &str, file: &str, error: io::Error) -> Checkp
     }
 }
 
+/// The size and SHA-256 of a file.
 pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
     let mut file = File::open(path)?;
     let mut hash = Sha256::new();

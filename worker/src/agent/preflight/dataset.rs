@@ -50,8 +50,8 @@ pub(super) fn check(
             }
             let on_machine = first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
-                "the dataset {} differs from the dataset with which the job began{on_machine}: {} now, {} then, or other content; restore \
-                 the old dataset and retry the job, or submit a new job",
+                "the dataset {} differs from the dataset with which the job began{on_machine}: {} now, {} then, or other content; \
+                 restore the old dataset and retry the job, or submit a new job",
                 path.display(),
                 own.fingerprint.in_words(),
                 first_note.fingerprint.in_words(),

@@ -121,7 +121,8 @@ pub enum Outcome {
     Paused { step: u64 },
 }
 
-/// Builds an engine with initial weights, like [`plan::build_engine`]. Tests pass engines whose float16 overflows.
+/// Builds an engine with initial weights, like [`plan::build_engine`]. The number is `generation`. Tests pass functions that build
+/// engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
@@ -147,7 +148,8 @@ fn train_with<'a>(
     training.log(planned.iter().map(Planned::in_words));
     let precision = start::choose_precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
-    let mut engine = build_engine(training, &plan, 0)?;
+    let generation = 0;
+    let mut engine = build_engine(training, &plan, generation)?;
     data.set_format(engine.take_data(&data)?);
     let decoder_line = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder_line);

@@ -201,6 +201,7 @@ fn evaluate_batch(
         let view_logits = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
         logits.iter_mut().zip(view_logits).for_each(|(sum, logit)| *sum += view.weight * logit);
     }
-    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None, None);
+    let (mixed, smoothing, weights, gradient) = (None, 0.0, None, None);
+    let loss = loss::cross_entropy(&logits, &batch.labels, mixed, classes, smoothing, weights, gradient);
     Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
 }

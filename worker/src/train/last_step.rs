@@ -62,9 +62,10 @@ impl Run<'_> {
             return Ok(false);
         }
         let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };
+        let waited_secs = 0.0;
         for result in &results {
             self.record_not_finite(Some(result));
-            self.report_step(result, 0.0);
+            self.report_step(result, waited_secs);
         }
         self.step -= self.in_flight.len() as u64;
         self.in_flight.clear();

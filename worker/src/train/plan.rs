@@ -240,13 +240,13 @@ impl RunPlan {
 /// A note if the last step of an epoch reuses pictures from the beginning of the epoch, because fewer pictures are left
 /// than the `parts` into which a step is divided (one for each micro-batch of each rank).
 fn reuse_note(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
-    let left = samples % global_batch_size.max(1);
-    (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
+    let remaining = samples % global_batch_size.max(1);
+    (!spec.data.drop_remainder && remaining > 0 && remaining < parts).then(|| {
         format!(
             "the last step of an epoch has {} for {parts} micro-batches, so {} of the epoch's first pictures are used again: the result \
              depends on the number of ranks. data.drop_remainder = true leaves this step out",
-            plural(left, "picture"),
-            parts - left
+            plural(remaining, "picture"),
+            parts - remaining
         )
     })
 }

@@ -97,7 +97,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
             Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
     });
-    let was_asked_to_stop = state.stop.load(Ordering::Relaxed);
+    let asked_to_stop = state.stop.load(Ordering::Relaxed);
     if result.is_ok() {
         state.has_ended.store(true, Ordering::Relaxed);
     }
@@ -106,7 +106,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
         Ok(Outcome::Paused { .. }) => EXIT_PAUSED,
         // The other ranks were asked to stop as well, and some have already ended.
-        Err(error) if was_asked_to_stop && error.is_secondary() => match state.describe_lost_steps(config.rank) {
+        Err(error) if asked_to_stop && error.is_secondary() => match state.describe_lost_steps(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
                 let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());

@@ -278,7 +278,8 @@ impl Connected {
                 state.outbox.get_or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
             outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
             let is_delivered = outbox.is_delivered();
-            let is_refused = !is_delivered && state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
+            let is_refused =
+                !is_delivered && state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
             if is_over && (is_delivered || is_refused) {
                 done.push((attempt_ref.clone(), is_refused));
             }

@@ -63,7 +63,7 @@ impl Watch {
             let cause = || {
                 let cause = ranks.failure_cause()?;
                 Some(match cause.rank.ending() {
-                    // The rank has lost a connection, perhaps because a rank on another machine has failed.
+                    // The end of a rank on another machine may explain this failure.
                     Ending::Failed { reason, .. } if cause.is_provisional && is_shared => {
                         Ending::Secondary { reason }
                     }

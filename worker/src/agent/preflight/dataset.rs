@@ -48,7 +48,8 @@ pub(super) fn check(
             if is_first_start && first_note.machine.is_some() && first_note.machine != own.machine {
                 return Err(describe_difference(stored, &own, &first_note.in_words()));
             }
-            let on_machine = first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
+            let on_machine =
+                first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
                 "the dataset {} differs from the dataset with which the job began{on_machine}: {} now, {} then, or other content; \
                  restore the old dataset and retry the job, or submit a new job",

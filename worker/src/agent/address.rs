@@ -33,7 +33,7 @@ pub(super) struct Address {
     identity: Option<IdentityFiles>,
 }
 
-/// The address of the agents' websocket on the server of `options`.
+/// Reads the server's address and the agent's credentials from `options`.
 ///
 /// # Errors
 /// The options cannot be used: the address is invalid, traffic would cross the network unencrypted, a client

@@ -123,7 +123,7 @@ impl Attempt {
     }
 
     fn begin_watch(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
-        let (orders, mut received) = mpsc::unbounded_channel();
+        let (orders, mut incoming_orders) = mpsc::unbounded_channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
@@ -136,11 +136,11 @@ impl Attempt {
             tokio::spawn(async move {
                 let mode = match mode {
                     StartMode::Launch => {
-                        run_checks(&mut stored, &context, gang.as_ref(), &mut received).await
+                        run_checks(&mut stored, &context, gang.as_ref(), &mut incoming_orders).await
                     }
                     mode => mode,
                 };
-                let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
+                let (watch, ranks) = Watch::begin(stored, &context, incoming_orders, mode).await;
                 watch.run(ranks).await;
                 context.release_copy(&attempt);
                 is_over.store(true, Ordering::Release);

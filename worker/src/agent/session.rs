@@ -47,6 +47,7 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
+    /// The loss of a connection after its `Welcome`.
     fn lost(reason: impl ToString) -> Self {
         Self::Lost { reason: reason.to_string(), was_welcomed: true }
     }

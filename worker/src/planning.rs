@@ -45,7 +45,7 @@ pub fn sample_to_measure(spec: &JobSpec, network: &Network, device: DeviceChoice
             ..spec.model.clone()
         },
         image_size: network.image_size,
-        // As many rows of pixels as a rank has with `parallel.height`.
+        // Divided by `parallel.height`, so that the sample has as many rows of pixels as a rank's part of the pictures.
         pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,

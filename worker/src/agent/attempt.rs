@@ -94,7 +94,8 @@ pub(super) struct AttemptContext {
     pub(super) devices: Arc<BTreeMap<u32, String>>,
     /// Processes that become ranks.
     pub(super) spares: Arc<Spares>,
-    /// How long after ranks the next spares are started on the same GPUs. Starting them at once would slow down short jobs.
+    /// Time from the start of ranks to the start of the next spares on the same GPUs. Spares that start at once would slow down
+    /// short jobs.
     pub(super) spare_delay: Duration,
 }
 

@@ -83,8 +83,7 @@ async fn run_blocking<T: Send + 'static>(
 
 /// Copies the dataset of an attempt from the server, if this machine lacks it, and sets the path in `stored` to the copy. If the
 /// server lacks the dataset too, the call succeeds, and the preflight check reports the missing dataset. While the server is
-/// unreachable, the call retries.
-/// Dropping the future ends the wait.
+/// unreachable, the call retries. Dropping the future ends the wait.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.

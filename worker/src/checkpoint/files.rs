@@ -169,7 +169,7 @@ pub(super) fn rename_to_final(
     }
 }
 
-/// Adds the path to an error, and triggers the fault point of `kind`.
+/// Adds the path to an error, and triggers the fault point of `kind`, at which tests inject errors.
 fn with_fault_point(
     kind: &str,
     path: &Path,

@@ -52,7 +52,7 @@ fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
 
 /// The configurations of the ranks of `start` on this machine, which share its cores evenly. `devices` contains a device for
 /// each rank, in rank order, or nothing if ranks run on CPU cores; every rank sees all devices. `lease` is the file with the
-/// deadline until which ranks may continue without an agent.
+/// deadline of the agent's lease.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],

@@ -27,7 +27,8 @@ use std::{
 /// The lock file of the rank that writes, because the ranks of a machine share the folder. Not a valid name of a
 /// checkpoint.
 const LOCK: &str = ".last-step";
-/// Time limit for waiting for this rank's writer, and for another rank that writes. An agent ends its ranks a few seconds after a rank has failed.
+/// Time limit for waiting for this rank's writer, and for another rank that writes. An agent ends its ranks a few seconds
+/// after a rank has failed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Number of checkpoints kept in a folder on a machine without rank 0. Elsewhere rank 0 removes old checkpoints.
 const MAX_CHECKPOINTS: usize = 2;

@@ -48,7 +48,8 @@ struct Part {
 
 impl Parts {
     /// Collective: finds the ranks that share the folder of checkpoints, and distributes the network's tensors to
-    /// them. `None` if only rank 0 has the folder, and therefore writes whole checkpoints. `best` is the best checkpoint so far.
+    /// them. `None` if checkpoints are not sharded, or if only rank 0 has the folder and therefore writes whole checkpoints. `best` is
+    /// the best checkpoint so far.
     ///
     /// # Errors
     /// Another rank is lost.

@@ -18,10 +18,10 @@ fn pretrained_error(text: String) -> TrainError {
     TrainError::Impossible(format!("model.pretrained: {text}"))
 }
 
-/// The path to which `model.pretrained` refers on this machine.
+/// The path to which `given`, the value of `model.pretrained`, refers on this machine.
 ///
 /// # Errors
-/// It names weights that have not been downloaded.
+/// `given` names weights that have not been downloaded.
 pub(super) fn find(given: &str) -> Result<PathBuf, TrainError> {
     cache::find_weights(given).map_err(pretrained_error)
 }

@@ -64,7 +64,7 @@ impl Run<'_> {
     }
 
     /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
-    /// receive it for its evaluation. If the network is split among ranks, each rank keeps the average of its part.
+    /// receive it when it is evaluated. If the network is split among ranks, each rank keeps the average of its part.
     pub(super) fn update_average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.is_average_kept_here()) {

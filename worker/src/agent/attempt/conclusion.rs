@@ -19,7 +19,7 @@ impl Watch {
     /// Writes the remaining records after every rank has ended. The last record tells how the attempt ended.
     pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
-            // The errors are in `damage`, which is reported below.
+            // An error is ignored here, because `damage` is reported below.
             let _ = rank.read();
         }
         let survivors = ranks.kill_remaining().await;

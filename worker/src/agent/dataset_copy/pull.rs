@@ -1,5 +1,5 @@
 //! Pulls the files of a copy from the server. A request asks for several small files or for a part of a large one.
-//! Data that has arrived is kept if the connection breaks, and the next attempt continues at the same byte.
+//! Data that has arrived is kept if the connection breaks, and the next try continues at the same byte.
 
 mod incoming;
 

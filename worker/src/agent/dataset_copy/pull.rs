@@ -225,8 +225,8 @@ fn describe_lack_of_space(folder: &Path, dataset: &str, missing: &Missing, free:
     let [missing_size, min_free, to_free] =
         [missing.disk_bytes, MIN_FREE_BYTES, needed.saturating_sub(free)].map(megabytes_up);
     format!(
-        "the copy of the dataset {dataset} needs {missing_size} more on the disk of {}, where {min_free} must stay free, but only {} are free: free \
-         {to_free} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
+        "the copy of the dataset {dataset} needs {missing_size} more on the disk of {}, where {min_free} must stay free, but only \
+         {} are free: free {to_free} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
         folder.display(),
         megabytes_down(free),
     )

@@ -2,7 +2,7 @@
 //! since boot. Changes of the time of day do not affect it.
 //!
 //! The agent updates the deadline while it is in contact with the server. If the agent has ended, is suspended or has
-//! lost the connection, the deadline passes, and its ranks end themselves before the server starts the job elsewhere.
+//! lost the connection, the deadline passes, and the agent's ranks end themselves before the server starts the job elsewhere.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::{

@@ -39,7 +39,8 @@ fn measure_over_tcp(comm: &dyn ProcessGroup) -> Result<AllGatherResult, CommErro
     };
     // Warm-up.
     time_all_reduces(256, 5)?;
-    // The mean counts, not the minimum, because a call whose data has already arrived returns early, and the next waits longer.
+    // The mean counts, not the minimum, because a call whose data has already arrived returns early, and the next
+    // call waits longer.
     let (_, short_secs) = time_all_reduces(256, 200)?;
     let short_us = short_secs * 1e6;
     let (long_secs, _) = time_all_reduces(4 << 20, 5)?;

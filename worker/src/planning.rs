@@ -45,7 +45,7 @@ pub fn sample_to_measure(spec: &JobSpec, network: &Network, device: DeviceChoice
             ..spec.model.clone()
         },
         image_size: network.image_size,
-        // As many rows of pixels as a rank has with `parallel.height`.
+        // Divided by `parallel.height`, so that the sample has as many rows of pixels as a rank's part of the pictures.
         pictures: (spec.micro_batch_size() / spec.parallel.height.max(1)).clamp(1, max_pictures) as usize,
         precision: spec.train.precision,
         threads,
@@ -73,9 +73,9 @@ pub fn measure(
         let found = links::measure(group, store, ordinal)?;
         link = Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second));
     }
-    let memory_bytes = name_and_memory(device, local_ranks).1;
+    let (_, memory_bytes) = name_and_memory(device, local_ranks);
     let (name, rates) = lockstep_engine::measure(sample, device, memory_bytes)?;
-    // When the process of the first rank ends, the connections of the others may break.
+    // Ranks wait for each other, because connections may break when the process of the first rank ends.
     group.barrier()?;
     Ok(Machine {
         device: name,
@@ -92,7 +92,8 @@ pub fn measure(
 /// A device's name, and the memory of a rank on it.
 fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     if device.backend.needs().host_memory {
-        return (cpu_name(), memory_free().1 / u64::from(local_ranks.max(1)));
+        let (_, total_bytes) = memory_free();
+        return (cpu_name(), total_bytes / u64::from(local_ranks.max(1)));
     }
     let slots = device.backend.devices(Selection::default()).unwrap_or_default().slots;
     let slot = slots.into_iter().nth(device.ordinal.max(0) as usize);
@@ -101,6 +102,7 @@ fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
 
 /// The cache file of the figures that were measured with `sample` and `ranks` ranks.
 fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<String> {
+    // For one local rank, the memory is the machine's.
     let key = (sample, device.backend.name(), name_and_memory(device, 1), ranks);
     let digest = Sha256::digest(serde_json::to_vec(&key).ok()?);
     Some(format!("machine-{}.json", hex::encode(&digest[..8])))
@@ -171,6 +173,7 @@ impl Planned {
         // If settings make results depend on how pictures are distributed over ranks, only data parallelism is used.
         let allows_hybrid = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
         let may_run = |plan: &Plan| (allows_hybrid || plan.is_data()) && check_plan(plan).is_ok();
+        // With `auto`, the job may set a part of the plan. Otherwise, the search only finds plans to compare with the job's.
         let unconstrained = ParallelSpec::default();
         let pinned = if parallel.is_auto() { parallel } else { &unconstrained };
         let considered = search(network, ranks, (machine, &work), pinned, may_run);
@@ -313,9 +316,9 @@ fn explain(
         return "the memory of a rank does not suffice for the whole optimizer state".into();
     }
     if !parallel.is_auto() || chosen.plan.is_data() {
-        let next = considered.iter().find(|other| other.plan.mesh != chosen.plan.mesh);
-        return next.map_or("these ranks can run no other plan".into(), |next| {
-            format!("no other plan is 2 % faster; the next best is {}", timed(next))
+        let next_best = considered.iter().find(|other| other.plan.mesh != chosen.plan.mesh);
+        return next_best.map_or("these ranks can run no other plan".into(), |next_best| {
+            format!("no other plan is 2 % faster; the next best is {}", timed(next_best))
         });
     }
     match considered.iter().find(|other| other.plan.is_data()) {
@@ -417,14 +420,14 @@ mod tests {
         assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
     }
 
-    /// GPUs split no layer but the last, and each rank has a row of every activation.
+    /// GPUs split only the last layer by channels, and each rank has at least one row of every activation.
     #[test]
     fn gpus_are_offered_only_plans_that_they_support() {
         let (spec, network) = job();
         let rows_of_two = super::build_network(&spec.model, (8, 8), 3, 10).unwrap();
-        for (network, meshes) in [(&network, 8), (&rows_of_two, 7)] {
+        for (network, mesh_count) in [(&network, 8), (&rows_of_two, 7)] {
             let planned = Planned::of(&spec, network, &machine("cuda")).unwrap();
-            assert_eq!(planned.considered.len(), meshes, "{:?}", planned.considered);
+            assert_eq!(planned.considered.len(), mesh_count, "{:?}", planned.considered);
             for Candidate { plan, .. } in &planned.considered {
                 assert!(plan.shards.iter().all(|shard| shard.pattern == "fc"), "{plan}");
                 assert!(network.image_size > 8 || plan.mesh.height <= 2, "{plan}");

@@ -54,7 +54,7 @@ const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(30);
 /// Added to the time after which ranks consider a silent rank dead, so that the agent, which knows more, reports the silence
 /// first.
 const COMM_TIMEOUT_MARGIN: Duration = Duration::from_secs(15);
-/// Time from the end of the wait (for the step or the lease) to the end of the process.
+/// Time for the training thread to end after its collective calls were aborted. Then the process exits by force.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// The time by which the watchdog reports a stall earlier than the agent (or a tenth of the limit, if that is less), because the
 /// watchdog knows which ranks are behind.
@@ -90,7 +90,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
         }
     };
     let state = Arc::new(RankState::default());
-    store_panic_message();
+    install_panic_hook();
     let result = listen_to_signals(config, &state, &reporter).map_err(RankError::from).and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| run_attempt(config, &state, &reporter))).unwrap_or_else(|_| {
             let message = lock(&PANIC).take();
@@ -161,6 +161,7 @@ fn run_attempt(
     device.backend.preflight(start.world_size).map_err(TrainError::Impossible)?;
     // The device warms up while the ranks meet and the dataset is opened.
     device.backend.warm_up(device.ordinal, start.world_size, Some(start.spec.train.precision));
+
     let stall_timeout = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
     let mut store = None;
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
@@ -192,12 +193,14 @@ fn run_attempt(
         comm
     };
     let _ = state.comm.set(comm.clone());
+
     let watchdog = if needs.watchdog {
         Some(start_watchdog(config, state, reporter, store.clone(), stall_timeout)?)
     } else {
         None
     };
     let _metrics = machine_metrics::start(config, reporter, &state.progress);
+
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let dataset = lockstep_data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());
@@ -206,6 +209,7 @@ fn run_attempt(
         spec: &start.spec,
         dataset: &dataset,
         weights_in: start.files.weights_in.as_ref(),
+        // An agent, which sets `lease`, has examined the files before the job's first start.
         changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),
@@ -264,18 +268,18 @@ fn log_listen_address(config: &RankConfig, reporter: &Reporter) {
 fn warn_if_unencrypted(
     comm: &dyn ProcessGroup,
     next_is_elsewhere: bool,
-    on_cores: bool,
+    is_on_cores: bool,
     reporter: &Reporter,
 ) -> Result<(), RankError> {
     if any_rank(comm, next_is_elsewhere).map_err(TrainError::from)? && comm.rank() == 0 {
-        reporter.log(&unencrypted_warning(on_cores));
+        reporter.log(&unencrypted_warning(is_on_cores));
     }
     Ok(())
 }
 
 /// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
-fn unencrypted_warning(on_cores: bool) -> String {
-    let nccl = if on_cores { "" } else { ", nor does NCCL authenticate them" };
+fn unencrypted_warning(is_on_cores: bool) -> String {
+    let nccl = if is_on_cores { "" } else { ", nor does NCCL authenticate them" };
     format!(
         "ranks are on several machines, and their connections are not encrypted{nccl}: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
@@ -350,8 +354,8 @@ impl RankState {
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Stores the message of the last panic, in addition to printing it.
-fn store_panic_message() {
+/// Makes panics store their message in [`PANIC`], in addition to printing it.
+fn install_panic_hook() {
     static ONCE: OnceLock<()> = OnceLock::new();
     ONCE.get_or_init(|| {
         let print = std::panic::take_hook();

@@ -1,4 +1,5 @@
-//! A rank's reports to its agent: a file of records. One process appends records, and other processes read from any record on.
+//! A rank's reports to its agent: a file of records. One process appends records, and other processes read them from any record
+//! onwards.
 //! Because the reports are in a file, nothing is lost or reported twice, whichever process dies.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
@@ -321,14 +322,15 @@ fn flush_in_time(shared: &Shared) {
 #[derive(Debug)]
 pub struct LossLines {
     every_steps: u64,
-    last: Option<Instant>,
+    /// When the last line was due by time.
+    last_line_at: Option<Instant>,
 }
 
 impl LossLines {
     /// The rule of a job: every `every_steps`-th step or, if `every_steps` is 0, at most 10 lines per second and the last step of
     /// each epoch.
     pub fn new(every_steps: u64) -> Self {
-        Self { every_steps, last: None }
+        Self { every_steps, last_line_at: None }
     }
 
     /// The line of a step. `None` if the step gets no line. `step` counts from the beginning of the run.
@@ -336,9 +338,9 @@ impl LossLines {
         let is_due = match self.every_steps {
             0 => {
                 let now = Instant::now();
-                let is_pause_over = self.last.is_none_or(|last| now - last >= Duration::from_millis(100));
+                let is_pause_over = self.last_line_at.is_none_or(|at| now - at >= Duration::from_millis(100));
                 if is_pause_over {
-                    self.last = Some(now);
+                    self.last_line_at = Some(now);
                 }
                 is_pause_over || step.is_multiple_of(steps_per_epoch)
             }

@@ -115,13 +115,14 @@ impl Training<'_> {
 pub enum Outcome {
     /// All steps are done, or the run was stopped early.
     Finished { step: u64 },
-    /// The ranks were asked to stop, and stopped after this step with a checkpoint of it.
+    /// The ranks were asked to stop, and stopped after this step with a checkpoint of this step.
     Stopped { step: u64 },
-    /// The ranks have reached the end of the epoch [`Training::pause_after`] at this step, with a checkpoint of it.
+    /// The ranks have reached the end of the epoch [`Training::pause_after`] at this step, with a checkpoint of this step.
     Paused { step: u64 },
 }
 
-/// Builds an engine with initial weights, like [`plan::build_engine`]. Tests pass engines whose float16 overflows.
+/// Builds an engine with initial weights, like [`plan::build_engine`]. The third argument is `generation`. Tests pass functions
+/// that build engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
@@ -147,7 +148,8 @@ fn train_with<'a>(
     training.log(planned.iter().map(Planned::in_words));
     let precision = start::choose_precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
-    let mut engine = build_engine(training, &plan, 0)?;
+    let generation = 0;
+    let mut engine = build_engine(training, &plan, generation)?;
     data.set_format(engine.take_data(&data)?);
     let decoder_line = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder_line);
@@ -163,6 +165,7 @@ fn train_with<'a>(
     if training.is_first() {
         crate::checkpoint::remove_leftovers(training.checkpoints)?;
     }
+
     let parts = Parts::of(training, &plan, beginning.best.as_ref())?;
     let writer = if training.is_first() && parts.is_none() {
         Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
@@ -204,6 +207,7 @@ fn train_with<'a>(
         unwritten: None,
         throughput,
     };
+
     let outcome = run.run_epochs();
     if outcome.is_ok() {
         run.data.close_decoder();
@@ -279,7 +283,7 @@ impl Run<'_> {
                 train_samples: self.data.shape.train_samples,
             });
         }
-        // The previous run was stopped when an evaluation was due. The evaluation is done now.
+        // An evaluation that was due when the previous run was stopped is done now. A run without further steps is evaluated, too.
         let is_evaluation_overdue = self.is_evaluation_missing
             && self.data.shape.validation_samples > 0
             && self.plan.has_evaluation_after_epoch(self.step);

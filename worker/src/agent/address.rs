@@ -22,17 +22,18 @@ use tokio_tungstenite::{
 pub(super) struct Address {
     /// The address as given in the options.
     server: String,
+    /// The request that opens the agents' websocket, with the agent's token.
     request: Request,
     /// CA certificates trusted in addition to the system's.
     ca_file: Option<PathBuf>,
-    /// The accounts that listened at the server's address when the server first accepted this agent. Not set if the server is on
-    /// another machine.
+    /// User ids of the processes that listened at the server's address when the server first accepted this agent. Not set if the
+    /// server is on another machine.
     owners: OnceLock<Vec<u32>>,
     /// The client certificate of this agent.
     identity: Option<IdentityFiles>,
 }
 
-/// The address of the agents' websocket on the server of `options`.
+/// Reads the server's address and the agent's credentials from `options`.
 ///
 /// # Errors
 /// The options cannot be used: the address is invalid, traffic would cross the network unencrypted, a client
@@ -118,17 +119,17 @@ impl Address {
         Ok((client, format!("{scheme}://{authority}{path}")))
     }
 
-    /// Records the accounts that listened when the server accepted this agent. Only the first call counts.
+    /// Records the user ids of the processes that listened when the server accepted this agent. Only the first call counts.
     pub(super) fn record_owners(&self, listeners: Vec<u32>) {
         if !listeners.is_empty() {
             let _ = self.owners.set(listeners);
         }
     }
 
-    /// Checks that the processes that listen at the server's address belong to the server's account, or to root, and
-    /// returns their accounts. Another account of this machine may have taken the port of a stopped server, and must not
-    /// get the token. It is also an error if nothing listens, because another program could start to listen before the
-    /// connection is made.
+    /// Returns the user ids of the processes that listen at the server's address. After [`Self::record_owners`], checks that they
+    /// are the recorded ones, or root's: another account of this machine may have taken the port of a stopped server, and must
+    /// not get the token. It is then also an error if nothing listens, because another program could start to listen before
+    /// the connection is made.
     pub(super) fn check_listeners(&self) -> Result<Vec<u32>, String> {
         const ROOT: u32 = 0;
         let listeners = self.listeners();
@@ -175,8 +176,8 @@ impl Address {
         self.identity.is_some()
     }
 
-    /// The accounts that listen at the server's address, if it is a loopback address. Empty if nothing listens, or
-    /// the server is on another machine.
+    /// User ids of the processes that listen at the server's address. Empty if nothing listens, or if the address is not a
+    /// loopback address.
     fn listeners(&self) -> Vec<u32> {
         let (host, port) = self.host_and_port();
         let addresses: Vec<IpAddr> = match host {

@@ -41,7 +41,7 @@ pub(super) enum Order {
     /// This agent stops in an orderly way. Ranks write a checkpoint first.
     Leave,
     /// The records that the server has not stored (the spool) take too much disk space. Ranks write a checkpoint and end.
-    Full(Reason),
+    SpoolFull(Reason),
 }
 
 impl Order {
@@ -49,7 +49,7 @@ impl Order {
     fn ending(self) -> Ending {
         match self {
             Order::Stop { .. } | Order::Leave => Ending::Stopped,
-            Order::Full(reason) => Ending::Failed { reason, retriable: true },
+            Order::SpoolFull(reason) => Ending::Failed { reason, retriable: true },
         }
     }
 }
@@ -88,13 +88,14 @@ pub(super) struct AttemptContext {
     pub(super) remote: Arc<Remote>,
     /// Copies of the server's datasets on this machine. `None` if datasets are not copied.
     pub(super) copies: Option<Arc<Copies>>,
-    /// Time for ranks to finish their step and checkpoint, if this agent is about to end as well.
+    /// Time for ranks to finish their step and write a checkpoint, if this agent is about to end or its spool is full.
     pub(super) stop_within_secs: u32,
     /// The devices of ranks, by slot. Empty for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
     /// Processes that become ranks.
     pub(super) spares: Arc<Spares>,
-    /// Time from the start of ranks to that of the next spares on their GPUs, which would slow down short jobs.
+    /// Time from the start of ranks to the start of the next spares on the same GPUs. Spares that start at once would slow down
+    /// short jobs.
     pub(super) spare_delay: Duration,
 }
 
@@ -123,7 +124,7 @@ impl Attempt {
     }
 
     fn begin_watch(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
-        let (orders, mut received) = mpsc::unbounded_channel();
+        let (orders, mut incoming_orders) = mpsc::unbounded_channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
@@ -136,11 +137,11 @@ impl Attempt {
             tokio::spawn(async move {
                 let mode = match mode {
                     StartMode::Launch => {
-                        run_checks(&mut stored, &context, gang.as_ref(), &mut received).await
+                        run_checks(&mut stored, &context, gang.as_ref(), &mut incoming_orders).await
                     }
                     mode => mode,
                 };
-                let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
+                let (watch, ranks) = Watch::begin(stored, &context, incoming_orders, mode).await;
                 watch.run(ranks).await;
                 context.release_copy(&attempt);
                 is_over.store(true, Ordering::Release);
@@ -227,7 +228,7 @@ async fn check_with_files(
         let registered_path = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
         if stored.start.dataset_path != registered_path {
-            // A copy has been compared with the server's files, which may have changed since they were registered.
+            // The copy has the server's present files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
     }
@@ -238,7 +239,8 @@ async fn check_with_files(
     if on_own_disk && checked.is_ok() {
         checked = fetch::publish_dataset(stored, remote).await;
     }
-    // A refusal needs no machine name if all machines use the server's own files.
+    // A refusal needs no machine name if all machines use the server's own files. `registered` is still set if this agent has its
+    // own disk or an option names the dataset's folder.
     if on_own_disk || stored.start.files.registered.is_some() {
         return checked.map_err(|refusal| add_machine_name(refusal, &remote.name));
     }
@@ -291,7 +293,7 @@ pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
     })
 }
 
-/// How an attempt ended, according to the records on disk.
+/// How an attempt ended, according to the records on disk. `None` if no end is recorded.
 fn recorded_ending(stored: &StoredAttempt) -> Option<Ending> {
     let mut tail = Tail::open(&agent_events_path(stored), 0);
     while let Ok(events) = tail.poll() {

@@ -85,9 +85,8 @@ impl Agent {
         let is_mapped = mapped.is_some();
         if let Some(local_path) = mapped {
             start.dataset_path = local_path.to_string_lossy().into_owned();
-            // The agent's options, not the server, say where the dataset is.
+            // The agent's options, not the server, say where the dataset is, so it is not copied.
             start.files.dataset_in = None;
-            // The dataset's path is given by an option, so it is not copied.
             context.copies = None;
         }
         if let Some(network) = &mut start.network {
@@ -193,7 +192,7 @@ impl Agent {
             let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                attempt.send_order(Order::Full(reason.clone()));
+                attempt.send_order(Order::SpoolFull(reason.clone()));
             }
         }
     }

@@ -9,18 +9,24 @@ use std::{
     time::Instant,
 };
 
-/// The slots, and the previous measurement of their ranks.
+/// The slots, and the last measurement of the rank in each slot.
 #[derive(Debug)]
 pub(super) struct Shares {
     dir: PathBuf,
     slots: Vec<u32>,
-    before: HashMap<u32, (Instant, RankUsage)>,
+    measurements: HashMap<u32, Measurement>,
+}
+
+#[derive(Debug)]
+struct Measurement {
+    at: Instant,
+    usage: RankUsage,
 }
 
 impl Shares {
     pub(super) fn new(state_dir: &Path, slots: &[Slot]) -> Self {
         let shares = slots.iter().filter(|slot| slot.uuid.is_none()).map(|slot| slot.index);
-        Self { dir: state_dir.to_owned(), slots: shares.collect(), before: HashMap::new() }
+        Self { dir: state_dir.to_owned(), slots: shares.collect(), measurements: HashMap::new() }
     }
 
     /// Measures the slots in which a rank runs, on a machine with `cpus` CPUs. The first measurement of a rank has no
@@ -35,15 +41,16 @@ impl Shares {
             let folder = stored.attempt_dir();
             for (rank, slot) in stored.start.ranks.iter().filter(|(_, slot)| self.slots.contains(slot)) {
                 if let Some(usage) = rank_usage(&folder, *rank) {
-                    now.insert(*slot, (Instant::now(), usage));
+                    now.insert(*slot, Measurement { at: Instant::now(), usage });
                 }
             }
         }
-        let before = std::mem::replace(&mut self.before, now);
-        let sample = |(slot, (at, usage)): (&u32, &(Instant, RankUsage))| {
-            let previous = before.get(slot).filter(|(_, previous)| previous.process == usage.process);
-            let busy = previous.map(|(previous_at, previous)| {
-                (usage.cpu_secs - previous.cpu_secs) / (*at - *previous_at).as_secs_f64() / cpus_per_slot
+        let before = std::mem::replace(&mut self.measurements, now);
+        let sample = |(slot, Measurement { at, usage }): (&u32, &Measurement)| {
+            let previous = before.get(slot).filter(|previous| previous.usage.process == usage.process);
+            let busy = previous.map(|previous| {
+                let secs = (*at - previous.at).as_secs_f64();
+                (usage.cpu_secs - previous.usage.cpu_secs) / secs / cpus_per_slot
             });
             GpuSample {
                 slot: *slot,
@@ -53,6 +60,6 @@ impl Shares {
                 power_watts: None,
             }
         };
-        self.before.iter().map(sample).collect()
+        self.measurements.iter().map(sample).collect()
     }
 }

@@ -23,11 +23,11 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before another attempt.
+/// Pauses between two tries to copy a dataset.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Maximum number of times that a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
 const MAX_RESTARTS: u32 = 3;
-/// Maximum number of consecutive attempts in which the server responds but no new data arrives.
+/// Maximum number of consecutive tries in which the server responds but no new data arrives.
 const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
 /// A hint for messages: how to configure a dataset's path on a machine.
 pub(super) const DATASET_PATH_HINT: &str =
@@ -48,14 +48,14 @@ pub(super) fn open(
     copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::Wrong)
 }
 
-/// Why an attempt to copy failed.
+/// Why a try to copy failed.
 #[derive(Debug)]
 enum CopyError {
     Server(RequestError),
     Disk(PathBuf, io::Error),
-    /// A file differs from the list.
+    /// A file on the server differs from the list.
     Changed(String),
-    /// A checksum is wrong.
+    /// Data arrived damaged: a checksum is wrong, or a response has the wrong form.
     Damaged(String),
     /// The dataset cannot be copied.
     Unusable(String),
@@ -81,9 +81,9 @@ async fn run_blocking<T: Send + 'static>(
     done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
-/// Copies the dataset of an attempt from the server, if this machine lacks it. If the server lacks it too, the
-/// call succeeds, and the preflight check reports the missing dataset. While the server is unreachable, the call retries.
-/// Dropping the future ends the wait.
+/// Copies the dataset of an attempt from the server, if this machine lacks it, and sets the path in `stored` to the copy. If the
+/// server lacks the dataset too, the call succeeds, and the preflight check reports the missing dataset. While the server is
+/// unreachable, the call retries. Dropping the future ends the wait.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.
@@ -93,8 +93,8 @@ pub(super) async fn ensure(
     copies: &Copies,
 ) -> Result<(), Refusal> {
     let path = PathBuf::from(&stored.start.dataset_path);
-    // A file system that does not respond is reported by the preflight check.
     let is_here = tokio::task::spawn_blocking(move || is_here(&path)).await;
+    // If the thread has failed, the preflight check examines the dataset.
     if is_here.unwrap_or(true) {
         return Ok(());
     }
@@ -121,7 +121,7 @@ pub(super) async fn ensure(
     }
 }
 
-/// The progress of one attempt to copy.
+/// The progress of one try to copy.
 #[derive(Debug, Clone, Copy, Default)]
 struct PullProgress {
     /// Whether the server has begun to send a response.
@@ -130,7 +130,7 @@ struct PullProgress {
     has_advanced: bool,
 }
 
-/// Counts of failed attempts.
+/// Counts of failed tries.
 #[derive(Debug, Default)]
 struct RetryCounts {
     restarts: u32,
@@ -138,18 +138,19 @@ struct RetryCounts {
 }
 
 impl RetryCounts {
-    /// Counts a failed attempt, and returns the reason to log before the next attempt. Attempts are limited if the server responds
-    /// but sends nothing new. They are not limited while the server is unreachable.
+    /// Counts a failed try, and returns the reason to log before the next try. Tries are limited if the server responds but sends
+    /// nothing new. They are not limited while the server is unreachable.
     ///
     /// # Errors
-    /// There is no further attempt.
+    /// There is no further try.
     fn count_failure(&mut self, error: CopyError, progress: PullProgress) -> Result<String, CopyError> {
         match error {
             CopyError::Server(RequestError::Later(why)) => {
-                self.without_progress = match progress {
-                    PullProgress { has_advanced: true, .. } => 0,
-                    PullProgress { has_answered, .. } => self.without_progress + u32::from(has_answered),
-                };
+                if progress.has_advanced {
+                    self.without_progress = 0;
+                } else if progress.has_answered {
+                    self.without_progress += 1;
+                }
                 if self.without_progress < MAX_TRIES_WITHOUT_PROGRESS {
                     return Ok(why);
                 }
@@ -172,8 +173,8 @@ fn is_here(path: &Path) -> bool {
     lockstep_data::exists(path) && !is_empty()
 }
 
-/// One attempt to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data that has
-/// arrived is kept for the next attempt. If the copy starts again, `restart_reason` is sent with the first request and then
+/// One try to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data that has
+/// arrived is kept for the next try. If the copy starts again, `restart_reason` is sent with the first request and then
 /// cleared.
 async fn copy(
     stored: &StoredAttempt,

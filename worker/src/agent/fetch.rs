@@ -19,12 +19,12 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before another attempt.
+/// Pauses between two tries to fetch.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Maximum number of times that a checkpoint with wrong checksums is fetched again.
 const MAX_REFETCHES: u32 = 3;
 
-/// Why an attempt to fetch failed.
+/// Why a try to fetch failed.
 enum FetchError {
     Server(RequestError),
     Disk(PathBuf, io::Error),
@@ -42,8 +42,8 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Reports to the server that this attempt has its own disk. While the server is unreachable, the call retries.
-/// Dropping the future ends the wait.
+/// Reports to the server that this attempt's files are on the agent's own disk. While the server is unreachable, the call
+/// retries. Dropping the future ends the wait.
 ///
 /// # Errors
 /// The server refuses the report, and a retry would not help.
@@ -63,6 +63,7 @@ pub(super) async fn report_own_disk(stored: &StoredAttempt, remote: &Remote) -> 
 /// A file cannot be fetched, and a retry would not help.
 pub(super) async fn fetch_missing(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
+    // The note has the fingerprint of the dataset with which the job began.
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
         let json = serde_json::to_vec(note).map_err(|e| Refusal::NotStarted(e.to_string()))?;
@@ -93,8 +94,8 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
         return Ok(());
     }
     let path = stored.job_dir.join(DATASET_NOTE);
-    let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
-    let own = read_note(&path).ok_or_else(|| refusal(remote, &unread()))?;
+    let unreadable = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
+    let own = read_note(&path).ok_or_else(|| refusal(remote, &unreadable()))?;
     // The server knows which machine sends the fingerprint.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
     let mut backoff = RETRY;
@@ -110,7 +111,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     Err(Refusal::DatasetUnusable(describe_difference(stored, &own, &other)))
 }
 
-/// Ensures that a valid checkpoint is at `target`, and fetches the checkpoint if necessary.
+/// Fetches the checkpoint `id` to `target`, unless a valid checkpoint is there.
 async fn ensure_checkpoint(
     stored: &StoredAttempt,
     remote: &Remote,
@@ -132,7 +133,8 @@ async fn ensure_checkpoint(
                 refetches += 1;
                 FetchError::Server(RequestError::Later(why))
             }
-            // The server has set the checkpoint aside. A checkpoint of another job has no replacement.
+            // The server has set the job's damaged checkpoint aside, so the next attempt continues from the checkpoint before.
+            // A checkpoint of another job has no replacement.
             FetchError::Server(RequestError::Never(StatusCode::UNPROCESSABLE_ENTITY, why))
                 if stored.start.resume.is_some() =>
             {
@@ -162,7 +164,7 @@ async fn send_fingerprint(
     }
 }
 
-/// One attempt to fetch. Data that has arrived is kept for the next attempt.
+/// One try to fetch. Data that has arrived is kept for the next try.
 async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path) -> Result<(), FetchError> {
     let client = remote.client(&stored.start.attempt)?;
     let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else { return Ok(()) };
@@ -172,11 +174,13 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path)
     let manifest: Manifest = serde_json::from_slice(&manifest_json)
         .map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
     let path = partial.join(MANIFEST);
+    // Files that belong to another manifest are of no use.
     if fs::read(&path).ok().as_ref() != Some(&manifest_json) {
         fs::remove_dir_all(&partial).map_err(on_disk(&partial))?;
         fs::create_dir_all(&partial).map_err(on_disk(&partial))?;
         fs::write(&path, &manifest_json).map_err(on_disk(&path))?;
     }
+
     for (file, expected) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             return Err(FetchError::Damaged(format!("{MANIFEST} names {file:?}")));
@@ -200,6 +204,7 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path)
             output.write_all(&bytes).map_err(on_disk(&path))?;
         }
     }
+
     let (parent, target) = (parent.to_owned(), target.to_owned());
     let finished = tokio::task::spawn_blocking(move || finish(&partial, &target, &parent)).await;
     finished.map_err(|e| FetchError::Disk(PathBuf::new(), io::Error::other(e)))?
@@ -221,7 +226,7 @@ fn finish(partial: &Path, target: &Path, parent: &Path) -> Result<(), FetchError
     }
     sync(partial)?;
     if target.exists() {
-        // Remove a damaged checkpoint.
+        // The checkpoint there is damaged.
         fs::remove_dir_all(target).map_err(on_disk(target))?;
     }
     fs::rename(partial, target).map_err(on_disk(target))?;
@@ -240,7 +245,7 @@ async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>,
     Ok(content)
 }
 
-/// Waits until it is time for another attempt after the temporary `error`.
+/// Waits until it is time for another try after the temporary `error`.
 ///
 /// # Errors
 /// The error is permanent.

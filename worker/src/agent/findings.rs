@@ -50,7 +50,7 @@ pub(super) async fn find(program: &Path, dir: &Path, is_idle: bool) -> Vec<Machi
 }
 
 fn to_warnings(findings: Vec<Finding>, is_idle: bool, has_driver: bool) -> Vec<MachineWarning> {
-    let matters = |finding: &Finding| {
+    let is_relevant = |finding: &Finding| {
         finding.grade != Grade::Ok
             && (has_driver || !GPU_FINDINGS.contains(&finding.what.as_str()))
             && (is_idle || !finding.what.starts_with("GPU "))
@@ -63,7 +63,7 @@ fn to_warnings(findings: Vec<Finding>, is_idle: bool, has_driver: bool) -> Vec<M
             text: text.chars().take(FINDING_CHARS).collect(),
         }
     };
-    findings.into_iter().filter(matters).map(to_warning).take(MAX_FINDINGS).collect()
+    findings.into_iter().filter(is_relevant).map(to_warning).take(MAX_FINDINGS).collect()
 }
 
 #[cfg(test)]

@@ -10,7 +10,8 @@ use std::{
 /// The length of the lease until the server has sent it.
 const DEFAULT_LENGTH: Duration = Duration::from_secs(20);
 
-/// Margin (at most a fifth of the lease), because ranks read their deadline at intervals and take a moment to end.
+/// Time from the ranks' deadline to the end of the lease (at most a fifth of the lease), because ranks read their deadline at
+/// intervals and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
 
 /// Interval between two extensions of the ranks' deadline.
@@ -66,15 +67,16 @@ impl Lease {
     }
 
     /// How long ranks may continue without further contact. The time is a little less than the server's own limit, so that ranks
-    /// have ended when the server gives the work to other agents. `None` before the first contact: the ranks of an earlier agent
-    /// then keep their deadline, because they could otherwise train forever if the agent is restarted repeatedly.
+    /// have ended when the server gives the work to other agents. `None` after this time, and before the first contact: the ranks
+    /// of an earlier agent then keep their deadline, because they could otherwise train forever if the agent is restarted
+    /// repeatedly.
     fn remaining(&self) -> Option<Duration> {
         let State { last_contact, length, has_contact, .. } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last_contact.elapsed()).filter(|_| has_contact)
     }
 
-    /// Writes the ranks' new deadline.
+    /// Writes the ranks' new deadline, if there is one ([`Self::remaining`]).
     fn extend(&self) {
         if let Some(remaining) = self.remaining()
             && let Err(error) = self.fence.set(remaining)
@@ -85,7 +87,7 @@ impl Lease {
     }
 }
 
-/// Extends the ranks' deadline periodically until the lease has expired.
+/// Extends the ranks' deadline periodically, except while the lease has expired.
 pub(super) async fn keep_fence(lease: Arc<Lease>) {
     loop {
         lease.extend();

@@ -9,11 +9,12 @@ use std::path::Path;
 
 /// Describes this machine. Free disk space is measured at `dir`.
 pub(super) fn describe(dir: &Path) -> Machine {
+    let (_, memory_bytes) = memory_free();
     Machine {
         hostname: hostname(),
         cpu: cpu_name(),
         cores: cores(),
-        memory_bytes: memory_free().1,
+        memory_bytes,
         disk_free_bytes: disk_free(dir).unwrap_or(0),
         version: env!("CARGO_PKG_VERSION").into(),
         ..Machine::default()

@@ -81,7 +81,7 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let address = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
-    // A certificate is bound to the first agent of its name, so the certificate's name is the default.
+    // The server binds a certificate's name to the first agent that uses it, so this name is the agent's default name.
     let certificate_name =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
@@ -113,7 +113,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Started before ranks are adopted, because ranks read the deadline.
+    // Started before ranks are adopted, because ranks end at the deadline.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded_at.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
@@ -276,6 +276,7 @@ impl Agent {
         }
     }
 
+    /// What [`run`] returns if the agent ends now.
     fn result(&mut self) -> Result<(), AgentError> {
         if self.options.until_final && self.only_job_final_at.is_none() {
             return Err(AgentError::Signalled);
@@ -287,14 +288,15 @@ impl Agent {
     /// Waits without a connection. Signals are still handled.
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> ControlFlow<()> {
         let until = tokio::time::Instant::now() + pause;
+        let is_connected = false;
         loop {
             let wake = self.context.wake.clone();
             tokio::select! {
                 signal = signals.next() => self.handle_signal(signal)?,
                 () = wake.notified() => {}
-                () = tokio::time::sleep_until(until) => return self.check_end(false),
+                () = tokio::time::sleep_until(until) => return self.check_end(is_connected),
             }
-            self.check_end(false)?;
+            self.check_end(is_connected)?;
         }
     }
 

@@ -28,6 +28,7 @@ impl Network {
             .map_err(AgentError::Wrong)
     }
 
+    /// `variable` is the value of NCCL_SOCKET_IFNAME.
     fn choose(
         advertise: Option<&str>,
         interface: Option<&str>,

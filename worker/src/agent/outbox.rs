@@ -65,7 +65,8 @@ impl Stream {
         }
     }
 
-    /// The number of the next record to send, and the records from there on. `None` if there are none or a limit is reached.
+    /// The number of the next record to send, and the records from there on. `None` if there are none, a limit is
+    /// reached, or the file cannot be read.
     fn next_report(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.is_given_up || self.in_flight.len() >= MAX_IN_FLIGHT {
             return None;
@@ -148,16 +149,15 @@ impl Outbox {
                 all_sent = false;
                 continue;
             }
-            let bytes_before = stream.bytes_in_flight();
-            let has_room =
-                |stream: &Stream| total_bytes - bytes_before + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
+            let other_bytes = total_bytes - stream.bytes_in_flight();
+            let has_room = |stream: &Stream| other_bytes + stream.bytes_in_flight() < MAX_IN_FLIGHT_BYTES;
             while has_room(stream)
                 && let Some(batch) = stream.next_report(now)
             {
                 report(stream.source, batch);
             }
             all_sent &= stream.is_all_sent() && has_room(stream);
-            total_bytes = total_bytes - bytes_before + stream.bytes_in_flight();
+            total_bytes = other_bytes + stream.bytes_in_flight();
         }
         if is_over && all_sent {
             while let Some(batch) = self.agent.next_report(now) {
@@ -175,7 +175,7 @@ impl Outbox {
         }
     }
 
-    /// Whether the server has all records of an attempt that has ended.
+    /// Whether the server has all records of an attempt that has ended. The agent's own records are sent last.
     pub(super) fn is_delivered(&self) -> bool {
         self.agent.acknowledged > 0 && self.ranks.iter().chain([&self.agent]).all(|s| s.in_flight.is_empty())
     }
@@ -199,18 +199,18 @@ mod tests {
     }
 
     /// The source, the first record and the number of records of each report that is sent now.
-    fn sent(outbox: &mut Outbox, attempt: &StoredAttempt, over: bool) -> Vec<(Source, u64, usize)> {
-        sent_at(outbox, attempt, over, Instant::now())
+    fn sent(outbox: &mut Outbox, attempt: &StoredAttempt, is_over: bool) -> Vec<(Source, u64, usize)> {
+        sent_at(outbox, attempt, is_over, Instant::now())
     }
 
     fn sent_at(
         outbox: &mut Outbox,
         attempt: &StoredAttempt,
-        over: bool,
+        is_over: bool,
         now: Instant,
     ) -> Vec<(Source, u64, usize)> {
         let mut reports = Vec::new();
-        outbox.fill(attempt, over, now, &mut reports);
+        outbox.fill(attempt, is_over, now, &mut reports);
         let report = |report: FromAgent| match report {
             FromAgent::Report { source, first, events, .. } => (source, first, events.len()),
             other => panic!("{other:?}"),
@@ -344,7 +344,7 @@ mod tests {
         }
         let mut outbox = Outbox::new(&attempt, &[]);
         let first = sent(&mut outbox, &attempt, true);
-        // Each is a little larger than a mebibyte.
+        // Each report is a little larger than a mebibyte.
         assert_eq!(first.len() as u64, MAX_IN_FLIGHT_BYTES >> 20);
         assert_eq!(first.last(), Some(&(Source::Rank(2), 3, 1)));
         assert_eq!(sent(&mut outbox, &attempt, true), []);

@@ -79,7 +79,7 @@ pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
-        // The server could not write the mark, because its disk is full.
+        // The server's disk is full, so it could not write the mark. Its lock shows whether it runs on this machine.
         None => state_dir.server_holds_lock() == Some(true),
     }
 }

@@ -24,9 +24,9 @@ pub(super) enum Refusal {
     NotStarted(String),
 }
 
-/// Checks the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Unreadable
-/// files are left to the ranks, which know whether the job can do without them (`data.broken_files`). `machine` is
-/// the agent's name.
+/// Checks the dataset (in a process of `program`), the disk and the space in shared memory. Unreadable files are left to the
+/// ranks, which know whether the job can do without them (`data.broken_files`). `devices` are the ranks' devices, empty for
+/// ranks on CPU cores. `machine` is the agent's name.
 ///
 /// # Errors
 /// What is wrong, and what to change.
@@ -63,9 +63,10 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     // Weights, the slots of the optimizer, and possibly an average, in float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let checkpoint_bytes = values as u64 * 4 * tensors as u64;
-    let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
+    let existing =
+        crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
     // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
-    let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
+    let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(existing).max(2);
     let needed = checkpoint_bytes * missing + OTHER_BYTES;
     match disk_free(&stored.job_dir) {
         Ok(free) if free < needed => Err(format!(

@@ -7,7 +7,7 @@ use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;
 
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
-/// The second measurement follows soon, because the first one has no rates.
+/// Time from the first measurement to the second. It is short, because the first measurement has no rates.
 const SECOND_AFTER: Duration = Duration::from_secs(1);
 /// If there are GPUs but NVML was not found, it is searched for again after this many measurements.
 const NVML_RETRY_SAMPLES: u32 = 12;
@@ -16,17 +16,17 @@ const NVML_RETRY_SAMPLES: u32 = 12;
 /// does not respond blocks only this thread.
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (sender, samples) = watch::channel(None);
-    let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
+    let gpu_slots: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
     let mut shares = cpu_slots::Shares::new(&dir, slots);
     let measure = move || {
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
         for index in 0u32.. {
-            if !gpus.is_empty() && nvml.is_none() && index % NVML_RETRY_SAMPLES == 0 {
-                // If NVML is missing, the agent has no metrics of GPUs. Ranks report some as well.
+            if !gpu_slots.is_empty() && nvml.is_none() && index % NVML_RETRY_SAMPLES == 0 {
+                // If NVML is missing, the agent has no metrics of GPUs. Ranks report some of them as well.
                 nvml = Reader::open().ok();
             }
-            let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
+            let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpu_slots)).unwrap_or_default();
             let sample = usage.sample();
             let gpus = [gpu_samples, shares.measure(f64::from(sample.cpus))].concat();
             if sender.send(Some(MachineSample { gpus, ..sample })).is_err() {

@@ -29,7 +29,7 @@ use tokio_tungstenite::tungstenite::{self, Message};
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// Time limit for sending a message while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// Minimum silence after which a connection counts as lost. It is longer if three heartbeats take longer.
+/// Minimum silence after which a connection counts as lost. It is longer if three heartbeat intervals are longer.
 const MIN_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time after a `Stop` in which acknowledgements may arrive that the server sent before the `Stop`.
@@ -47,6 +47,7 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
+    /// The loss of a connection after its `Welcome`.
     fn lost(reason: impl ToString) -> Self {
         Self::Lost { reason: reason.to_string(), was_welcomed: true }
     }
@@ -140,8 +141,8 @@ struct AttemptState {
     outbox: Option<Outbox>,
     /// Whether the server has given the attempt to other agents. Its ranks are ended, and its records are not reported.
     is_revoked: bool,
-    /// When the server ordered the end of the attempt, if it had already ended: either the order crossed its last report,
-    /// or the server accepts no more reports of the attempt.
+    /// When the server ordered the end of the attempt, if the attempt had already ended: either the order crossed the last
+    /// report, or the server accepts no more reports of the attempt.
     stopped_late: Option<Instant>,
     /// Whether this agent has reported that it is ready for the start on several machines.
     has_reported_ready: bool,
@@ -223,7 +224,8 @@ impl Connected {
 
     /// Ends the session if the server is silent, and sends a heartbeat if none is in flight.
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.check_end(true).is_break() {
+        let is_connected = true;
+        if agent.check_end(is_connected).is_break() {
             return Err(Outcome::End);
         }
         let limit = MIN_SILENCE_TIMEOUT.max(self.heartbeat * 3);
@@ -268,16 +270,19 @@ impl Connected {
             }
             if state.is_revoked {
                 if is_over {
-                    done.push((attempt_ref.clone(), true));
+                    let is_refused = true;
+                    done.push((attempt_ref.clone(), is_refused));
                 }
                 continue;
             }
             let outbox =
                 state.outbox.get_or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
             outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
-            let is_refused = state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
-            if is_over && (outbox.is_delivered() || is_refused) {
-                done.push((attempt_ref.clone(), !outbox.is_delivered()));
+            let is_delivered = outbox.is_delivered();
+            let is_refused =
+                !is_delivered && state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
+            if is_over && (is_delivered || is_refused) {
+                done.push((attempt_ref.clone(), is_refused));
             }
         }
         for report in reports {
@@ -287,7 +292,8 @@ impl Connected {
             self.attempts.remove(&attempt);
             agent.forget(&attempt, is_refused);
         }
-        if agent.check_end(true).is_break() { Err(Outcome::End) } else { Ok(()) }
+        let is_connected = true;
+        if agent.check_end(is_connected).is_break() { Err(Outcome::End) } else { Ok(()) }
     }
 
     fn handle(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
@@ -323,7 +329,7 @@ impl Connected {
             }
             ToAgent::Request { id, request } => self.handle_request(agent, id, request),
             ToAgent::Refused { reason, .. } => return Err(Outcome::Refused(reason)),
-            // A message is complete when its last part has arrived.
+            // A `Welcome` is only the first message, and `receive` has joined all parts.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! A spare process for each GPU, so that the next rank on the GPU starts sooner. It may be a rank of the next job, or of the
-//! next attempt of the running job.
+//! A spare process for each GPU, so that the next rank on the GPU starts sooner. It may become a rank of the next job, or
+//! of the next attempt of the running job.
 
 use super::Warm;
 use crate::supervisor::Spare;
@@ -30,16 +30,16 @@ struct SpareSlot {
 }
 
 impl Spares {
-    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode get no spare, because a rank could start before
-    /// the driver has released the GPU of the ended spare.
+    /// No process is started before [`Spares::fill`]. GPUs in exclusive mode (one process at a time) get no spare, because
+    /// a rank could start before the driver has released the GPU of the ended spare.
     pub(super) fn new(program: &Path, slots: &[Slot], warm: Warm) -> Self {
         let gpus = || slots.iter().filter_map(|slot| Some((slot, slot.uuid.clone()?)));
         let visible: Vec<String> = gpus().map(|(_, uuid)| uuid).collect();
         let nvml = Reader::open().ok();
         let is_exclusive = |uuid: &str| nvml.as_ref().is_some_and(|nvml| nvml.is_exclusive(uuid));
-        let is_kept = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
-        let kept = (0..).zip(gpus()).filter(|(_, gpu)| is_kept(gpu));
-        let slots = kept.map(|(ordinal, (slot, _))| {
+        let gets_spare = |(slot, uuid): &(&Slot, String)| warm.includes(slot) && !is_exclusive(uuid);
+        let with_spare = (0..).zip(gpus()).filter(|(_, gpu)| gets_spare(gpu));
+        let slots = with_spare.map(|(ordinal, (slot, _))| {
             let gpu = RankGpu { ordinal, visible: visible.clone() };
             (slot.index, SpareSlot { gpu, spare: None })
         });
@@ -90,16 +90,16 @@ mod tests {
             slot(5, 24 << 30, Some("GPU-b")),
             slot(7, 40 << 30, Some("GPU-c")),
         ];
-        let kept = |slots: &[Slot], warm| {
+        let with_spare = |slots: &[Slot], warm| {
             let spares = Spares::new(Path::new("none"), slots, warm);
             let slots = lock(&spares.slots);
             slots.iter().map(|(slot, spare_slot)| (*slot, spare_slot.gpu.clone())).collect::<Vec<_>>()
         };
         let visible: Vec<String> = ["GPU-a", "GPU-b", "GPU-c"].map(str::to_owned).to_vec();
         let gpu = |ordinal| RankGpu { ordinal, visible: visible.clone() };
-        assert_eq!(kept(&slots, Warm::Auto), [(2, gpu(0)), (7, gpu(2))]);
-        assert_eq!(kept(&slots, Warm::On), [(2, gpu(0)), (5, gpu(1)), (7, gpu(2))]);
-        assert!(kept(&slots, Warm::Off).is_empty());
-        assert!(kept(&[slot(0, 0, None)], Warm::On).is_empty(), "a slot on CPU cores");
+        assert_eq!(with_spare(&slots, Warm::Auto), [(2, gpu(0)), (7, gpu(2))]);
+        assert_eq!(with_spare(&slots, Warm::On), [(2, gpu(0)), (5, gpu(1)), (7, gpu(2))]);
+        assert!(with_spare(&slots, Warm::Off).is_empty());
+        assert!(with_spare(&[slot(0, 0, None)], Warm::On).is_empty(), "a slot on CPU cores");
     }
 }

@@ -63,7 +63,7 @@ fn respond(mut stream: TcpStream, requests: &RecordedRequests, responses: Respon
     reader.take(length).read_to_end(&mut Vec::new())?;
     let mut parts = request_line.split(' ');
     let (method, path) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-    // The first seven parts are /api/v1/agent/attempts/<job>/<attempt>.
+    // The first seven parts are those of /api/v1/agent/attempts/<job>/<attempt>, beginning with an empty part.
     let rest: Vec<_> = path.split('/').skip(7).collect();
     requests.lock().unwrap().push(format!("{method} {}", rest.join("/")));
     let (status, body) = responses(method);

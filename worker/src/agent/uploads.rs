@@ -100,8 +100,8 @@ impl Uploads {
                 all_done = false;
             } else {
                 match self.upload_job(&note, &job_dir, &mut job_uploads).await {
-                    Ok(done) => {
-                        all_done &= done;
+                    Ok(is_done) => {
+                        all_done &= is_done;
                         job_uploads.retry = None;
                     }
                     Err(failed) => {
@@ -137,9 +137,9 @@ impl Uploads {
         job_dir: &Path,
         job_uploads: &mut JobUploads,
     ) -> Result<bool, RequestError> {
-        // Read before the folder, because checkpoints are written before they are reported.
+        // Checked before the folder is read: if the attempt is over, the folder then has its last checkpoint.
         let is_active = self.is_active(note);
-        let mut done = true;
+        let mut is_done = true;
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| RequestError::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
@@ -169,16 +169,16 @@ impl Uploads {
                         .map_err(|e| RequestError::Later(e.to_string()))?;
                     job_uploads.finished.insert(name.clone(), sum);
                 }
-                UploadResult::NotYet => done = false,
+                UploadResult::NotYet => is_done = false,
             }
         }
         // Intact files of a damaged checkpoint may exist only on this disk.
         if names.iter().any(|name| folder.join(name).join(DAMAGED).exists()) {
-            return Ok(done);
+            return Ok(is_done);
         }
         let pause = if job_uploads.is_unknown { ASK_UNKNOWN_EVERY } else { ASK_EVERY };
-        if is_active || !done || job_uploads.last_asked.is_some_and(|asked| asked.elapsed() < pause) {
-            return Ok(done);
+        if is_active || !is_done || job_uploads.last_asked.is_some_and(|asked| asked.elapsed() < pause) {
+            return Ok(is_done);
         }
         job_uploads.last_asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
@@ -211,7 +211,7 @@ fn is_older(path: &Path, other: &Path) -> bool {
     written(path).zip(written(other)).is_some_and(|(path, other)| path < other)
 }
 
-/// Sends the parts of a checkpoint that the server lacks.
+/// Sends the parts of a checkpoint that the server lacks. `sum` is the SHA-256 of the manifest.
 async fn upload(
     client: &AttemptClient<'_>,
     folder: &Path,
@@ -242,7 +242,7 @@ async fn upload(
             let size = (entry.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
                 // The checkpoint may be damaged, or retention has removed it, or a newer checkpoint of the same step
-                // has replaced it. The next attempt checks again.
+                // has replaced it. The next upload checks again.
                 let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == manifest_json);
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { UploadResult::Damaged } else { UploadResult::NotYet });
@@ -291,7 +291,7 @@ async fn is_damaged(folder: PathBuf) -> bool {
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// Makes a failure temporary, because the next attempt asks the server again which files it has.
+/// Makes a failure temporary, because the next upload asks the server again which files it has.
 fn make_temporary(failed: RequestError) -> RequestError {
     RequestError::Later(failed.detail().to_owned())
 }

@@ -36,7 +36,8 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         // A folder of an earlier process with the same process id.
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
-    let written = write_part(&temporary, snapshot, None, false)
+    let (part, divides_average) = (None, false);
+    let written = write_part(&temporary, snapshot, part, divides_average)
         .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
     // If the folder still exists, it has an incomplete or a replaced checkpoint, and is removed to free its disk space.
     // If the removal fails, the next start of the job removes it.
@@ -83,7 +84,8 @@ pub fn write_part(
     Ok(files)
 }
 
-/// Completes the checkpoint whose parts are in `temporary`, like [`write`]. `files` lists the files of all ranks.
+/// Completes the checkpoint whose parts are in `temporary`. `files` lists the files of all ranks. The result and `best` are as in
+/// [`write`].
 ///
 /// # Errors
 /// As [`write`], or a part is missing.
@@ -167,7 +169,7 @@ pub(super) fn rename_to_final(
     }
 }
 
-/// Adds the path to an error, and triggers the fault point of `kind`.
+/// Adds the path to an error, and triggers the fault point of `kind`, at which tests inject errors.
 fn with_fault_point(
     kind: &str,
     path: &Path,

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folders with names of checkpoints, by ascending step, unchecked.
+/// The epoch and step of each folder that has the name of a checkpoint, by ascending step. The content is not checked.
 ///
 /// # Errors
 /// The directory exists and cannot be read.

@@ -33,7 +33,7 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     Ok(manifest)
 }
 
-/// Reads the name and the manifest of a checkpoint. The manifest names all files of the checkpoint.
+/// Reads the name and the manifest of a checkpoint. Fails unless the manifest names every required file.
 pub(super) fn read_manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
@@ -96,6 +96,7 @@ fn read_error(folder: &Path, name: &str, file: &str, error: io::Error) -> Checkp
     }
 }
 
+/// The size and SHA-256 of a file.
 pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
     let mut file = File::open(path)?;
     let mut hash = Sha256::new();

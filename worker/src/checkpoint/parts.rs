@@ -90,10 +90,9 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
         _ => return Ok(vec![path.into()]),
     };
-    let mut name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     if folder.join(MANIFEST).exists() {
-        let (checkpoint_name, manifest) = read_manifest(folder)?;
-        name = checkpoint_name;
+        let (_, manifest) = read_manifest(folder)?;
         for (file, expected) in
             manifest.files.iter().filter(|(file, _)| checkpoint_files::kind_of(file) == Some(kind))
         {
@@ -108,7 +107,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 /// # Errors
 /// As [`read_tensors`](super::read_tensors).
 pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
-    read_selected(files, &|_| true)
+    let every_tensor = |_: &str| true;
+    read_selected(files, &every_tensor)
 }
 
 /// Reads from several files the tensors whose names `select` accepts.

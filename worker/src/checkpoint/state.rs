@@ -94,7 +94,7 @@ pub struct StopProgress {
     /// The newest value that was an improvement by `min_delta`, and the epoch of its validation. [`Best`] has the best checkpoint.
     pub value: f64,
     pub epoch: u32,
-    /// Number of validations since the best value.
+    /// Number of validations since `value` was measured.
     pub without: u32,
 }
 
@@ -112,8 +112,8 @@ impl Best {
         let value = measured.filter(|value| value.is_finite() && is_loss_finite)?;
         let loss = state.val_loss;
         let sign = if metric == "val_loss" { -1.0 } else { 1.0 };
-        let is_better = best.is_none_or(|best| is_better(sign * value, loss, (sign * best.value, best.loss)));
-        is_better.then(|| Self { metric: metric.into(), value, loss, epoch: state.epoch, step: state.step })
+        let is_best = best.is_none_or(|best| is_better(sign * value, loss, (sign * best.value, best.loss)));
+        is_best.then(|| Self { metric: metric.into(), value, loss, epoch: state.epoch, step: state.step })
     }
 }
 

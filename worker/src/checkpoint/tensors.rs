@@ -160,7 +160,8 @@ impl HashingWriter {
 /// The file cannot be read, is not a safetensors file, or has unsupported types. For a PyTorch pickle, the error tells
 /// how to convert the file.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
-    read_opened(path, open(path)?, &|_| true)
+    let every_tensor = |_: &str| true;
+    read_opened(path, open(path)?, &every_tensor)
 }
 
 /// As [`read`], for an opened file with its size, and only the tensors whose names `select` accepts. Other tensors are not
@@ -205,6 +206,7 @@ pub(crate) fn read_opened(
     Ok(tensors)
 }
 
+/// The 16-bit values in `data`.
 fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
     bytemuck::pod_collect_to_vec::<u8, u16>(data).into_iter()
 }
@@ -270,6 +272,7 @@ pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
     Ok(read_header(path, file, file_bytes)?.metadata)
 }
 
+/// Opens a file, and also returns its size in bytes.
 pub(super) fn open(path: &Path) -> Result<(File, u64), String> {
     files::open(path).map_err(|detail| format!("{} {detail}", path.display()))
 }

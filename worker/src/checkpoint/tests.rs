@@ -307,7 +307,7 @@ fn errors_for_a_diverged_checkpoint_name_file_and_tensor() {
         let mut saved = snapshot(1, step, None);
         let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
         tensors.get_mut(tensor).unwrap().values[1] = value;
-        // Intact, with the right checksums.
+        // The files are intact, with the right checksums.
         write(dir.path(), &saved, None).unwrap();
         let folder = dir.path().join(folder_name(1, step));
         validate(&folder).unwrap();
@@ -378,19 +378,20 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
     let write_parts = |divides_average: bool| {
         let unique = format!("x.{divides_average}");
         let folder = temporary_folder(sharded.path(), &saved.state, &unique);
-        let part_of = |of_first: bool| {
+        // The first part has all tensors but those of `fc`.
+        let part_of = |is_first: bool| {
             let mut own = saved.clone();
-            let keeps = |name: &str| name.starts_with("fc.") != of_first;
+            let keeps = |name: &str| name.starts_with("fc.") != is_first;
             own.parameters.retain(|name, _| keeps(name));
             own.optimizer.retain(|name, _| keeps(name));
-            own.average = own.average.filter(|_| divides_average || of_first);
+            own.average = own.average.filter(|_| divides_average || is_first);
             if let Some(average) = own.average.as_mut().filter(|_| divides_average) {
                 average.retain(|name, _| keeps(name));
             }
             own
         };
-        let parts = [(1, true), (2, false)].map(|(number, of_first)| {
-            write_part(&folder, &part_of(of_first), Some((number, 2)), divides_average).unwrap()
+        let parts = [(1, true), (2, false)].map(|(number, is_first)| {
+            write_part(&folder, &part_of(is_first), Some((number, 2)), divides_average).unwrap()
         });
         let files = parts.into_iter().flatten().collect();
         let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();
@@ -414,9 +415,9 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         for (kind, files) in [(MODEL, model_files(&folder)), (AVERAGE, model_files(&folder.join(AVERAGE)))] {
             let joined = folder.join("joined");
             join(&files.unwrap(), &joined).unwrap();
-            let [joined, kept] =
+            let [joined, expected] =
                 [joined, whole.path().join("1-9").join(kind)].map(|path| fs::read(path).unwrap());
-            assert!(joined == kept, "{kind}");
+            assert!(joined == expected, "{kind}");
             fs::remove_file(folder.join("joined")).unwrap();
         }
         let index = fs::read(folder.join("model.safetensors.index.json")).unwrap();

@@ -58,9 +58,9 @@ impl Queue {
     fn next(&self) -> Option<Snapshot> {
         let is_idle = |state: &mut QueueState| state.waiting.is_none() && !state.is_closed;
         let state = self.changed.wait_while(lock(&self.state), is_idle);
-        let next = state.unwrap_or_else(PoisonError::into_inner).waiting.take();
+        let snapshot = state.unwrap_or_else(PoisonError::into_inner).waiting.take();
         self.changed.notify_all();
-        next
+        snapshot
     }
 
     /// Puts a snapshot into the queue when no snapshot waits. After `patience`, replaces the waiting snapshot and
@@ -106,16 +106,18 @@ impl CheckpointWriter {
         let mut retention = Retention::new(directory, spec, best);
         let write_all = move || {
             let mut unwritten = None;
+            let is_retry = false;
             while let Some(snapshot) = incoming.next() {
-                unwritten = retention.try_to_write(snapshot, false, &outgoing);
+                unwritten = retention.try_to_write(snapshot, is_retry, &outgoing);
             }
             // No newer snapshot will come, so this snapshot is retried until `should_give_up` is set.
+            let is_retry = true;
             while let Some(snapshot) = unwritten {
                 std::thread::sleep(RETRY);
                 if give_up_flag.load(Ordering::Relaxed) {
                     return;
                 }
-                unwritten = retention.try_to_write(snapshot, true, &outgoing);
+                unwritten = retention.try_to_write(snapshot, is_retry, &outgoing);
             }
         };
         let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(write_all)?;
@@ -141,7 +143,7 @@ impl CheckpointWriter {
         snapshot: Snapshot,
         patience: Duration,
     ) -> Result<Option<CheckpointEvent>, CheckpointError> {
-        // This thread checks the values, so that training does not continue with values that are not finite.
+        // The training thread checks the values itself, so that training does not continue with values that are not finite.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(CheckpointError::NotFinite { name, detail });
@@ -219,8 +221,9 @@ impl Retention {
         (!is_written).then_some(snapshot)
     }
 
-    /// Writes the checkpoint of `state` and removes older checkpoints. Calls `write` with the best checkpoint so far, which returns
-    /// the size in bytes. Returns the events of this checkpoint and of removed checkpoints. Writing began at `began`.
+    /// Writes the checkpoint of `state` and removes older checkpoints. `write` gets the best checkpoint so far, including this
+    /// checkpoint, and returns the size in bytes. Writing began at `began`. Returns the events of this checkpoint and of removed
+    /// checkpoints.
     pub fn add(
         &mut self,
         state: &State,
@@ -415,7 +418,7 @@ mod tests {
         let began = Instant::now();
         assert_eq!(save(4, LONG), Some(3), "the writer is known to hang");
         assert!(began.elapsed() < LONG);
-        // The pipe responds with its end.
+        // The reader of the pipe now gets the end of the file.
         drop(File::options().write(true).open(&pipe).unwrap());
         let written = finish_and_collect_events(writer).into_iter().map(|event| match event {
             CheckpointEvent::Written { info, .. } => info.step,

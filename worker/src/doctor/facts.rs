@@ -16,7 +16,8 @@ use std::{
     net::{IpAddr, UdpSocket},
 };
 
-/// The environment variable in which sshd passes the addresses and ports of both ends of a session.
+/// The environment variable in which sshd passes a session's client address and port, then this machine's address
+/// and port.
 const SSH_CONNECTION: &str = "SSH_CONNECTION";
 
 /// Facts about this machine.
@@ -73,8 +74,8 @@ impl Facts {
     }
 }
 
-/// The address of the interface that `nccl_interface` names. If it names none, the first usable address: that to which SSH
-/// connected, that of the default route, or any other. If no address is usable, SSH's address.
+/// The address of the interface that `nccl_interface` names. If it names none, the first usable address: the address to which SSH
+/// connected, the default route's address, or any other address. If no address is usable, SSH's address.
 fn find_address(
     all: &[(String, IpAddr)],
     nccl_interface: Option<&str>,

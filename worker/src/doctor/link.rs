@@ -111,28 +111,28 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Connects to the machine that listens at `to`, and measures the link.
+/// Connects to the machine that listens at `target`, and measures the link.
 ///
 /// # Errors
 /// The connection fails, or no data arrives. The message begins with what was attempted.
-pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
+pub fn probe(target: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
     let began = Instant::now();
-    let mut stream = TcpStream::connect_timeout(&to, CONNECT_TIMEOUT).map_err(|e| match e.kind() {
+    let mut stream = TcpStream::connect_timeout(&target, CONNECT_TIMEOUT).map_err(|e| match e.kind() {
         io::ErrorKind::TimedOut => {
-            format!("connecting to {to}: no answer in {} s", CONNECT_TIMEOUT.as_secs())
+            format!("connecting to {target}: no answer in {} s", CONNECT_TIMEOUT.as_secs())
         }
-        _ => format!("connecting to {to}: {e}"),
+        _ => format!("connecting to {target}: {e}"),
     })?;
     let connect_ms = millis(began.elapsed());
     HandshakeTerms { secret, purpose: PURPOSE }
         .initiate(&mut stream, 0)
-        .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
+        .map_err(|e| format!("connected to {target}, which does not answer as Lockstep does: {e}"))?;
     stream.set_read_timeout(Some(READ_TIMEOUT)).map_err(|e| e.to_string())?;
     let clock = measure_clock(&mut stream)
-        .map_err(|e| format!("connected to {to}, but then {}", describe_read_error(&e)))?;
+        .map_err(|e| format!("connected to {target}, but then {}", describe_read_error(&e)))?;
     let bytes_per_second = measure_throughput(&mut stream).map_err(|e| {
         format!(
-            "connected to {to}; short messages pass, but {} during a bulk transfer",
+            "connected to {target}; short messages pass, but {} during a bulk transfer",
             describe_read_error(&e)
         )
     })?;
@@ -148,6 +148,7 @@ fn describe_read_error(error: &io::Error) -> String {
     }
 }
 
+/// Measures the round trip time and the difference of the clocks. The other fields of the result are 0.
 fn measure_clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
     let began = Instant::now();
     let mut trips = Vec::new();
@@ -259,9 +260,9 @@ mod tests {
     #[test]
     fn a_caller_above_the_limit_is_refused_until_another_leaves() {
         let port = listen(LOOPBACK, b"secret".into()).unwrap();
-        let to = SocketAddr::from((LOOPBACK, port));
+        let target = SocketAddr::from((LOOPBACK, port));
         let call = || {
-            let mut stream = TcpStream::connect(to).unwrap();
+            let mut stream = TcpStream::connect(target).unwrap();
             HandshakeTerms { secret: b"secret", purpose: PURPOSE }.initiate(&mut stream, 0).map(|()| stream)
         };
         let mut callers: Vec<_> = (0..MAX_CALLERS).map(|_| call().unwrap()).collect();

@@ -40,7 +40,8 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let mut confusion = vec![vec![0u64; classes]; classes];
     let (mut mistakes, mut right) = (Vec::new(), vec![Vec::new(); classes]);
     let mut loss = 0.0f64;
-    for batch in data.validation(0, 1, BATCH, 1) {
+    let (rank, world_size, threads) = (0, 1, 1);
+    for batch in data.validation(rank, world_size, BATCH, threads) {
         let batch = batch.map_err(|e| e.to_string())?;
         let all = model.outputs(&batch)?;
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {

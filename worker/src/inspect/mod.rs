@@ -29,16 +29,16 @@ use tokio::{io::AsyncWriteExt, process::Command, sync::Semaphore};
 /// Permits for concurrent requests, by [`RequestQueue`](lockstep_protocol::agent::RequestQueue). A request waits only for requests in
 /// the same queue.
 static QUEUES: [Semaphore; 4] = [const { Semaphore::const_new(MAX_CONCURRENT_REQUESTS) }; 4];
-/// Checks of paths. On a file system that hangs, each check blocks forever.
+/// Permits for checks of paths. On a file system that hangs, each check blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
-/// Requests for progress, which are repeated, and may concern a file system that hangs.
+/// The permit for a request for progress. Such requests are repeated, and may concern a file system that hangs.
 static PROGRESS: Semaphore = Semaphore::const_new(1);
 /// The niceness of the separate process: inspections use only cores that training leaves idle.
 const NICENESS: i32 = 10;
 /// How often to check whether a request has been cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Handles a request in a separate process, which ends when the future is dropped.
+/// Handles a request, in a separate process if it reads the content of files. The process ends when the future is dropped.
 ///
 /// # Errors
 /// An error in the request, or a failure of the process.
@@ -55,7 +55,7 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
             return send_to_process(program, request).await?;
         }
     };
-    // These requests do not read the content of files, and are handled in this process.
+    // This request does not read the content of files, and is handled in this process.
     let request = request.clone();
     let replying = tokio::task::spawn_blocking(move || {
         let _permit = permit;
@@ -137,8 +137,8 @@ pub fn run() -> std::io::Result<()> {
         // A failure leaves the priority unchanged.
         let _ = rustix::process::nice(NICENESS);
     }
-    let answer = request.and_then(answer);
-    let json = serde_json::to_vec(&answer).map_err(std::io::Error::other)?;
+    let reply = request.and_then(answer);
+    let json = serde_json::to_vec(&reply).map_err(std::io::Error::other)?;
     std::io::stdout().write_all(&json)
 }
 

@@ -53,7 +53,7 @@ struct ModelFile {
     network: Network,
     weights: NamedTensors,
     margin: Option<Margin>,
-    /// The file's own metadata.
+    /// The metadata in the file's header.
     metadata: HashMap<String, String>,
     /// Empty for embeddings.
     classes: Vec<String>,
@@ -78,7 +78,8 @@ impl ModelFile {
             Output::Embedding => {
                 let head = format!("{}.", file.network.head());
                 file.network = file.network.without_head();
-                checkpoint::read_selected(&files, &|name| !name.starts_with(&head))?
+                let is_before_head = |name: &str| !name.starts_with(&head);
+                checkpoint::read_selected(&files, &is_before_head)?
             }
         };
         if let Some(found) = lockstep_engine::first_not_finite(&file.weights) {

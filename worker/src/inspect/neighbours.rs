@@ -18,29 +18,30 @@ pub(super) fn evaluate(request: &EvaluateModel, k: u32) -> Result<NearestNeighbo
     let start = Instant::now();
     let mut model = Model::open(Path::new(&request.model), Output::Embedding)?;
     let (data, listed) = open_dataset(request, &model)?;
-    let (mut queries, mut classes) = (Vec::new(), Vec::new());
-    for batch in data.validation(0, 1, BATCH, 1) {
+    let (mut queries, mut query_labels) = (Vec::new(), Vec::new());
+    let (rank, world_size, threads) = (0, 1, 1);
+    for batch in data.validation(rank, world_size, BATCH, threads) {
         let (embeddings, labels) = embed(&mut model, batch, "validation")?;
         queries.extend(embeddings);
-        classes.extend(labels);
+        query_labels.extend(labels);
     }
     let mut search = Nearest::new(queries, model.width, k.max(1) as usize);
     let mut gallery = 0;
-    for batch in data.gallery(BATCH, 1) {
+    for batch in data.gallery(BATCH, threads) {
         let (embeddings, labels) = embed(&mut model, batch, "training")?;
         search.add(&embeddings, &labels);
         gallery += labels.len() as u64;
     }
     let accuracy = |weight: fn(f32) -> f64| {
         let voted = search.neighbours().iter().map(|nearest| vote(nearest, weight));
-        voted.zip(&classes).filter(|(voted, class)| *voted == Some(**class)).count() as f64
-            / classes.len().max(1) as f64
+        voted.zip(&query_labels).filter(|(voted, label)| *voted == Some(**label)).count() as f64
+            / query_labels.len().max(1) as f64
     };
     let (validation, _, note) = describe_validation(Path::new(&request.model), &data, &request.spec.data);
     Ok(NearestNeighbours {
         k,
         gallery,
-        samples: classes.len() as u64,
+        samples: query_labels.len() as u64,
         validation,
         listed,
         note,
@@ -50,13 +51,14 @@ pub(super) fn evaluate(request: &EvaluateModel, k: u32) -> Result<NearestNeighbo
     })
 }
 
-/// The embeddings of a batch, each of length 1, and the labels.
+/// The embeddings of a batch, each scaled to a Euclidean norm of 1, and the labels.
 fn embed(
     model: &mut Model,
     batch: Result<Batch, DataError>,
     split: &str,
 ) -> Result<(Vec<f32>, Vec<u32>), String> {
     let mut batch = batch.map_err(|e| e.to_string())?;
+    // See [`Model::outputs`].
     let zeros = vec![0; batch.labels.len()];
     let labels = std::mem::replace(&mut batch.labels, zeros);
     let mut all = Vec::with_capacity(labels.len() * model.width);

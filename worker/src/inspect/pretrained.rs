@@ -38,6 +38,7 @@ fn read_shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf
     let files =
         if path.is_dir() { checkpoint::files_of(&path, checkpoint::MODEL)? } else { vec![path.clone()] };
     let (mut first, mut given) = (path, Shapes::new());
+    // In reverse order, so that `first` is the first file in the end.
     for file in files.iter().rev() {
         let (file, opened) = allowed::open(file, allowed)?;
         given.extend(checkpoint::shapes_opened(&file, opened)?);

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Maximum number of pictures in a reply.
 const MAX_PICTURES: usize = 200;
-/// Larger pictures are reduced to this longest side, in pixels.
+/// Larger colour pictures are reduced to this longest side, in pixels.
 const MAX_SIDE: u32 = 160;
 
 pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {

@@ -31,7 +31,7 @@ pub(super) fn start(
     })
 }
 
-/// `None` if another rank of this machine reports the metrics of the machine.
+/// Starts to report the metrics of the machine. `None` if another rank of this machine reports them.
 fn start_machine(
     config: &RankConfig,
     observer: Arc<dyn Observer>,
@@ -48,7 +48,7 @@ fn start_machine(
     Sampler::start("machine metrics", MACHINE_EVERY, observer, progress, measure).map(Some)
 }
 
-/// `None` if the device has no metrics.
+/// Starts to report the metrics of the rank's device. `None` if the device has no metrics.
 fn start_device(
     config: &RankConfig,
     observer: Arc<dyn Observer>,

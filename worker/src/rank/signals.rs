@@ -39,7 +39,7 @@ pub(super) fn listen_to_signals(
     };
     let config = config.clone();
     let stop_within = Duration::from_secs(config.stop_within_secs.into());
-    let wait = async move {
+    let listening = async move {
         let mut expired_checks = 0;
         let mut stop_deadline = None;
         loop {
@@ -85,7 +85,7 @@ pub(super) fn listen_to_signals(
         let _ = reporter.flush();
         exit_without_handlers(status);
     };
-    std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(wait))?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(listening))?;
     Ok(())
 }
 

@@ -18,7 +18,8 @@ use std::{
 /// input, and becomes this rank. If the input is closed without a path, that program has ended, and this process ends too.
 pub fn run_spare(gpu: &RankGpu) -> ! {
     let device = registry::device_of(Some(gpu), Device::Auto);
-    device.backend.warm_up(device.ordinal, gpu.visible.len() as u32, None);
+    let (world_size, precision) = (gpu.visible.len() as u32, None);
+    device.backend.warm_up(device.ordinal, world_size, precision);
     let mut path = Vec::new();
     if io::stdin().read_to_end(&mut path).is_err() || path.is_empty() {
         exit_without_handlers(EXIT_FINISHED);

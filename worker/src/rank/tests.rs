@@ -104,10 +104,10 @@ fn a_third_backend_trains_a_rank_on_its_own_device() {
 
 #[test]
 fn unencrypted_traffic_is_reported_with_advice() {
-    for on_cores in [true, false] {
-        let message = unencrypted_warning(on_cores);
+    for is_on_cores in [true, false] {
+        let message = unencrypted_warning(is_on_cores);
         assert!(message.contains("are not encrypted") && message.contains("private network"), "{message}");
-        assert_eq!(message.contains("nor does NCCL authenticate them"), !on_cores, "{message}");
+        assert_eq!(message.contains("nor does NCCL authenticate them"), !is_on_cores, "{message}");
         assert_eq!(message.lines().count(), 1);
     }
 }

@@ -83,22 +83,22 @@ impl Tail {
 
     fn read_records(&mut self, events: &mut Vec<AttemptEvent>) -> Result<(), TailError> {
         let path = self.path.clone();
-        let io = |error| TailError::Io { path: path.clone(), error };
+        let io_error = |error| TailError::Io { path: path.clone(), error };
         let file = match &mut self.file {
             Some(file) => file,
             None => match File::open(&self.path) {
                 Ok(file) => self.file.insert(file),
                 Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-                Err(e) => return Err(io(e)),
+                Err(e) => return Err(io_error(e)),
             },
         };
         let mut read_bytes = 0;
         while read_bytes < POLL_BYTES {
-            let mut found = record_at(file, self.offset).map_err(io)?;
+            let mut found = record_at(file, self.offset).map_err(io_error)?;
             if let RecordAt::Damage(_) = found {
                 // If the bytes change, they are not damaged, because the writer was truncating an incomplete record.
                 std::thread::sleep(DAMAGE_CONFIRMATION_DELAY);
-                let again = record_at(file, self.offset).map_err(io)?;
+                let again = record_at(file, self.offset).map_err(io_error)?;
                 if again != found {
                     found = RecordAt::Nothing;
                 }

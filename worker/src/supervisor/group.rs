@@ -65,8 +65,8 @@ pub struct EndDelays {
     pub certain: Duration,
     /// The delay if the end of another rank may be a better explanation.
     pub provisional: Duration,
-    /// The delay if the ranks are stopping without a failure, although this supervisor has not asked them. Rank 0 may then still
-    /// be writing their checkpoint.
+    /// The delay if the ranks are stopping without a failure, although this supervisor has not asked them to stop. Rank 0 may then
+    /// still be writing their checkpoint.
     pub stopping: Duration,
 }
 

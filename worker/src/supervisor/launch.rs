@@ -52,7 +52,7 @@ fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
 
 /// The configurations of the ranks of `start` on this machine, which share its cores evenly. `devices` contains a device for
 /// each rank, in rank order, or nothing if ranks run on CPU cores; every rank sees all devices. `lease` is the file with the
-/// deadline until which ranks may continue without an agent.
+/// deadline of the agent's lease.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],
@@ -112,6 +112,7 @@ impl RankProcess {
     /// Turns a spare process into the rank. `None` if a new process would differ from the spare, or if the spare has
     /// ended.
     fn from_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
+        // The spare sees all GPUs of the agent, so its GPU may have another ordinal than in `config`.
         let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
         if !spare.is_usable_as(program, &environment(&config)?) {
             spare.end();
@@ -303,18 +304,18 @@ mod tests {
 
     #[test]
     fn a_later_agent_finds_a_rank_with_and_without_its_pid_file() {
-        for lose_file in [false, true] {
+        for is_file_lost in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let config = config(dir.path());
             let mut started =
                 RankProcess::start(&program(dir.path(), "while :; do :; done"), &config, None).unwrap();
-            if lose_file {
+            if is_file_lost {
                 fs::remove_file(rank_file(&config.attempt_dir(), 0, "pid")).unwrap();
             }
             let began = Instant::now();
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
             // The arguments of a process appear a moment after its start.
-            while lose_file && adopted.poll().is_some() && began.elapsed() < Duration::from_secs(20) {
+            while is_file_lost && adopted.poll().is_some() && began.elapsed() < Duration::from_secs(20) {
                 adopted = RankProcess::adopt(&config.attempt_dir(), 0);
             }
             assert_eq!(adopted.poll(), None);

@@ -23,7 +23,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     if spec.train.deterministic && mixing.is_on() {
         data.keep_on_host();
     }
-    // With 6 views, a GPU shifts resident pictures before scaling, and the host after scaling.
+    // With 6 views, a GPU would shift resident pictures before scaling. The host shifts after scaling.
     let side = data.shape.image_size;
     let is_scaled = data.resident().is_some_and(|all| (all.height, all.width) != (side, side));
     if spec.evaluate.views == 6 && is_scaled {
@@ -79,8 +79,9 @@ fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result
     };
     let [mut mean, mut std] = [("mean", &spec.mean, &data.shape.mean), ("std", &spec.std, &data.shape.std)]
         .map(|(key, configured, own)| {
-            let kept = if training.is_first() && configured.is_none() { of_checkpoint(key) } else { None };
-            kept.unwrap_or_else(|| own.clone())
+            let continued =
+                if training.is_first() && configured.is_none() { of_checkpoint(key) } else { None };
+            continued.unwrap_or_else(|| own.clone())
         });
     training.group.broadcast((&mut mean).into())?;
     training.group.broadcast((&mut std).into())?;

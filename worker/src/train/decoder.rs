@@ -82,19 +82,21 @@ mod tests {
         assert_eq!((choice("cpu"), choice("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
         assert!(choice("shared").unwrap_err().contains("auto, cpu or gpu"));
         // Whether the rank has a GPU, the dataset has JPEG files, and the job is deterministic.
-        for (choice, job, expected) in [
+        for (choice, (on_gpu, decodes_jpeg, deterministic), expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),
             (DecoderChoice::Gpu, (true, true, true), Ok(())),
             (DecoderChoice::Auto, (false, true, false), Err(None)),
             (DecoderChoice::Gpu, (false, true, false), Err(Some("this rank has no GPU".into()))),
             (DecoderChoice::Gpu, (true, false, false), Err(None)),
         ] {
-            assert_eq!(choice.check_job(job.0, job.1, job.2), expected, "{choice:?} {job:?}");
+            let checked = choice.check_job(on_gpu, decodes_jpeg, deterministic);
+            assert_eq!(checked, expected, "{choice:?} {on_gpu} {decodes_jpeg} {deterministic}");
         }
         for (choice, deterministic, word) in
             [(DecoderChoice::Auto, true, "train.deterministic"), (DecoderChoice::Cores, false, DECODER)]
         {
-            let why = choice.check_job(true, true, deterministic).unwrap_err().unwrap();
+            let (on_gpu, decodes_jpeg) = (true, true);
+            let why = choice.check_job(on_gpu, decodes_jpeg, deterministic).unwrap_err().unwrap();
             assert!(why.contains(word), "{why}");
         }
     }

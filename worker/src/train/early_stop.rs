@@ -11,7 +11,7 @@ use lockstep_protocol::{
 };
 
 impl Run<'_> {
-    /// Updates the progress of early stopping after a validation.
+    /// Updates the progress of early stopping after a validation. `averaged` is the evaluation of the averaged weights.
     pub(super) fn follow_validation(&mut self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
         let stop = &self.training.spec.stop;
         let followed = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };

@@ -27,7 +27,7 @@ impl Run<'_> {
         self.drain()?;
         self.check_state()?;
         let is_complete = match self.validate() {
-            // All ranks see the same sums over all ranks, so all of them take this path.
+            // All ranks have the same sums over all ranks, so either all ranks take this path or none does.
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
                 self.fall_back_to_bfloat16("the validation's loss")? && self.validate()?
             }
@@ -156,8 +156,9 @@ impl Run<'_> {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
                 group.all_reduce((&mut vote).into())?;
-                votes.record(number, vote[1] / f64::from(group.size()));
-                if vote[0] > 0.0 {
+                let [stop_votes, step_secs] = vote;
+                votes.record(number, step_secs / f64::from(group.size()));
+                if stop_votes > 0.0 {
                     return Ok(None);
                 }
             }
@@ -200,6 +201,7 @@ fn evaluate_batch(
         let view_logits = engine.predict(&view.apply(batch, shape.image_size, shape.channels))?;
         logits.iter_mut().zip(view_logits).for_each(|(sum, logit)| *sum += view.weight * logit);
     }
-    let loss = loss::cross_entropy(&logits, &batch.labels, None, classes, 0.0, None, None);
+    let (mixed, smoothing, weights, gradient) = (None, 0.0, None, None);
+    let loss = loss::cross_entropy(&logits, &batch.labels, mixed, classes, smoothing, weights, gradient);
     Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: samples as u64 })
 }

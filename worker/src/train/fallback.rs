@@ -58,7 +58,8 @@ impl Run<'_> {
         training.group.barrier()?;
         drop(self.engine.0.take());
         self.plan.precision = Precision::Bf16;
-        let mut engine = (self.build_engine)(training, &self.plan, 1)?;
+        let generation = 1;
+        let mut engine = (self.build_engine)(training, &self.plan, generation)?;
         self.data.set_format(engine.take_data(&self.data)?);
         engine.load_state_dict(&state)?;
         self.throughput.set_device(engine.device_name());

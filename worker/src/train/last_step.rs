@@ -2,8 +2,8 @@
 //! continues from this step, not from the previous checkpoint.
 //!
 //! Surviving ranks may differ by one step, because some may have received the last gradients before the connection
-//! broke. The first rank to write a step keeps it, and the next attempt continues from the newest step. The weights of
-//! a step have the same bits on every rank.
+//! broke. A step that several ranks have is written by the first of them, because the weights of a step have the same bits
+//! on every rank. The next attempt continues from the newest step.
 //!
 //! In five cases nothing is written, and the next attempt continues from the newest checkpoint:
 //!
@@ -27,7 +27,8 @@ use std::{
 /// The lock file of the rank that writes, because the ranks of a machine share the folder. Not a valid name of a
 /// checkpoint.
 const LOCK: &str = ".last-step";
-/// Time limit for waiting for another rank that writes. An agent ends its ranks a few seconds after a rank has failed.
+/// Time limit for waiting for this rank's writer, and for another rank that writes. An agent ends its ranks a few seconds
+/// after a rank has failed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Number of checkpoints kept in a folder on a machine without rank 0. Elsewhere rank 0 removes old checkpoints.
 const MAX_CHECKPOINTS: usize = 2;
@@ -62,9 +63,10 @@ impl Run<'_> {
             return Ok(false);
         }
         let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };
+        let waited_secs = 0.0;
         for result in &results {
             self.record_not_finite(Some(result));
-            self.report_step(result, 0.0);
+            self.report_step(result, waited_secs);
         }
         self.step -= self.in_flight.len() as u64;
         self.in_flight.clear();

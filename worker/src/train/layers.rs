@@ -20,7 +20,7 @@ const FIRST_TIMED_STEP: u64 = 3;
 const TIMED_STEPS: u64 = 5;
 /// Number of steps after the first timed step whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
-/// Distance of two timed steps. The compared steps are between the first two.
+/// Number of steps from a timed step to the next. The compared steps are between the first two timed steps.
 const TIMING_INTERVAL: u64 = COMPARED_STEPS as u64 + 1;
 
 /// The layers about which rank 0 reports. Other ranks only time the same steps.
@@ -33,7 +33,7 @@ pub(super) struct Layers {
     micros: Vec<Vec<f64>>,
     /// The first step whose layers are timed, as in [`Run::step`].
     first_timed_step: u64,
-    /// The durations of later steps in seconds, without steps that waited for pictures.
+    /// The durations of the compared steps in seconds. Steps that waited for pictures are left out.
     step_secs: Vec<f64>,
 }
 
@@ -122,6 +122,7 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 impl Run<'_> {
+    /// Whether histograms of this step are reported.
     fn has_histograms(&self, step: u64) -> bool {
         let every = self.training.spec.log.histograms;
         every > 0 && step.is_multiple_of(every)

@@ -48,7 +48,8 @@ struct Part {
 
 impl Parts {
     /// Collective: finds the ranks that share the folder of checkpoints, and distributes the network's tensors to
-    /// them. `None` if only rank 0 has the folder, and therefore writes whole checkpoints. `best` is the best checkpoint so far.
+    /// them. `None` if checkpoints are not sharded, or if only rank 0 has the folder and therefore writes whole checkpoints. `best` is
+    /// the best checkpoint so far.
     ///
     /// # Errors
     /// Another rank is lost.
@@ -63,11 +64,11 @@ impl Parts {
         }
         let directory = training.checkpoints;
         // A full disk must not end the run. If the marker folder cannot be created, only rank 0 writes.
-        let make = || {
+        let create_marker = || {
             fs::create_dir_all(directory)?;
             tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(directory)
         };
-        let marker = training.is_first().then(make).and_then(Result::ok);
+        let marker = training.is_first().then(create_marker).and_then(Result::ok);
         let name = marker.as_ref().and_then(|marker| marker.path().file_name()?.to_str());
         let name = training.is_first().then(|| name.unwrap_or_default().to_owned());
         let run_name: String = broadcast_json(group, name)?;
@@ -155,7 +156,7 @@ impl Parts {
 }
 
 impl Run<'_> {
-    /// Begins to write this rank's part of a checkpoint of the steps so far.
+    /// Begins to write this rank's part of a checkpoint of the steps so far. `own` has the tensors of the part.
     pub(super) fn begin_part(&mut self, own: Option<StateDict>) -> Result<(), TrainError> {
         let snapshot = self.snapshot(own.unwrap_or_default());
         let Some(parts) = &mut self.parts else { return Ok(()) };

@@ -37,7 +37,7 @@ pub(super) struct RunPlan {
     /// The floating-point format, if the device supports several.
     pub(super) precision: Precision,
     /// Number of threads that prepare pictures, if each step prepares new pictures.
-    data_threads: usize,
+    max_data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
     checkpoint_every_steps: u64,
@@ -104,7 +104,7 @@ impl RunPlan {
             steps_per_epoch,
             total_steps: spec.total_steps(shape.train_samples),
             precision,
-            data_threads: data_threads(needs, config.threads),
+            max_data_threads: max_data_threads(needs, config.threads),
             config,
             evaluate_every_epochs: spec.evaluate.every_epochs.into(),
             checkpoint_every_epochs: every_epochs.into(),
@@ -114,7 +114,7 @@ impl RunPlan {
 
     /// Number of threads that prepare pictures. One thread suffices if pictures are already in memory.
     pub(super) fn data_threads(&self, data: &DataSource) -> usize {
-        if data.is_prepared_each_step() { self.data_threads } else { 1 }
+        if data.is_prepared_each_step() { self.max_data_threads } else { 1 }
     }
 
     /// This rank's batches of `data` after step number `step`, up to the end of the epoch.
@@ -240,13 +240,13 @@ impl RunPlan {
 /// A note if the last step of an epoch reuses pictures from the beginning of the epoch, because fewer pictures are left
 /// than the `parts` into which a step is divided (one for each micro-batch of each rank).
 fn reuse_note(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
-    let left = samples % global_batch_size.max(1);
-    (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
+    let remaining = samples % global_batch_size.max(1);
+    (!spec.data.drop_remainder && remaining > 0 && remaining < parts).then(|| {
         format!(
             "the last step of an epoch has {} for {parts} micro-batches, so {} of the epoch's first pictures are used again: the result \
              depends on the number of ranks. data.drop_remainder = true leaves this step out",
-            plural(left, "picture"),
-            parts - left
+            plural(remaining, "picture"),
+            parts - remaining
         )
     })
 }
@@ -265,8 +265,8 @@ pub(super) fn build_network(spec: &JobSpec, shape: &Shape) -> Result<Network, Tr
 /// of training on it.
 const THREADS_PER_DATA_THREAD: usize = 8;
 
-/// Number of a rank's threads that prepare pictures. A rank that computes on a GPU may use all of its threads.
-fn data_threads(needs: Needs, threads: usize) -> usize {
+/// Maximum number of a rank's threads that prepare pictures. A rank that computes on a GPU may use all of its threads.
+fn max_data_threads(needs: Needs, threads: usize) -> usize {
     if needs.leaves_threads { threads } else { threads.div_ceil(THREADS_PER_DATA_THREAD) }
 }
 
@@ -333,7 +333,7 @@ mod tests {
             [(cpu, 1, 1), (cpu, 8, 1), (cpu, 9, 2), (cpu, 64, 8), (gpu, 16, 16)]
         {
             let needs = device.backend.needs();
-            assert_eq!(data_threads(needs, threads), expected, "{device:?}, {threads} threads");
+            assert_eq!(max_data_threads(needs, threads), expected, "{device:?}, {threads} threads");
         }
     }
 }

@@ -18,10 +18,10 @@ fn pretrained_error(text: String) -> TrainError {
     TrainError::Impossible(format!("model.pretrained: {text}"))
 }
 
-/// The path to which `model.pretrained` refers on this machine.
+/// The path to which `given`, the value of `model.pretrained`, refers on this machine.
 ///
 /// # Errors
-/// It names weights that have not been downloaded.
+/// `given` names weights that have not been downloaded.
 pub(super) fn find(given: &str) -> Result<PathBuf, TrainError> {
     cache::find_weights(given).map_err(pretrained_error)
 }
@@ -40,9 +40,11 @@ pub(super) fn load(
     let path = allowed::resolve(path, training.weights_in).map_err(pretrained_error)?;
     let files = checkpoint::model_files(&path).map_err(|e| pretrained_error(e.to_string()))?;
     let mut given = NamedTensors::new();
+    let every_tensor = |_: &str| true;
     for file in &files {
         let (file, opened) = allowed::open(file, training.weights_in).map_err(pretrained_error)?;
-        given.extend(checkpoint::read_opened_tensors(&file, opened, &|_| true).map_err(pretrained_error)?);
+        let tensors = checkpoint::read_opened_tensors(&file, opened, &every_tensor);
+        given.extend(tensors.map_err(pretrained_error)?);
     }
     // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
@@ -74,8 +76,8 @@ fn replace_weights(
 ) -> Result<(NamedTensors, Mapping), String> {
     let mapping = compare(&shapes(&given), &shapes(&initial), Some(head))?;
     let replaced = initial.into_iter().map(|(name, own)| {
-        let keeps = mapping.new_head_reason.is_some() && is_in(head, &name);
-        let tensor = match given.remove(&format!("{}{name}", mapping.prefix)).filter(|_| !keeps) {
+        let keeps_initial = mapping.new_head_reason.is_some() && is_in(head, &name);
+        let tensor = match given.remove(&format!("{}{name}", mapping.prefix)).filter(|_| !keeps_initial) {
             Some(tensor) if tensor.shape == own.shape => tensor,
             Some(tensor) => sum_channels(&tensor, own.shape),
             None => own,
@@ -121,9 +123,9 @@ mod tests {
 
     #[test]
     fn weights_fit_under_a_prefix_and_with_another_head() {
-        let head = |name: &str| name.starts_with("fc.");
+        let is_head = |name: &str| name.starts_with("fc.");
         let without_head = |mut all: NamedTensors| {
-            all.retain(|name, _| !head(name));
+            all.retain(|name, _| !is_head(name));
             all
         };
         let insert = |mut all: NamedTensors, name: &str, shape: &[usize]| {
@@ -178,7 +180,7 @@ mod tests {
             let (pretrained, initial) = (small(10, 1), small(10, 2));
             assert!(weights.keys().eq(initial.keys()));
             for (name, tensor) in &weights {
-                let from = if head(name) && !takes_head { &initial } else { &pretrained };
+                let from = if is_head(name) && !takes_head { &initial } else { &pretrained };
                 assert!(*tensor == from[name], "{name}: {notes:?}");
             }
         }

@@ -20,7 +20,8 @@ impl Run<'_> {
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
         // The call reports a failure of the previous checkpoint itself.
-        let _ = self.complete_parts(false)?;
+        let is_retry = false;
+        let _ = self.complete_parts(is_retry)?;
         self.check_state()?;
         // This flushes the reports of every rank. So even if a rank is killed right after, no step before a checkpoint is missing
         // from its records.

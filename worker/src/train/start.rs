@@ -106,6 +106,7 @@ pub(super) fn initialize(
             engine.set_parameters(&weights)?;
         }
     }
+
     let whitened = net::whitening::whitened_parameter(&plan.network).filter(|_| pretrained.is_none());
     if let Some(name) = whitened
         && training.is_first()
@@ -115,6 +116,7 @@ pub(super) fn initialize(
         weights.insert(name.into(), whitening_filters(data, skips_broken)?);
         engine.set_parameters(&weights)?;
     }
+
     let parallel = &training.spec.parallel;
     let needs_broadcast = match pretrained {
         // The ranks have set their parts of the same weights above.
@@ -132,6 +134,7 @@ pub(super) fn initialize(
     if needs_broadcast {
         engine.broadcast_parameters()?;
     }
+
     let mut divisions = Vec::new();
     if pretrained.is_some() {
         // A checkpoint of Lockstep records the pictures on which it was trained.
@@ -152,11 +155,12 @@ fn whitening_filters(data: &DataSource, skips_broken: bool) -> Result<HostTensor
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
+    let (is_validation, epoch) = (false, None);
     for index in 0..count {
         let position = data.training_position(index * train_samples / count);
-        let picture = match data.picture(false, position, None) {
+        let (_, picture) = match data.picture(is_validation, position, epoch) {
             Err(DataError::File { .. }) if skips_broken => continue,
-            read => read?.1,
+            labelled => labelled?,
         };
         let values: Vec<f32> = picture
             .pixels
@@ -233,8 +237,9 @@ fn resume(
         state.step
     } else {
         // The batch size has changed, so the run continues at the step with the same position in the data.
-        let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
-        u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
+        let position = state.data_position;
+        let step_in_epoch = position.samples_in_epoch / plan.global_batch_size;
+        u64::from(position.epoch) * plan.steps_per_epoch + step_in_epoch.min(plan.steps_per_epoch - 1)
     };
     if step > plan.total_steps {
         return Err(TrainError::Impossible(format!(
@@ -249,6 +254,7 @@ fn resume(
             plan.total_steps
         )));
     }
+
     let mut notes = Vec::new();
     if step == plan.total_steps {
         notes.push("the checkpoint is of the last step: nothing is left to train".into());
@@ -276,6 +282,7 @@ fn resume(
     if training.is_first() {
         notes.extend(describe_schedule_change(training, &state, folder, plan, step));
     }
+
     // If this machine has its own disk, the best checkpoint may be only on the server.
     let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
     let best = state.best.filter(|best| {
@@ -327,10 +334,10 @@ fn describe_schedule_change(
     step: u64,
 ) -> Option<String> {
     let metadata = checkpoint::folder_metadata(folder).ok()?;
-    let (old, _) = read_leniently(&serde_json::from_str(metadata.get("spec")?).ok()?);
-    let epochs = u64::from(old.train.epochs());
-    let total = old.train.steps.unwrap_or(state.steps_per_epoch * epochs);
-    let old = Schedule::new(&old.train, state.steps_per_epoch, total);
+    let (old_spec, _) = read_leniently(&serde_json::from_str(metadata.get("spec")?).ok()?);
+    let epochs = u64::from(old_spec.train.epochs());
+    let total = old_spec.train.steps.unwrap_or(state.steps_per_epoch * epochs);
+    let old = Schedule::new(&old_spec.train, state.steps_per_epoch, total);
     let new = Schedule::new(&training.spec.train, plan.steps_per_epoch, plan.total_steps);
     schedule::describe_change(&old, state.step, &new, step)
 }
@@ -457,7 +464,7 @@ fn scatter(
     Ok(distribution.scatter(loaded, expected)?)
 }
 
-/// Sends rank 0's `value` to every rank, as JSON.
+/// Sends rank 0's `value` to every rank, as JSON. On the other ranks, `value` is `None`.
 pub(super) fn broadcast_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,

@@ -43,7 +43,8 @@ impl Run<'_> {
             // The engine has returned the result of an earlier step. It is reported before the error, so that `in_flight`
             // contains only steps whose results the engine still has.
             if let Some(result) = result {
-                self.report_step(&result, 0.0);
+                let waited_secs = 0.0;
+                self.report_step(&result, waited_secs);
             }
             return Err(error);
         }
@@ -63,7 +64,7 @@ impl Run<'_> {
     }
 
     /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
-    /// receive it for its evaluation. If the network is split among ranks, each rank keeps the average of its part.
+    /// receive it when it is evaluated. If the network is split among ranks, each rank keeps the average of its part.
     pub(super) fn update_average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.is_average_kept_here()) {
@@ -76,7 +77,7 @@ impl Run<'_> {
     /// Waits for all steps in flight. Afterwards the engine's state is that after step `self.step`, the newest started
     /// step.
     pub(super) fn drain(&mut self) -> Result<(), TrainError> {
-        let mut vote = Ok(true);
+        let (mut vote, waited_secs) = (Ok(true), 0.0);
         for result in self.engine.finish_steps()? {
             self.record_not_finite(Some(&result));
             // Every rank votes once per result, so no rank returns before all ranks have finished their steps. A vote to
@@ -85,7 +86,7 @@ impl Run<'_> {
             if vote.is_ok() {
                 vote = self.vote_now();
             }
-            self.report_step(&result, 0.0);
+            self.report_step(&result, waited_secs);
         }
         vote.map(|_| ())
     }

@@ -66,7 +66,7 @@ struct TestJob {
     folder: tempfile::TempDir,
     ranks: u32,
     /// The rank that has other weights from the beginning.
-    differs: Option<u32>,
+    differing_rank: Option<u32>,
     /// As [`Training::pause_after`]. No epoch then ends with a checkpoint of its own.
     pause_after: Option<u32>,
     /// Changes the job.
@@ -93,7 +93,7 @@ impl TestJob {
         let folder = tempfile::tempdir().unwrap();
         write_dataset(&folder.path().join("dataset"), 80, 4);
         fs::create_dir(folder.path().join("checkpoints")).unwrap();
-        Self { folder, ranks, differs: None, pause_after: None, change: |_| {} }
+        Self { folder, ranks, differing_rank: None, pause_after: None, change: |_| {} }
     }
 
     fn spec(&self) -> JobSpec {
@@ -130,13 +130,13 @@ impl TestJob {
     ) -> Vec<Result<RunResult, TrainError>> {
         let port = unused_port();
         std::thread::scope(|scope| {
-            let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
+            let rank = |rank| scope.spawn(move || self.train_rank(rank, port, overflow, stop_in, resume));
             let threads: Vec<_> = (0..self.ranks).map(rank).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
     }
 
-    fn rank(
+    fn train_rank(
         &self,
         rank: u32,
         port: u16,
@@ -175,7 +175,7 @@ impl TestJob {
             let mut batches = 0;
             let distribution = Distribution::new(&plan.network, &Plan::data(1), &SingleRank)?;
             let mut weights = zeros(distribution.parameters());
-            weights.get_mut("fc.bias").unwrap().values[0] = f32::from(self.differs == Some(rank));
+            weights.get_mut("fc.bias").unwrap().values[0] = f32::from(self.differing_rank == Some(rank));
             let engine = Scripted {
                 precision,
                 overflow,
@@ -184,7 +184,7 @@ impl TestJob {
                 updates: 0,
                 replica: plan.replica,
                 copied: copied.clone(),
-                evaluated: Box::new(move || {
+                on_evaluation: Box::new(move || {
                     batches += 1;
                     match precision {
                         Precision::Bf16 => _ = evaluated.fetch_add(1, Ordering::Relaxed),
@@ -308,7 +308,7 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
 
 #[test]
 fn differing_weights_end_the_run_before_a_checkpoint() {
-    for (ranks, differs, named, evaluations) in
+    for (ranks, differing_rank, named, evaluations) in
         [(2, 1, "ranks 0 and 1", 1), (3, 0, "rank 0", 1), (3, 2, "rank 2", 1), (2, 1, "ranks 0 and 1", 0)]
     {
         // Without evaluations, the checkpoint itself compares the weights.
@@ -316,7 +316,7 @@ fn differing_weights_end_the_run_before_a_checkpoint() {
             0 => |spec| spec.evaluate.every_epochs = 0,
             _ => |_| {},
         };
-        let job = TestJob { differs: Some(differs), change, ..TestJob::new(ranks) };
+        let job = TestJob { differing_rank: Some(differing_rank), change, ..TestJob::new(ranks) };
         for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
             let error = ended.unwrap_err();
             let expected = format!("the weights of {named} differ from ");
@@ -336,7 +336,7 @@ fn differing_weights_end_a_run_within_a_long_epoch() {
         spec.evaluate.every_epochs = 0;
         spec.checkpoint.every_epochs = Some(0);
     };
-    let job = TestJob { differs: Some(1), change, ..TestJob::new(2) };
+    let job = TestJob { differing_rank: Some(1), change, ..TestJob::new(2) };
     for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
         let error = ended.unwrap_err();
         assert!(

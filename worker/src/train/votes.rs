@@ -33,14 +33,18 @@ pub(super) struct Votes {
 }
 
 impl Votes {
-    /// The votes of the steps after step `done`.
-    pub(super) fn of_steps(world_size: u32, done: u64) -> Self {
-        Self { is_after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(done) }
+    /// The votes of the steps after step `start_step`.
+    pub(super) fn of_steps(world_size: u32, start_step: u64) -> Self {
+        Self { is_after_every_step: world_size <= MAX_RANKS_EVERY_STEP, ..Self::timed(start_step) }
     }
 
-    /// Votes whose due steps depend only on time, for any number of ranks.
-    pub(super) fn timed(done: u64) -> Self {
-        Self { is_after_every_step: false, next_step: done + 1, last_vote: (Instant::now(), done) }
+    /// The votes of the steps after step `start_step`. Their due steps depend only on time, for any number of ranks.
+    pub(super) fn timed(start_step: u64) -> Self {
+        Self {
+            is_after_every_step: false,
+            next_step: start_step + 1,
+            last_vote: (Instant::now(), start_step),
+        }
     }
 
     /// Whether ranks vote after step `step`. The result is the same on every rank.
@@ -92,7 +96,7 @@ impl Run<'_> {
             || self.step == self.plan.total_steps
             || self.step.is_multiple_of(self.plan.steps_per_epoch)
             || self.plan.has_checkpoint_after_step(self.step);
-        if is_due { self.vote(true) } else { Ok(true) }
+        if is_due { self.vote(is_due) } else { Ok(true) }
     }
 
     /// Votes before a checkpoint or an evaluation, so that non-finite values are not saved and no evaluation starts
@@ -101,7 +105,8 @@ impl Run<'_> {
     /// # Errors
     /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
     pub(super) fn vote_now(&mut self) -> Result<bool, TrainError> {
-        self.vote(false)
+        let is_due = false;
+        self.vote(is_due)
     }
 
     /// Votes. Only votes that are due measure the duration of a step.
@@ -119,9 +124,10 @@ impl Run<'_> {
         if is_due {
             self.votes.record(self.step, step_secs / f64::from(group.size()));
         }
-        // Complete a checkpoint of earlier steps before the run ends.
+        // Complete the checkpoint of earlier steps when all ranks have written their parts, or before the run ends.
         if written == f64::from(group.size()) || not_finite > 0.0 {
-            let _ = self.complete_parts(false)?;
+            let is_retry = false;
+            let _ = self.complete_parts(is_retry)?;
         }
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));

@@ -23,12 +23,12 @@ fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
     })
 }
 
-/// Writes `each` PNG files to each of `train/cat` and `train/dog`.
-fn write_folder(dir: &Path, each: u32) {
+/// Writes `per_class` PNG files to each of `train/cat` and `train/dog`.
+fn write_folder(dir: &Path, per_class: u32) {
     for (c, class) in (0..).zip(["cat", "dog"]) {
         let home = dir.join("train").join(class);
         fs::create_dir_all(&home).expect("a folder");
-        for number in 0..each {
+        for number in 0..per_class {
             picture(c * 100 + number, 32, 32).save(home.join(format!("{number}.png"))).expect("writes");
         }
     }

@@ -83,12 +83,12 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
             assert!(weights == fresh.parameters().unwrap(), "{arch:?} at {side}, visit {visit}");
             assert!(resized.optimizer_state().unwrap() == fresh.optimizer_state().unwrap());
 
-            let mut measures = engine(network(&model, checked));
-            measures.set_parameters(&weights).unwrap();
+            let mut evaluator = engine(network(&model, checked));
+            evaluator.set_parameters(&weights).unwrap();
             resized.set_image_size(checked).expect("a size of this engine");
             let validation = batch(checked, 99, BATCH);
-            assert_eq!(resized.eval_step(&validation).unwrap(), measures.eval_step(&validation).unwrap());
-            assert_eq!(resized.predict(&validation).unwrap(), measures.predict(&validation).unwrap());
+            assert_eq!(resized.eval_step(&validation).unwrap(), evaluator.eval_step(&validation).unwrap());
+            assert_eq!(resized.predict(&validation).unwrap(), evaluator.predict(&validation).unwrap());
         }
         let error = resized.set_image_size(48).expect_err("an unknown size").to_string();
         assert!(error.contains("48 pixels"), "{error}");
@@ -133,14 +133,21 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
             let found: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
             let expected: Vec<Batch> = reference.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
             assert!(found.len() == 2 && found == expected, "epoch {epoch}");
-            let seen = scheduled.picture(false, 7, Some(epoch)).unwrap();
-            assert_eq!((seen.1.width, seen.1.height), (side, side));
-            assert!(seen == reference.picture(false, 7, Some(epoch)).unwrap(), "epoch {epoch}");
+            let is_validation = false;
+            let labelled = scheduled.picture(is_validation, 7, Some(epoch)).unwrap();
+            let (_, picture) = &labelled;
+            assert_eq!((picture.width, picture.height), (side, side));
+            assert!(labelled == reference.picture(is_validation, 7, Some(epoch)).unwrap(), "epoch {epoch}");
         }
         let reference = fixed(40);
-        let first = |source: &DataSource| source.validation(0, 1, 100, 1).next().unwrap().unwrap();
+        let (rank, world_size, batch_size, threads) = (0, 1, 100, 1);
+        let first = |source: &DataSource| {
+            source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap()
+        };
         assert!(first(&scheduled) == first(&reference), "validation");
-        assert!(scheduled.picture(true, 3, None).unwrap() == reference.picture(true, 3, None).unwrap());
+        let is_validation = true;
+        let picture = |source: &DataSource| source.picture(is_validation, 3, None).unwrap();
+        assert!(picture(&scheduled) == picture(&reference));
     }
 }
 

@@ -48,6 +48,7 @@ fn open(dir: &Path, spec: &DataSpec) -> DataSource {
     DataSource::open(dir, spec, 11).expect("opens")
 }
 
+/// The second epoch, in steps of 8 pictures over all ranks.
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
     EpochPlan { epoch: 1, rank, world_size, drop_remainder: true, ..EpochPlan::of(8 / world_size as usize) }
 }
@@ -83,7 +84,11 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
         assert!(rest == single[4..]);
         assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != single[0].images);
         let validation_batches = |threads| -> Vec<Batch> {
-            open(dir.path(), &spec).validation(0, 1, 5, threads).map(|b| b.expect("readable")).collect()
+            let (rank, world_size, batch_size) = (0, 1, 5);
+            open(dir.path(), &spec)
+                .validation(rank, world_size, batch_size, threads)
+                .map(|b| b.expect("readable"))
+                .collect()
         };
         assert!(validation_batches(1) == validation_batches(4));
         let validated = validation_batches(3).iter().map(|b| b.labels.len() as u64).sum::<u64>();
@@ -99,16 +104,19 @@ fn the_preview_shows_the_network_s_input() {
     let mut erased = 0;
     for batch in batches(&source, plan(0, 1)) {
         for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
-            let (_, picture) = source.picture(false, *index, Some(1)).expect("readable");
+            let is_validation = false;
+            let (_, picture) = source.picture(is_validation, *index, Some(1)).expect("readable");
             assert!(picture.pixels == pixels.iter().map(byte).collect::<Vec<_>>(), "picture {index}");
             erased += usize::from(pixels.iter().filter(|v| **v == 0.0).count() >= 3 * 8);
         }
     }
     // About half of 24 pictures. Only erased values are 0, because no byte is normalised to 0.
     assert!((5..20).contains(&erased), "{erased} of 24 have a rectangle that is 0");
-    for batch in source.validation(0, 1, 3, 1).map(|b| b.expect("readable")) {
+    let (rank, world_size, batch_size, threads) = (0, 1, 3, 1);
+    for batch in source.validation(rank, world_size, batch_size, threads).map(|b| b.expect("readable")) {
         for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
-            let (_, picture) = source.picture(true, *index, None).expect("readable");
+            let is_validation = true;
+            let (_, picture) = source.picture(is_validation, *index, None).expect("readable");
             assert!(picture.pixels == pixels.iter().map(byte).collect::<Vec<_>>(), "picture {index}");
         }
     }
@@ -129,15 +137,15 @@ fn transforms_do_not_affect_each_other_s_random_numbers() {
     let images = |spec: &DataSpec| batches(&open(dir.path(), spec), plan(0, 1)).remove(0).images;
     let plain = images(&crops);
     let row = 24 * 3;
-    let (mut flips_seen, mut same) = (0, 0);
+    let (mut flips_seen, mut unchanged) = (0, 0);
     let flipped = images(&DataSpec { vertical_flip: true, ..crops.clone() });
     for (a, b) in plain.chunks_exact(24 * row).zip(flipped.chunks_exact(24 * row)) {
         let upside_down: Vec<f32> = a.chunks_exact(row).rev().flatten().copied().collect();
-        same += u32::from(a == b);
+        unchanged += u32::from(a == b);
         flips_seen += u32::from(upside_down == b);
     }
-    assert_eq!(same + flips_seen, 8);
-    assert!(same > 0 && flips_seen > 0, "{same} of 8 unchanged");
+    assert_eq!(unchanged + flips_seen, 8);
+    assert!(unchanged > 0 && flips_seen > 0, "{unchanged} of 8 unchanged");
     let erased = images(&DataSpec { random_erasing: 1.0, ..crops });
     let changed = plain.iter().zip(&erased).filter(|(a, b)| a != b);
     assert!(changed.clone().count() > 0 && changed.clone().all(|(_, b)| *b == 0.0));
@@ -156,18 +164,21 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
     let source = |spec: &DataSpec| {
         open(dir.path(), &DataSpec { image_size: Some(ImageSize::Fixed(16)), ..spec.clone() })
     };
-    let pixels = |source: &DataSource, place: u64, epoch: u32| {
-        source.picture(false, place, Some(epoch)).expect("readable").1.pixels
+    // As stored if `epoch` is `None`, otherwise as augmented in this epoch.
+    let pixels = |source: &DataSource, position: u64, epoch: Option<u32>| {
+        let is_validation = false;
+        let (_, picture) = source.picture(is_validation, position, epoch).expect("readable");
+        picture.pixels
     };
     let flips = source(&spec);
     let mirrored = |pixels: &[u8]| -> Vec<u8> {
         pixels.chunks_exact(16 * 3).flat_map(|row| row.chunks_exact(3).rev().flatten().copied()).collect()
     };
     let mut flips_seen = 0;
-    for place in 0..8 {
-        let (plain, first) =
-            (flips.picture(false, place, None).expect("readable").1.pixels, pixels(&flips, place, 0));
-        assert!(pixels(&flips, place, 1) == mirrored(&first) && pixels(&flips, place, 2) == first, "{place}");
+    for position in 0..8 {
+        let [plain, first, second, third] =
+            [None, Some(0), Some(1), Some(2)].map(|epoch| pixels(&flips, position, epoch));
+        assert!(second == mirrored(&first) && third == first, "{position}");
         flips_seen += u32::from(plain != first);
     }
     assert!((1..8).contains(&flips_seen), "{flips_seen} of 8 are mirrored in the first epoch");
@@ -176,8 +187,8 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
     let crops = DataSpec { crop_padding: 4, horizontal_flip: false, ..spec };
     let (black, reflected) = (source(&crops), source(&DataSpec { reflect_border: true, ..crops.clone() }));
     let mut differ = 0;
-    for place in 0..8 {
-        let [black, reflected] = [&black, &reflected].map(|source| pixels(source, place, 0));
+    for position in 0..8 {
+        let [black, reflected] = [&black, &reflected].map(|source| pixels(source, position, Some(0)));
         for (a, b) in black.chunks_exact(3).zip(reflected.chunks_exact(3)) {
             assert!(a == b || a == [0, 0, 0], "only the border differs");
             differ += u32::from(a != b);
@@ -277,10 +288,10 @@ fn every_format_has_pillow_s_pixels() {
         assert_eq!((found.width, found.height), expected.dimensions(), "{name}");
         let apart = found.pixels.iter().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b));
         // Decoders of lossy formats may interpolate colours differently. Other formats have exact pixels.
-        let lossy = name.ends_with(".jpg") || name.starts_with("lossy") || name.starts_with("cmyk");
+        let is_lossy = name.ends_with(".jpg") || name.starts_with("lossy") || name.starts_with("cmyk");
         let largest = apart.clone().max().unwrap_or(0);
         let mean = apart.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
-        if largest > if lossy { 4 } else { 0 } || mean > 0.5 {
+        if largest > if is_lossy { 4 } else { 0 } || mean > 0.5 {
             failures.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
         }
         seen += 1;

@@ -19,11 +19,12 @@ impl Watch {
     /// Writes the remaining records after every rank has ended. The last record tells how the attempt ended.
     pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
-            // Damage is reported below.
+            // An error is ignored here, because `damage` is reported below.
             let _ = rank.read();
         }
         let survivors = ranks.kill_remaining().await;
         let unreported = self.unreported_checkpoints(&ranks).await;
+
         let mut events = Vec::new();
         for watched in &ranks.ranks {
             let RankEnd { rank, ref exit, .. } = watched.end;
@@ -49,6 +50,7 @@ impl Watch {
             }
         }
         events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
+
         let ends: Vec<_> = ranks.ends().cloned().collect();
         let has_paused = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_PAUSED)) && end.failure.is_none();
         let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(has_paused) {
@@ -61,6 +63,7 @@ impl Watch {
             let cause = || {
                 let cause = ranks.failure_cause()?;
                 Some(match cause.rank.ending() {
+                    // The end of a rank on another machine may explain this failure.
                     Ending::Failed { reason, .. } if cause.is_provisional && is_shared => {
                         Ending::Secondary { reason }
                     }
@@ -69,6 +72,7 @@ impl Watch {
             };
             self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
         };
+
         let ending = self.add_machine_facts(ending, &ends, survivors);
         tracing::info!(job = %self.stored.start.attempt.job, attempt = self.stored.start.attempt.attempt, "{ending}");
         events.push(AttemptEvent::Ended(ending));
@@ -113,7 +117,7 @@ impl Watch {
                 } else {
                     "it reached its memory limit (ulimit -v)"
                 };
-                // The signal of the rank named in the reason. A program that cannot allocate memory aborts.
+                // The signal that ended the rank named in the reason. A program that cannot allocate memory aborts (signal 6).
                 let signal = match reason.kind() {
                     ReasonKind::RankKilled { signal, .. } => *signal,
                     _ if by_kernel => 9,

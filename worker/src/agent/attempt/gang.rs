@@ -43,7 +43,7 @@ impl Gang {
 
     /// Lets the ranks start. The session calls this when the server reports that all machines are ready.
     pub(in crate::agent) fn launch(&self, master_port: u16) {
-        // Only the first `Launch` counts.
+        // Only the server's first `Launch` message counts.
         self.master_port.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
     }
 

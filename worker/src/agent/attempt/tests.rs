@@ -180,11 +180,11 @@ async fn a_rank_that_ignores_term_is_killed() {
 
 #[tokio::test]
 async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
-    for writing in [false, true] {
+    for is_writing in [false, true] {
         // Rank 0 ignores signals, like a rank that waits for its GPU.
         let script = "trap '' TERM; echo up; [ $R = 1 ] && while [ ! -e ${0%/*}/job/go ]; do sleep 0.02; done && kill -9 $$; while :; do sleep 0.05; done";
         let fixture = fixture(2, script);
-        if writing {
+        if is_writing {
             fs::create_dir_all(fixture.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
         let attempt = fixture.start();
@@ -192,24 +192,24 @@ async fn survivors_of_a_killed_rank_may_only_finish_a_checkpoint() {
         let began = Instant::now();
         fs::write(fixture.stored.job_dir.join("go"), "").unwrap();
         assert!(reason(fixture.wait_for_end(&attempt).await).starts_with("rank 1 was killed by signal 9"));
-        assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
+        assert_eq!(began.elapsed() >= GRACE, is_writing, "{:?}", began.elapsed());
     }
 }
 
 #[tokio::test]
 async fn a_patient_stop_waits_for_ranks_and_an_urgent_one_does_not() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
-    for urgent in [false, true] {
+    for is_urgent in [false, true] {
         let fixture = fixture(2, script);
         let attempt = fixture.start();
         fixture.wait_for_output(0).await;
         fixture.wait_for_output(1).await;
         attempt.send_order(Order::Stop { patient: true });
-        if urgent {
+        if is_urgent {
             attempt.send_order(Order::Stop { patient: false });
         }
         assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Stopped);
-        assert_eq!(fixture.printed(0).contains("kept") && fixture.printed(1).contains("kept"), !urgent);
+        assert_eq!(fixture.printed(0).contains("kept") && fixture.printed(1).contains("kept"), !is_urgent);
     }
 }
 

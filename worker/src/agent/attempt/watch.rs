@@ -61,7 +61,7 @@ pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
-    /// Where spares for the next attempt are started at this time.
+    /// When to start spares for the next attempt. `None` after they were started.
     next_spares: Option<(Instant, Arc<Spares>)>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
@@ -69,9 +69,9 @@ pub(super) struct Watch {
     pub(super) decided: Option<Ending>,
     /// Whether the ranks end because another rank was killed or died.
     has_peer_died: bool,
-    /// Time before SIGTERM for ranks that should write a checkpoint, if this agent is about to end.
+    /// Time before SIGTERM for ranks that should write a checkpoint, if `is_leaving`.
     leave_within: Duration,
-    /// Whether this agent is about to end.
+    /// Whether this agent is about to end, or its spool is full.
     is_leaving: bool,
     /// The number of processes that the kernel's OOM killer had killed when this watch began.
     pub(super) oom_kills: Option<u64>,
@@ -124,7 +124,7 @@ impl Watch {
         for config in configs(start, &devices, Some(&context.fence), &self.stored.job_dir) {
             let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
             let (program, spare) = (context.program.clone(), context.spares.take(config.slot));
-            // Waits for the end of a spare that cannot become the rank.
+            // Blocks until a spare that cannot become the rank has ended.
             let start = move || RankProcess::start(&program, &config, spare);
             ranks.ranks.push(self.watch_rank(spawn_blocking(start).await??));
         }
@@ -187,9 +187,9 @@ impl Policy for Watch {
         let how = match &order {
             Order::Stop { patient: false } => Stop::Terminate,
             Order::Stop { patient: true } => Stop::Save { within: SAVE_LIMIT },
-            Order::Leave | Order::Full(_) => Stop::Save { within: self.leave_within },
+            Order::Leave | Order::SpoolFull(_) => Stop::Save { within: self.leave_within },
         };
-        self.is_leaving |= matches!(order, Order::Leave | Order::Full(_));
+        self.is_leaving |= matches!(order, Order::Leave | Order::SpoolFull(_));
         // Only the first decision counts.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());

@@ -86,7 +86,7 @@ impl Entry {
     }
 
     /// The folder of the files that have arrived so far.
-    pub(super) fn part(&self) -> PathBuf {
+    pub(super) fn part_dir(&self) -> PathBuf {
         self.dir.join("part")
     }
 
@@ -267,13 +267,13 @@ impl Copies {
                     "it has {bytes}, and the limit of all copies is {limit}: raise the agent's --dataset-cache-limit"
                 ));
             }
-            let (removed, kept) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
+            let (removed, remaining_bytes) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
             evicted.extend(removed);
-            if kept.saturating_add(about.bytes) > self.limit_bytes {
+            if remaining_bytes.saturating_add(about.bytes) > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and running jobs use {} of the limit of all copies, {limit}: raise the agent's \
                      --dataset-cache-limit, or retry the job when they have finished",
-                    megabytes_up(kept)
+                    megabytes_up(remaining_bytes)
                 ));
             }
         }
@@ -302,18 +302,18 @@ impl Copies {
         let mut all = self.entries()?;
         all.retain(|(entry, _)| Some(entry) != except);
         all.sort_by_key(|(entry, _)| entry.last_used());
-        let mut kept = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
+        let mut remaining_bytes = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
         let mut evicted = Vec::new();
         for (entry, about) in all {
-            if kept.saturating_add(bytes) <= self.limit_bytes {
+            if remaining_bytes.saturating_add(bytes) <= self.limit_bytes {
                 break;
             }
             if entry.uses().is_empty() {
                 evicted.push(self.hide(&entry)?);
-                kept -= about.bytes;
+                remaining_bytes -= about.bytes;
             }
         }
-        Ok((evicted, kept))
+        Ok((evicted, remaining_bytes))
     }
 
     /// The size of the copies that no attempt uses, according to their lists.

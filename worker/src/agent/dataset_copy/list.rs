@@ -35,7 +35,9 @@ pub(super) struct About {
     pub(super) path: String,
     /// The path to open, relative to the files of the copy. See [`DatasetEntry::Begin`].
     pub(super) within: String,
+    /// The number of files.
     pub(super) files: u64,
+    /// The sum of the files' sizes.
     pub(super) bytes: u64,
 }
 
@@ -55,7 +57,7 @@ pub(super) async fn fetch(
     let mut reader = ListReader::new(&start.spec.data.dataset, &start.dataset_path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
-        reader.take(&chunk)?;
+        reader.parse_chunk(&chunk)?;
         out.write_all(&chunk).map_err(on_disk(dir))?;
     }
     out.flush().map_err(on_disk(dir))?;
@@ -85,7 +87,7 @@ impl ListReader {
         Self { remaining_bytes, hash, line: Vec::new(), about, has_begun: false, has_ended: false }
     }
 
-    fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
+    fn parse_chunk(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
         let remaining = self.remaining_bytes.checked_sub(chunk.len() as u64).ok_or_else(|| {
             let why = "the list of its files is too long; put the data into fewer files, such as shards";
             CopyError::Unusable(why.into())
@@ -178,13 +180,13 @@ mod tests {
     use super::*;
 
     fn read(chunks: &[&str]) -> Result<List, CopyError> {
-        read_of(chunks, LIST_BYTES)
+        read_with_limit(chunks, LIST_BYTES)
     }
 
-    fn read_of(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
+    fn read_with_limit(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
         let mut reader = ListReader::new("x", "/data/x", max_bytes);
         for chunk in chunks {
-            reader.take(chunk.as_bytes())?;
+            reader.parse_chunk(chunk.as_bytes())?;
         }
         reader.finish(NamedTempFile::new().unwrap())
     }
@@ -213,10 +215,9 @@ mod tests {
         let failed = read(&["{\"begin\":\"\"}\n{\"failed\":\"x is a link\"}\n"]);
         assert!(matches!(failed, Err(CopyError::Unusable(why)) if why == "x is a link"));
         let size = list.len() as u64;
-        assert!(read_of(&[list], size).is_ok());
-        assert!(
-            matches!(read_of(&[list], size - 1), Err(CopyError::Unusable(why)) if why.contains("too long"))
-        );
+        assert!(read_with_limit(&[list], size).is_ok());
+        let too_long = read_with_limit(&[list], size - 1);
+        assert!(matches!(too_long, Err(CopyError::Unusable(why)) if why.contains("too long")));
         let long = format!("{{\"begin\":\"{}\"}}\n", "x".repeat(LINE_BYTES - 13));
         assert_eq!(long.len(), LINE_BYTES);
         assert!(read(&[&long, "{\"end\":[0,0]}\n"]).is_ok());

@@ -1,5 +1,5 @@
 //! Pulls the files of a copy from the server. A request asks for several small files or for a part of a large one.
-//! Data that has arrived is kept if the connection breaks, and the next attempt continues at the same byte.
+//! Data that has arrived is kept if the connection breaks, and the next try continues at the same byte.
 
 mod incoming;
 
@@ -29,11 +29,11 @@ const NAMES_BYTES: usize = 256 << 10;
 const SYNC_BYTES: u64 = 1 << 30;
 /// The assumed allocation unit of a disk.
 const BLOCK_BYTES: u64 = 4096;
-/// The space that must stay free on the disk.
-const SPARE_BYTES: u64 = 64 << 20;
+/// The space on the disk that must stay free.
+const MIN_FREE_BYTES: u64 = 64 << 20;
 
 /// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. If the copy
-/// starts again, the first request contains `restart_reason`.
+/// starts again, the first request contains `restart_reason`, which is then cleared.
 pub(super) async fn pull_missing(
     client: &AttemptClient<'_>,
     (entry, copy_lock): (&Entry, &CopyLock),
@@ -73,7 +73,7 @@ pub(super) async fn pull_missing(
         let download = client.dataset_parts(&request).await?;
         progress.has_answered = true;
         *restart_reason = None;
-        receive(download, request.parts, (&entry.part(), copy_lock), progress).await?;
+        receive(download, request.parts, (&entry.part_dir(), copy_lock), progress).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
@@ -93,6 +93,7 @@ pub(super) async fn pull_missing(
 /// The missing part of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Missing {
+    /// The number of missing or incomplete files, and of missing folders.
     files: u64,
     bytes: u64,
     /// The disk space for the missing part.
@@ -130,7 +131,7 @@ impl Synced {
 
 /// Prepares the copy to be continued, and returns its missing part. `None` if the copy is complete.
 fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
-    let (data, part) = (entry.data(), entry.part());
+    let (data, part_dir) = (entry.data(), entry.part_dir());
     if data.exists() {
         if missing_of(entry, &data)? == Missing::default() {
             return Ok(None);
@@ -143,9 +144,9 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
             );
             return Err(CopyError::Unusable(why));
         }
-        fs::rename(&data, &part).map_err(on_disk(&data))?;
+        fs::rename(&data, &part_dir).map_err(on_disk(&data))?;
     }
-    fs::create_dir_all(&part).map_err(on_disk(&part))?;
+    fs::create_dir_all(&part_dir).map_err(on_disk(&part_dir))?;
     let synced = Synced::of(entry);
     if synced.boot_id != lockstep_host::boot_id() {
         // The machine has restarted, so a file that was not synced may have the right size and wrong content.
@@ -153,12 +154,12 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
                 && line > synced.lines
             {
-                cache::remove(&[part.join(path)])?;
+                cache::remove(&[part_dir.join(path)])?;
             }
         }
         Synced::in_this_boot(synced.lines).store(entry)?;
     }
-    missing_of(entry, &part).map(Some)
+    missing_of(entry, &part_dir).map(Some)
 }
 
 fn entries(entry: &Entry) -> Result<Entries, CopyError> {
@@ -178,10 +179,10 @@ fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
             DatasetEntry::File(path, size, _) => {
                 let received_bytes = received_bytes(&folder.join(path), size);
                 if received_bytes != Some(size) {
-                    let left = size - received_bytes.unwrap_or(0);
+                    let remaining_bytes = size - received_bytes.unwrap_or(0);
                     missing.files += 1;
-                    missing.bytes += left;
-                    missing.disk_bytes += left.next_multiple_of(BLOCK_BYTES);
+                    missing.bytes += remaining_bytes;
+                    missing.disk_bytes += remaining_bytes.next_multiple_of(BLOCK_BYTES);
                 }
             }
             DatasetEntry::Folder(path) if !folder.join(&path).is_dir() => missing.files += 1,
@@ -191,20 +192,20 @@ fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
     Ok(missing)
 }
 
+/// Checks that the disk has space for the missing part. Evicts unused copies if this frees enough space.
 async fn check_disk(
     entry: &Entry,
     about: &About,
     missing: &Missing,
     copies: &Copies,
 ) -> Result<(), CopyError> {
-    let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
+    let needed = missing.disk_bytes.saturating_add(MIN_FREE_BYTES);
     loop {
         let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
         let free = disk_free(entry.dir()).map_err(on_disk(entry.dir()))?;
         if free >= needed {
             return Ok(());
         }
-        // Copies are evicted only if this frees enough space.
         let evicted = match free.saturating_add(unused) >= needed {
             true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
             false => None,
@@ -219,13 +220,13 @@ async fn check_disk(
 
 /// Why the disk has too little space: the space that is needed, the free space, and what to change.
 fn describe_lack_of_space(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
-    let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
+    let needed = missing.disk_bytes.saturating_add(MIN_FREE_BYTES);
     // Rounded up, so that freeing the named amount is enough.
-    let [left, spare, short] =
-        [missing.disk_bytes, SPARE_BYTES, needed.saturating_sub(free)].map(megabytes_up);
+    let [missing_size, min_free, to_free] =
+        [missing.disk_bytes, MIN_FREE_BYTES, needed.saturating_sub(free)].map(megabytes_up);
     format!(
-        "the copy of the dataset {dataset} needs {left} more on the disk of {}, where {spare} must stay free, but only {} are free: free \
-         {short} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
+        "the copy of the dataset {dataset} needs {missing_size} more on the disk of {}, where {min_free} must stay free, but only \
+         {} are free: free {to_free} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
         folder.display(),
         megabytes_down(free),
     )
@@ -235,7 +236,7 @@ fn describe_lack_of_space(folder: &Path, dataset: &str, missing: &Missing, free:
 struct PartBatches {
     list: PathBuf,
     entries: Entries,
-    part: PathBuf,
+    part_dir: PathBuf,
     /// The number of lines of the list that have been read.
     lines: u64,
     /// The file that is requested in parts, and the offset of its next part.
@@ -245,7 +246,7 @@ struct PartBatches {
 impl PartBatches {
     fn new(entry: &Entry) -> Result<Self, CopyError> {
         let entries = entries(entry)?;
-        Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
+        Ok(Self { list: entry.list(), entries, part_dir: entry.part_dir(), lines: 0, current: None })
     }
 
     /// The number of lines of the list whose files are complete.
@@ -287,11 +288,11 @@ impl PartBatches {
     fn prepare(&self, entry: &DatasetEntry) -> Result<u64, CopyError> {
         match entry {
             DatasetEntry::Folder(path) => {
-                let path = self.part.join(path);
+                let path = self.part_dir.join(path);
                 fs::create_dir_all(&path).map_err(on_disk(&path)).map(|()| 0)
             }
             DatasetEntry::File(path, size, _) => {
-                let path = self.part.join(path);
+                let path = self.part_dir.join(path);
                 let received_bytes = received_bytes(&path, *size);
                 if received_bytes.is_none() {
                     // If the dataset's path is a glob pattern, files may be in folders that are not in the list.
@@ -310,23 +311,23 @@ impl PartBatches {
 
 /// Syncs the whole file system with one call, because there may be a million files.
 fn sync(entry: &Entry) -> Result<(), CopyError> {
-    let part = entry.part();
-    let folder = File::open(&part).map_err(on_disk(&part))?;
-    rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
+    let part_dir = entry.part_dir();
+    let folder = File::open(&part_dir).map_err(on_disk(&part_dir))?;
+    rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part_dir)(io::Error::from(e)))
 }
 
-/// Checks that all files are complete, and renames the copy to its final name if necessary.
+/// Checks that all files are complete, and renames the copy to its final name, unless it has that name already.
 fn finish(entry: &Entry) -> Result<(), CopyError> {
     if entry.data().exists() {
         return Ok(());
     }
-    let part = entry.part();
-    let missing = missing_of(entry, &part)?;
+    let part_dir = entry.part_dir();
+    let missing = missing_of(entry, &part_dir)?;
     if missing != Missing::default() {
         return Err(CopyError::Damaged(format!("{} files of its copy are incomplete", missing.files)));
     }
     sync(entry)?;
-    fs::rename(&part, entry.data()).map_err(on_disk(&part))?;
+    fs::rename(&part_dir, entry.data()).map_err(on_disk(&part_dir))?;
     let folder = File::open(entry.dir()).and_then(|folder| folder.sync_all());
     folder.map_err(on_disk(entry.dir()))
 }

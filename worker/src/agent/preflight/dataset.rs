@@ -15,6 +15,7 @@ use std::{
 };
 use tempfile::NamedTempFile;
 
+/// The note about the dataset with which a job began. `None` if the note is missing or damaged.
 pub(in super::super) fn read_note(path: &Path) -> Option<DatasetNote> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
@@ -47,10 +48,11 @@ pub(super) fn check(
             if is_first_start && first_note.machine.is_some() && first_note.machine != own.machine {
                 return Err(describe_difference(stored, &own, &first_note.in_words()));
             }
-            let on = first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
+            let on_machine =
+                first_note.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
-                "the dataset {} differs from the dataset with which the job began{on}: {} now, {} then, or other content; restore \
-                 the old dataset and retry the job, or submit a new job",
+                "the dataset {} differs from the dataset with which the job began{on_machine}: {} now, {} then, or other content; \
+                 restore the old dataset and retry the job, or submit a new job",
                 path.display(),
                 own.fingerprint.in_words(),
                 first_note.fingerprint.in_words(),

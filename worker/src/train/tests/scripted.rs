@@ -17,7 +17,8 @@ pub(super) enum Overflow {
     Nothing,
 }
 
-/// An engine that adds 1 to its weights in each step. In float16, steps with `overflow` are skipped, as with loss scaling.
+/// An engine that adds 1 to the first value of each tensor in each step. In float16, steps whose gradients overflow are skipped, as
+/// with loss scaling.
 pub(super) struct Scripted {
     pub(super) precision: Precision,
     pub(super) overflow: Overflow,
@@ -29,7 +30,7 @@ pub(super) struct Scripted {
     /// How many times the weights were copied from the engine.
     pub(super) copied: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
-    pub(super) evaluated: Box<dyn FnMut() + Send>,
+    pub(super) on_evaluation: Box<dyn FnMut() + Send>,
 }
 
 impl Scripted {
@@ -53,12 +54,12 @@ impl Engine for Scripted {
         Ok(())
     }
     fn start_step(&mut self, batches: &[Batch], _: f32) -> Result<Option<StepResult>, EngineError> {
-        let skipped = self.overflows(Overflow::Gradients);
-        if !skipped {
+        let is_skipped = self.overflows(Overflow::Gradients);
+        if !is_skipped {
             self.weights.values_mut().for_each(|tensor| tensor.values[0] += 1.0);
             self.updates += 1;
         }
-        let value = if skipped { f32::INFINITY } else { 1.0 };
+        let value = if is_skipped { f32::INFINITY } else { 1.0 };
         Ok(Some(StepResult {
             loss: value,
             grad_norm: value,
@@ -68,7 +69,7 @@ impl Engine for Scripted {
         }))
     }
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        (self.evaluated)();
+        (self.on_evaluation)();
         let loss_sum = if self.overflows(Overflow::Validation) { f64::INFINITY } else { 1.0 };
         Ok(EvalResult { loss_sum, correct: 1, samples: batch.labels.len() as u64 })
     }
@@ -88,8 +89,8 @@ impl Engine for Scripted {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         Ok(OptimizerState { slots: self.momentum.clone(), updates: self.updates })
     }
-    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        (self.momentum, self.updates) = (to.slots.clone(), to.updates);
+    fn set_optimizer_state(&mut self, state: &OptimizerState) -> Result<(), EngineError> {
+        (self.momentum, self.updates) = (state.slots.clone(), state.updates);
         Ok(())
     }
     fn update_average(&mut self, _: f64) -> Result<(), EngineError> {

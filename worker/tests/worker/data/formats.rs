@@ -11,7 +11,7 @@ fn write_cifar(dir: &Path, pictures: usize) {
         ..DataSpec::default()
     };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
-    let all: Vec<Batch> = source.validation(0, 1, pictures, 1).map(|b| b.expect("readable")).collect();
+    let all = validation_batches(&source, pictures);
     for (name, batch) in [("data_batch_1.bin", &all[0]), ("test_batch.bin", &all[1])] {
         let mut file = Vec::new();
         for (label, picture) in batch.labels.iter().zip(batch.images.chunks_exact(1024)) {
@@ -54,15 +54,16 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
     assert_contains(&open_error(dir.path(), &DataSpec::default()), &["record 1 has label 11", "0 to 9"]);
 }
 
-/// Writes a folder of `each` bundled pictures for each of `classes`, alternately as PNG and JPEG files, with `sizes` in turn.
-fn write_folder(dir: &Path, split: &str, classes: &[&str], each: usize, sizes: &[u32]) {
+/// Writes a folder of `per_class` bundled pictures for each of `classes`, alternately as PNG and JPEG files, with `sizes` in turn.
+fn write_folder(dir: &Path, split: &str, classes: &[&str], per_class: usize, sizes: &[u32]) {
     let spec = DataSpec { mean: Some(vec![0.0]), std: Some(vec![1.0 / 255.0]), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
-    let mut pictures = source.validation(0, 1, 1, 1);
+    let (rank, world_size, batch_size, threads) = (0, 1, 1, 1);
+    let mut pictures = source.validation(rank, world_size, batch_size, threads);
     for (c, class) in classes.iter().enumerate() {
         let home = dir.join(split).join(class);
         fs::create_dir_all(&home).expect("a folder");
-        for i in 0..each {
+        for i in 0..per_class {
             let grey: Vec<u8> = pictures
                 .next()
                 .expect("a picture")
@@ -209,7 +210,7 @@ fn class_folders_without_a_split_are_training_pictures() {
                 info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
             assert_eq!((info.classes.join(" ").as_str(), &splits[..]), ("cat dog", &[("train", 60)][..]));
             assert_eq!(info.broken_count, 0);
-            // The second time from the index.
+            // The index was written by the inspection, and is read here.
             let spec = DataSpec {
                 validation: Validation::Fraction(0.2),
                 image_size: Some(ImageSize::Fixed(28)),
@@ -456,7 +457,7 @@ fn larger_pictures_are_scaled_and_other_folders_ignored() {
             assert!(outermost || pixel.iter().zip(expected).all(near), "{i}: {pixel:?}");
         }
     }
-    assert_eq!(source.validation(0, 1, 4, 1).count(), 0);
+    assert_eq!(validation_batches(&source, 4), []);
     assert_contains(
         &open_error(dir.path(), &DataSpec { image_size: None, ..spec }),
         &["300 x 100", "data.image_size"],

@@ -21,6 +21,7 @@ fn bundled() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist")
 }
 
+/// The first epoch, in steps of 64 pictures over all ranks.
 fn plan(rank: u32, world_size: u32) -> EpochPlan {
     EpochPlan {
         rank,
@@ -33,6 +34,12 @@ fn plan(rank: u32, world_size: u32) -> EpochPlan {
 
 fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
     source.epoch(plan).map(|b| b.expect("readable")).collect()
+}
+
+/// The whole validation split.
+fn validation_batches(source: &DataSource, batch_size: usize) -> Vec<Batch> {
+    let (rank, world_size, threads) = (0, 1, 1);
+    source.validation(rank, world_size, batch_size, threads).map(|b| b.expect("readable")).collect()
 }
 
 fn first_batch(source: &DataSource) -> Batch {
@@ -108,7 +115,8 @@ fn continuing_in_an_epoch_gives_its_remaining_pictures() {
 #[test]
 fn a_small_last_step_is_kept_on_request_with_pictures_for_every_rank() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
-    // 8000 = 15 * 513 + 305. 8000 = 2 * 3999 + 2, which is fewer than ranks.
+    // Steps of 3 * 171 = 513 pictures: 8000 = 15 * 513 + 305. Steps of 3 * 1333 = 3999 pictures: 8000 = 2 * 3999 + 2, and 2
+    // pictures are fewer than ranks.
     for (batch_size, last) in [(171, [101, 102, 102]), (1333, [1, 1, 1])] {
         let count = |rank| {
             let plan = EpochPlan { batch_size, drop_remainder: false, world_size: 3, rank, ..plan(0, 1) };
@@ -164,7 +172,7 @@ fn a_fraction_is_held_out_and_never_trained_on() {
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
     assert_eq!((source.shape.train_samples, source.shape.validation_samples), (7159, 841));
     let held_out: BTreeSet<u64> =
-        source.validation(0, 1, 100, 1).flat_map(|b| b.expect("readable").indices).collect();
+        validation_batches(&source, 100).into_iter().flat_map(|batch| batch.indices).collect();
     assert!(batches(&source, plan(0, 1)).iter().flat_map(|b| &b.indices).all(|i| !held_out.contains(i)));
     assert_eq!(held_out.len(), 841);
 }

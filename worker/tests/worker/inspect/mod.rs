@@ -53,8 +53,12 @@ fn spec(fixture: &Expected) -> JobSpec {
 
 /// Writes the model of `fill` and `looking` in `make_fixtures.py` as in a checkpoint.
 fn write_model(folder: &Path, fixture: &Expected) {
-    write_changed_model(folder, fixture, |_| {}, |_, _| {});
+    write_changed_model(folder, fixture, same_metadata, same_values);
 }
+
+fn same_metadata(_: &mut serde_json::Value) {}
+
+fn same_values(_: &str, _: &mut Vec<f32>) {}
 
 /// As [`write_model`], with changed metadata or values.
 fn write_changed_model(
@@ -157,7 +161,7 @@ fn predictions_match_pytorch_to_four_digits() {
 #[test]
 fn predictions_with_a_margin_use_cosines() {
     let fixture = expected();
-    let predicted = |kind: LossKind, changed: bool| {
+    let predicted = |kind: LossKind, is_changed: bool| {
         let dir = tempfile::tempdir().unwrap();
         let loss = LossSpec { kind, ..LossSpec::default() };
         let change_metadata = |metadata: &mut serde_json::Value| {
@@ -165,10 +169,10 @@ fn predictions_with_a_margin_use_cosines() {
                 serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&fixture) }).unwrap().into();
         };
         let change_values = |name: &str, values: &mut Vec<f32>| match name {
-            "fc.weight" if changed => {
+            "fc.weight" if is_changed => {
                 values.iter_mut().enumerate().for_each(|(at, v)| *v *= (2 << (at / 64)) as f32)
             }
-            "fc.bias" if changed => values.fill(7.0),
+            "fc.bias" if is_changed => values.fill(7.0),
             _ => {}
         };
         write_changed_model(dir.path(), &fixture, change_metadata, change_values);
@@ -230,16 +234,11 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
         ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
         ("bn1.running_var", -0.5, "bn1.running_var contains -0.5 at index 3: a variance is never below zero"),
     ] {
-        write_changed_model(
-            dir.path(),
-            &fixture,
-            |_| {},
-            |name, values| {
-                if name == tensor {
-                    values[3] = value;
-                }
-            },
-        );
+        write_changed_model(dir.path(), &fixture, same_metadata, |name, values| {
+            if name == tensor {
+                values[3] = value;
+            }
+        });
         let picture = || vec![("0.png".to_owned(), png(&fixture, 0))];
         for message in [
             inspect::predict(dir.path(), picture()).unwrap_err(),
@@ -249,16 +248,11 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
         }
     }
     // Finite weights whose sums are infinite: no class may be predicted.
-    write_changed_model(
-        dir.path(),
-        &fixture,
-        |_| {},
-        |name, values| {
-            if name == "fc.weight" {
-                values.iter_mut().for_each(|v| *v = 3e38);
-            }
-        },
-    );
+    write_changed_model(dir.path(), &fixture, same_metadata, |name, values| {
+        if name == "fc.weight" {
+            values.iter_mut().for_each(|v| *v = 3e38);
+        }
+    });
     let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap();
     let message = found[0].error.clone().unwrap();
     assert!(found[0].classes.is_empty() && message.contains("inf for class \"0\""), "{message}");
@@ -272,19 +266,14 @@ fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &fixture);
     // Class 0 always has a logit of 1000, so the probabilities of other classes underflow to 0.
-    write_changed_model(
-        dir.path(),
-        &fixture,
-        |_| {},
-        |name, values| match name {
-            "fc.weight" => values.fill(0.0),
-            "fc.bias" => {
-                values.fill(0.0);
-                values[0] = 1000.0;
-            }
-            _ => {}
-        },
-    );
+    write_changed_model(dir.path(), &fixture, same_metadata, |name, values| match name {
+        "fc.weight" => values.fill(0.0),
+        "fc.bias" => {
+            values.fill(0.0);
+            values[0] = 1000.0;
+        }
+        _ => {}
+    });
     let found = evaluate(dir.path(), spec(&fixture)).unwrap();
     assert!((found.loss - 1000.0 * (1.0 - found.accuracy)).abs() < 1e-6, "{}", found.loss);
 }
@@ -303,17 +292,17 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
     let found = evaluate(dir.path(), other).unwrap();
     assert_eq!((found.confusion, found.loss), (reference.confusion, reference.loss));
 
-    let names = |order: &[usize]| {
+    let write_names = |order: &[usize]| {
         let all: Vec<String> = order.iter().map(|c| format!("{c}\n")).collect();
         fs::write(dir.path().join("classes.txt"), all.concat()).unwrap();
     };
-    names(&[0, 1, 2, 3, 4, 5, 6, 7, 9, 8]);
+    write_names(&[0, 1, 2, 3, 4, 5, 6, 7, 9, 8]);
     let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
     assert!(message.contains("class 8 is \"8\" for the model and \"9\" in the dataset"), "{message}");
-    names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
+    write_names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
     let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
     assert!(message.contains("the dataset lacks the model's \"9\""), "{message}");
-    names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    write_names(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
     assert!(evaluate(dir.path(), spec(&fixture)).is_ok());
 }
 
@@ -333,7 +322,7 @@ fn errors_for_invalid_model_metadata_name_the_file() {
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {
-        write_changed_model(dir.path(), &fixture, |metadata| metadata[key] = json!(value), |_, _| {});
+        write_changed_model(dir.path(), &fixture, |metadata| metadata[key] = json!(value), same_values);
         let message = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap_err();
         assert!(
             message.contains("model.safetensors") && message.contains(detail),
@@ -370,8 +359,8 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
         }
     }
     // A head that predictions cannot use: invalid class names, and weights that are NaN.
-    let many = |metadata: &mut serde_json::Value| metadata["classes"] = json!("no list");
-    write_changed_model(dir.path(), &fixture, many, |name, values| {
+    let invalid_classes = |metadata: &mut serde_json::Value| metadata["classes"] = json!("no list");
+    write_changed_model(dir.path(), &fixture, invalid_classes, |name, values| {
         if name.starts_with("fc.") {
             values.fill(f32::NAN);
         }

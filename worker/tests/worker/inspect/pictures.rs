@@ -28,7 +28,8 @@ fn evaluate_and_predict(dir: &Path, fixture: &Expected, job: JobSpec) -> ModelEv
 fn non_square_pictures_are_classified_with_training_s_transforms() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_changed_model(dir.path(), &fixture, |meta| meta["whole_pictures"] = json!("true"), |_, _| {});
+    let whole_pictures = |metadata: &mut serde_json::Value| metadata["whole_pictures"] = json!("true");
+    write_changed_model(dir.path(), &fixture, whole_pictures, same_values);
     // Jobs scale such pictures to a square as a whole.
     let mut job = spec(&fixture);
     job.data.image_size = Some((fixture.side as u32).into());
@@ -40,14 +41,16 @@ fn pictures_are_resized_and_cropped_as_in_training() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     let resize = fixture.side + 5;
-    write_changed_model(dir.path(), &fixture, |meta| meta["resize"] = json!(resize.to_string()), |_, _| {});
+    let resized = |metadata: &mut serde_json::Value| metadata["resize"] = json!(resize.to_string());
+    write_changed_model(dir.path(), &fixture, resized, same_values);
     // The job's own keys may have changed since the training.
     let mut job = spec(&fixture);
     job.data.resize_size = Some(2 * fixture.side as u32);
     let evaluated = evaluate_and_predict(dir.path(), &fixture, job.clone());
 
     // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
-    write_changed_model(dir.path(), &fixture, |meta| meta["whole_pictures"] = json!("true"), |_, _| {});
+    let whole_pictures = |metadata: &mut serde_json::Value| metadata["whole_pictures"] = json!("true");
+    write_changed_model(dir.path(), &fixture, whole_pictures, same_values);
     let scaled = evaluate(dir.path(), JobSpec { data: spec(&fixture).data, ..job.clone() });
     job.data.image_size = Some((fixture.side as u32).into());
     job.data.random_resized_crop = true;

@@ -2,6 +2,7 @@
 
 use super::*;
 
+/// Number of pictures in a step.
 const GLOBAL: usize = 16;
 
 #[test]
@@ -23,9 +24,9 @@ fn class_weights_give_equal_steps_on_any_ranks_and_micro_batches() {
             let config = EngineConfig { loss, accumulate, ..config(own) };
             let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
             let micro_batch = |micro: usize| {
-                let (first, from) = (micro * ranks * own, (micro * ranks + rank) * own);
+                let (first, own_first) = (micro * ranks * own, (micro * ranks + rank) * own);
                 let global_weight = weights.is_some().then(|| weight_of(&all_labels[first..][..ranks * own]));
-                Batch { global_weight, ..part_of(ranks * own, pictures(0, from, from + own)) }
+                Batch { global_weight, ..part_of(ranks * own, pictures(0, own_first, own_first + own)) }
             };
             let step: Vec<Batch> = (0..accumulate).map(micro_batch).collect();
             let result = engine.train_step(&step, 0.01).unwrap();
@@ -34,7 +35,8 @@ fn class_weights_give_equal_steps_on_any_ranks_and_micro_batches() {
         })
     };
     let (single, total_weight, after) = &run(1, 1, Some(weights.clone()))[0];
-    assert!(single.grad_norm != run(1, 1, None)[0].0.grad_norm, "class weights change the gradient");
+    let (unweighted, ..) = &run(1, 1, None)[0];
+    assert!(single.grad_norm != unweighted.grad_norm, "class weights change the gradient");
     for (ranks, accumulate) in [(2, 1), (1, 2), (2, 2), (4, 1)] {
         let of_ranks = run(ranks, accumulate, Some(weights.clone()));
         let sum: f64 = of_ranks.iter().map(|(result, weight, _)| f64::from(result.loss) * weight).sum();

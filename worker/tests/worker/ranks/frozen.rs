@@ -28,7 +28,8 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
         })
     };
     let single = &run(1, true, true)[0];
-    for (name, tensor) in &single.0 {
+    let (parameters, _) = single;
+    for (name, tensor) in parameters {
         let is_frozen = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
         assert_eq!(*tensor == initial[name], is_frozen, "{name}");
     }

@@ -7,7 +7,8 @@ use super::{
 };
 use lockstep_protocol::spec::Split;
 
-/// Eight pictures for each of eight ranks. So float64 sums of gradients equal those of one rank.
+/// Number of pictures in a micro-batch. Each of eight ranks has eight, the size of the shares whose gradients an engine adds up in
+/// float64, so the sums equal those of one rank.
 const MICRO_BATCH: usize = 64;
 
 #[test]
@@ -36,14 +37,15 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
     // Weights are compared after few steps, losses after many.
     let runs =
         [5, 25].map(|steps| Run { micro_batch: MICRO_BATCH, accumulate: 2, steps, zero_init_residual: true });
-    let single = runs.map(|run| train_with_plan(&network, &Plan::data(1), run, pictures));
+    let [(_, single_state), (single_results, _)] =
+        runs.map(|run| train_with_plan(&network, &Plan::data(1), run, pictures));
     let mut failures = Vec::new();
     for plan in plans {
-        let [short, long] = runs.map(|run| train_with_plan(&network, &plan, run, pictures));
-        let (excess, name) = max_excess(&short.1.parameters, &single[0].1.parameters);
+        let [(_, state), (results, _)] = runs.map(|run| train_with_plan(&network, &plan, run, pictures));
+        let (excess, name) = max_excess(&state.parameters, &single_state.parameters);
         let loss = |step: usize| {
-            let mean = long.0.iter().map(|of_rank| of_rank[step].loss).sum::<f32>() / long.0.len() as f32;
-            (mean - single[1].0[0][step].loss).abs()
+            let sum: f32 = results.iter().map(|of_rank| of_rank[step].loss).sum();
+            (sum / results.len() as f32 - single_results[0][step].loss).abs()
         };
         let loss = (0..25).map(loss).fold(0.0, f32::max);
         if excess > 0.0 || loss.is_nan() || loss >= 1e-4 {

@@ -8,7 +8,7 @@ use super::{
 use lockstep_engine::Distribution;
 use lockstep_protocol::spec::Split;
 
-/// Divisible by two, three and four ranks.
+/// Number of pictures in a step, divisible by two, three and four ranks.
 const GLOBAL: usize = 12;
 /// How far each tensor is moved for the finite differences.
 const H: f32 = 4e-3;
@@ -48,7 +48,7 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
             comm.barrier().unwrap();
             let batch = part_of(GLOBAL, pictures(0, from, from + own));
             steps.push(engine.train_step(&[batch], 0.0).unwrap());
-            // Momentum is the gradient after the first step.
+            // After the first step, momentum is the gradient.
             if gradient.is_none() {
                 gradient = Some(engine.state_dict(&Writers::default()).unwrap());
             }

@@ -6,7 +6,8 @@ use lockstep_host::tensors::fit::shapes;
 use lockstep_protocol::spec::{ShardSpec, Split};
 
 const STEPS: usize = 5;
-/// Eight pictures for each of four ranks. So float64 sums of gradients equal those of one rank.
+/// Number of pictures in a step. Each of four ranks has eight, the size of the shares whose gradients an engine adds up in float64,
+/// so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
@@ -17,9 +18,9 @@ pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) 
     Plan::on(mesh, shards.iter().map(shard).collect())
 }
 
-/// `plan` for each of `stage` pipeline stages.
-pub(super) fn staged(stage: usize, plan: Plan) -> Plan {
-    Plan { mesh: Mesh { stage, ..plan.mesh }, ..plan }
+/// A plan with `stages` pipeline stages, each distributed as in `plan`.
+pub(super) fn staged(stages: usize, plan: Plan) -> Plan {
+    Plan { mesh: Mesh { stage: stages, ..plan.mesh }, ..plan }
 }
 
 /// This rank's part of rank 0's `state`.
@@ -92,7 +93,8 @@ pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let own = GLOBAL / data_ranks(plan);
     let config = EngineConfig { batch_size: own, ..config.clone() };
-    let (losses, state) = run_plan(true, network, plan, &config, false, |engine, part| {
+    let (shared, zero_init_residual) = (true, false);
+    let (losses, state) = run_plan(shared, network, plan, &config, zero_init_residual, |engine, part| {
         let batch = |step| part_of(GLOBAL, pictures(step, part * own, (part + 1) * own));
         let step = |step| engine.train_step(&[batch(step)], LR).unwrap().loss;
         (0..STEPS).map(step).collect::<Vec<f32>>()
@@ -134,7 +136,7 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&grouped, [2, 1, 2], &[("block.conv2", Groups)]),
         (&grouped, [1, 1, 4], &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
         (&grouped, [1, 1, 2], &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
-        // Three ranks have 3, 3 and 2 rows, and in the network's last stage 1, 1 and 0.
+        // Three ranks have 3, 3 and 2 rows, and in the network's last layers 1, 1 and 0.
         (&resnet, [1, 2, 1], &[]),
         (&resnet, [1, 3, 1], &[]),
         (&resnet, [2, 2, 1], &[]),
@@ -182,7 +184,8 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
             let per_rank = 4 / data_ranks(plan);
-            run_plan(true, &network, plan, &config, false, |engine, rank| {
+            let (shared, zero_init_residual) = (true, false);
+            run_plan(shared, &network, plan, &config, zero_init_residual, |engine, rank| {
                 let mut results = Vec::new();
                 for (step, parts) in parts.iter().enumerate() {
                     let micro_batches = [0, 1].map(|micro| {
@@ -237,11 +240,11 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
     };
     let (_, state) =
         train_with_plan(&network, &plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
-    let next = |plan: &Plan| {
+    let load_and_train = |plan: &Plan| {
         let own = GLOBAL / data_ranks(plan);
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
             let from = data_rank(plan, &comm) * own;
-            let counts = plan.mesh.height_rank(comm.rank() as usize) == 0;
+            let is_counted = plan.mesh.height_rank(comm.rank() as usize) == 0;
             let config = EngineConfig { batch_size: own, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
@@ -257,9 +260,10 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
             let predicted = engine.predict(&batch).unwrap();
             engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
             let state = engine.state_dict(&Writers::default()).unwrap();
-            counts.then_some((evaluated, predicted, state))
+            is_counted.then_some((evaluated, predicted, state))
         });
-        // Ranks that share the rows of pictures have equal results. Only the last stage has results.
+        // Ranks that split the same pictures by rows have equal results, so only one of them is counted. Only the last pipeline
+        // stage has results.
         let mut of_ranks: Vec<_> = of_ranks.into_iter().flatten().collect();
         let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
         let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
@@ -267,7 +271,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         let (_, _, Some(state)) = of_ranks.swap_remove(0) else { panic!("rank 0 has all") };
         (correct, loss, logits, state)
     };
-    let (correct, loss, logits, after) = next(&Plan::data(1));
+    let (correct, loss, logits, after) = load_and_train(&Plan::data(1));
     for plan in [
         plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
         plan([1, 1, 2], &[("layer3.*.conv2", Split::In)]),
@@ -278,7 +282,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         staged(3, Plan::data(2)),
         Plan::data(2),
     ] {
-        let (shared_correct, shared_loss, shared_logits, shared) = next(&plan);
+        let (shared_correct, shared_loss, shared_logits, shared) = load_and_train(&plan);
         assert_eq!(shared_correct, correct, "{plan:?}");
         assert!((shared_loss - loss).abs() < 1e-4, "{plan:?}: {shared_loss} instead of {loss}");
         assert!(logits.iter().zip(&shared_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
@@ -330,7 +334,7 @@ fn a_shared_network_supports_other_image_sizes() {
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
             let from = data_rank(plan, &comm) * own;
             let (rank, mesh) = (comm.rank() as usize, plan.mesh);
-            let counts = mesh.height_rank(rank) == 0 && mesh.stage_rank(rank) + 1 == mesh.stage;
+            let is_counted = mesh.height_rank(rank) == 0 && mesh.stage_rank(rank) + 1 == mesh.stage;
             let initial = init::initial_parameters(&network, false, 1);
             let mut engine = build_cpu_with(network.clone(), &initial, config(own), comm, plan).unwrap();
             engine.add_image_sizes(&[13], &[11]).unwrap();
@@ -348,7 +352,7 @@ fn a_shared_network_supports_other_image_sizes() {
             }
             engine.set_image_size(11).unwrap();
             losses.push(engine.eval_step(&of_size(11)).unwrap().loss_sum);
-            counts.then_some(losses)
+            is_counted.then_some(losses)
         });
         let sum = |index: usize| of_ranks.iter().flatten().map(|losses| losses[index]).sum::<f64>() / 16.0;
         (0..4).map(sum).collect::<Vec<_>>()

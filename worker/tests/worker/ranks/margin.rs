@@ -8,6 +8,7 @@ use lockstep_engine::Margin;
 use lockstep_protocol::spec::{LossKind, LossSpec};
 
 const CLASSES: usize = 9;
+/// Number of pictures in a step.
 const GLOBAL: usize = 16;
 const STEPS: usize = 3;
 
@@ -41,7 +42,7 @@ fn with_margin(kind: LossKind) -> EngineConfig {
 fn train_one_step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
     let mut engine = build_cpu(plain_network(), weights, with_margin(kind), Arc::new(SingleRank)).unwrap();
     let result = engine.train_step(&[batch(0, GLOBAL)], 1e-3).unwrap();
-    // Momentum is the gradient after the first step.
+    // After the first step, momentum is the gradient.
     (result, engine.optimizer_state().unwrap().slots)
 }
 
@@ -86,7 +87,8 @@ struct Run {
 fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
     let (network, own) = (plain_network(), GLOBAL / data_ranks(plan));
     let config = EngineConfig { batch_size: own, ..with_margin(kind) };
-    let (of_ranks, state) = run_plan(true, &network, plan, &config, false, |engine, part| {
+    let (shared, zero_init_residual) = (true, false);
+    let (of_ranks, state) = run_plan(shared, &network, plan, &config, zero_init_residual, |engine, part| {
         let own = batch(part * own, (part + 1) * own);
         let step = |_| engine.train_step(std::slice::from_ref(&own), 0.02).unwrap();
         let steps: Vec<StepResult> = (0..STEPS).map(step).collect();

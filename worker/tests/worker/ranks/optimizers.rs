@@ -32,6 +32,17 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
     }
 }
 
+/// How a run of [`optimizers_give_equal_results_for_a_large_network_on_any_ranks`] is distributed.
+#[derive(Clone, Copy)]
+struct Setup {
+    ranks: u32,
+    /// Whether the ranks share memory. Otherwise they have only a ring.
+    shared: bool,
+    threads: usize,
+    accumulate: usize,
+    steps: usize,
+}
+
 /// ResNet-18 is too large for sums in float64, and its parameters have many pieces. Only LAMB needs each parameter's norm.
 #[test]
 fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
@@ -41,7 +52,7 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
     for (kind, lr, name) in [(OptimizerKind::Momentum, 0.01, "momentum"), (OptimizerKind::Lamb, 1e-4, "LAMB")]
     {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
-        let run = |ranks: u32, shared: bool, threads: usize, accumulate: usize, steps: usize| {
+        let run = |Setup { ranks, shared, threads, accumulate, steps }: Setup| {
             run_ranks(ranks, shared, |comm| {
                 let own = 8 / ranks as usize / accumulate;
                 let first = comm.rank() as usize * accumulate;
@@ -57,15 +68,21 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
                 (norms, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
             })
         };
-        let shared = run(2, true, 1, 2, 2);
-        assert_eq!(shared, run(2, true, 2, 2, 2), "{name}: equal with any number of threads");
-        assert_eq!(shared, run(2, false, 1, 2, 2), "{name}: equal over shared memory and a ring");
-        assert_eq!(shared[0], shared[1]);
+        let setup = Setup { ranks: 2, shared: true, threads: 1, accumulate: 2, steps: 2 };
+        let results = run(setup);
+        assert_eq!(results, run(Setup { threads: 2, ..setup }), "{name}: equal with any number of threads");
+        assert_eq!(
+            results,
+            run(Setup { shared: false, ..setup }),
+            "{name}: equal over shared memory and a ring"
+        );
+        assert_eq!(results[0], results[1]);
         // Only one step, because float32 sums are added in another order, and rounding errors grow in training.
-        let single = &run(1, false, 1, 1, 1)[0];
-        let several = &run(4, true, 1, 1, 1)[3];
-        assert!((several.0[0] / single.0[0] - 1.0).abs() < 1e-3, "{name}: {:?} {:?}", several.0, single.0);
-        let difference = max_difference(&several.1, &single.1);
+        let one_step = Setup { accumulate: 1, steps: 1, ..setup };
+        let (single_norms, single_weights, _) = &run(Setup { ranks: 1, ..one_step })[0];
+        let (norms, weights, _) = &run(Setup { ranks: 4, ..one_step })[3];
+        assert!((norms[0] / single_norms[0] - 1.0).abs() < 1e-3, "{name}: {norms:?} {single_norms:?}");
+        let difference = max_difference(weights, single_weights);
         assert!(difference < 2e-3, "{name}: {difference}");
     }
 }

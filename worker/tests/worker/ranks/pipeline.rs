@@ -7,7 +7,8 @@ use super::{
 use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
 const STEPS: usize = 5;
-/// Pictures of all ranks: eight for each of two. So float64 sums of gradients equal those of one rank.
+/// Number of pictures in a micro-batch over all ranks. Each of two ranks has eight, the size of the shares whose gradients an engine
+/// adds up in float64, so the sums equal those of one rank.
 const MICRO_BATCH: usize = 16;
 /// A low rate, because batch norms of few pictures amplify the rounding of sums over rows and channels.
 const LR: f32 = 0.002;
@@ -34,7 +35,8 @@ pub(super) fn train_with_plan(
 ) -> (Vec<Vec<StepResult>>, StateDict) {
     let own = micro_batch / data_ranks(plan);
     let config = EngineConfig { accumulate, ..config(own) };
-    run_plan(true, network, plan, &config, zero_init_residual, |engine, part| {
+    let shared = true;
+    run_plan(shared, network, plan, &config, zero_init_residual, |engine, part| {
         let (from, to) = (part * own, (part + 1) * own);
         let step = |step| {
             let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, to));

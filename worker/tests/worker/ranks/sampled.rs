@@ -9,9 +9,11 @@ use lockstep_protocol::spec::{LossKind, LossSpec, Split};
 use std::ops::Range;
 
 const CLASSES: usize = 41;
+/// The share of the classes that a step samples.
 const SHARE: f64 = 0.25;
 const STEPS: usize = 3;
-/// Eight pictures for each of four ranks. So float64 sums of gradients equal those of one rank.
+/// Number of pictures in a step. Each of four ranks has eight, the size of the shares whose gradients an engine adds up in float64,
+/// so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.05;
 
@@ -92,7 +94,7 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
     });
     let (results, logits) =
         (results.collect(), of_ranks.iter().flat_map(|(_, logits)| logits.clone()).collect());
-    let of_first = of_ranks.into_iter().next().unwrap().0;
+    let (of_first, _) = of_ranks.into_iter().next().unwrap();
     let states = of_first.into_iter().map(|(_, state)| state.expect("rank 0 has all")).collect();
     Run { results, states, logits }
 }

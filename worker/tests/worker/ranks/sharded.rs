@@ -7,7 +7,8 @@ use super::{
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 5;
-/// Each rank has a multiple of eight pictures. So float64 sums of gradients equal those of one rank.
+/// Number of pictures in a step. Each rank has a multiple of eight, the size of the shares whose gradients an engine adds up in
+/// float64, so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const KINDS: [OptimizerKind; 5] = [
     OptimizerKind::Momentum,
@@ -42,7 +43,8 @@ fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 /// of the pictures.
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let parts = plan.mesh.ranks() / plan.mesh.height;
-    let (losses, state) = run_plan(false, network, plan, config, false, |engine, part| {
+    let (shared, zero_init_residual) = (false, false);
+    let (losses, state) = run_plan(shared, network, plan, config, zero_init_residual, |engine, part| {
         let bounds = [part, part + 1].map(|part| match parts {
             3 => [0, 16, 24, 32][part],
             parts => part * GLOBAL / parts,
@@ -62,9 +64,10 @@ fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -
 
 /// Describes how two runs differ, unless only by rounding.
 fn difference(divided: &(Vec<f32>, StateDict), whole: &(Vec<f32>, StateDict)) -> Option<String> {
-    let loss = divided.0.iter().zip(&whole.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    let [optimizer, whole_optimizer] = [&divided.1, &whole.1].map(|state| state.optimizer.as_ref().unwrap());
-    let weights = max_excess(&divided.1.parameters, &whole.1.parameters);
+    let ((losses, state), (whole_losses, whole_state)) = (divided, whole);
+    let loss = losses.iter().zip(whole_losses).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let [optimizer, whole_optimizer] = [state, whole_state].map(|state| state.optimizer.as_ref().unwrap());
+    let weights = max_excess(&state.parameters, &whole_state.parameters);
     let slots = max_excess(&optimizer.slots, &whole_optimizer.slots);
     assert_eq!(optimizer.updates, whole_optimizer.updates);
     let is_near = loss < 1e-4 && weights.0 <= 0.0 && slots.0 <= 0.0;
@@ -76,7 +79,7 @@ fn ranks_that_divide_optimizer_state_train_as_one_rank() {
     let mut failures = Vec::new();
     for (number, kind) in KINDS.into_iter().enumerate() {
         let config = of_kind(kind, 1 + number % 2);
-        // Only two cases, because float32 sums are slow.
+        // The wide network is trained with only two of the optimizers, because float32 sums are slow.
         let of_wide: &[u32] = [&[4][..], &[], &[], &[], &[3]][number];
         for (network, of_ranks) in [(network(), &[2, 3, 4][..]), (wide(), of_wide)] {
             if of_ranks.is_empty() {
@@ -120,7 +123,7 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
 fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
     let (network, config) = (network(), of_kind(OptimizerKind::AdamW, 1));
     let (_, state) = train_with_plan(&network, &sharded(Plan::data(3)), &config);
-    let next = |plan: &Plan| {
+    let load_and_train = |plan: &Plan| {
         let own = GLOBAL / plan.mesh.ranks();
         let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {
             let from = data_rank(plan, &comm) * own;
@@ -141,14 +144,14 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
                 engine.gradients().unwrap(),
             )
         });
-        let replicas = of_ranks.iter().all(|(_, parameters, gradients)| {
+        let are_equal = of_ranks.iter().all(|(_, parameters, gradients)| {
             plan.mesh.model > 1 || (*parameters == of_ranks[0].1 && *gradients == of_ranks[0].2)
         });
-        assert!(replicas, "{plan:?}: every rank has all weights and kept gradients");
+        assert!(are_equal, "{plan:?}: every rank has all weights and kept gradients");
         let (Some(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
         (state, gradients)
     };
-    let (single, expected) = next(&Plan::data(1));
+    let (single, expected) = load_and_train(&Plan::data(1));
     for plan in [
         sharded(Plan::data(1)),
         sharded(Plan::data(2)),
@@ -156,7 +159,7 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         sharded(Plan::data(4)),
         sharded(plan([2, 1, 2], &[("layer3.*", Split::Out)])),
     ] {
-        let (state, gradients) = next(&plan);
+        let (state, gradients) = load_and_train(&plan);
         let (excess, name) = max_excess(&state.parameters, &single.parameters);
         assert!(excess <= 0.0, "{plan:?}: {name} {excess:e}");
         if plan.is_data() {

@@ -57,7 +57,7 @@ fn the_least_recently_used_copy_without_a_job_is_removed_first() {
     copies.release(&a);
     add_copy(&copies, "c", &about("/c", 1), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"], "b was released first");
-    // `b` is used again and released: now `c` is the oldest, but in use.
+    // `a` is used again and released: now `c` is the oldest, but in use.
     add_copy(&copies, "a", &about("/a", 40), &d).unwrap();
     copies.release(&d);
     add_copy(&copies, "b", &about("/b", 99), &b).unwrap();
@@ -92,8 +92,8 @@ fn earlier_versions_of_a_dataset_are_removed_once_unused() {
     assert_eq!(names(dir.path()), ["newest", "other"]);
 }
 
-/// Opens a folder that was closed just now. A process forked by another test may still hold its lock until it
-/// executes another program.
+/// Opens a folder that was closed just now. A process forked by another test may still hold the folder's lock until the
+/// process executes another program.
 fn open_again(dir: &Path, max_bytes: u64, live: &[&AttemptRef]) -> Copies {
     let since = Instant::now();
     loop {

@@ -12,8 +12,12 @@ const BUFFER_BYTES: usize = 4 << 20;
 /// Maximum length of a reason that the server sends instead of a part.
 const MAX_REASON_BYTES: usize = 64 << 10;
 
-/// A part, its bytes, and the checksum sent with it.
-pub(super) type Part = (DatasetPart, BytesMut, BytesMut);
+/// A part of a file, its bytes, and the checksum sent with it.
+pub(super) struct ReceivedPart {
+    pub(super) part: DatasetPart,
+    pub(super) bytes: BytesMut,
+    pub(super) sum: BytesMut,
+}
 
 /// A response that is arriving.
 struct Incoming {
@@ -22,10 +26,11 @@ struct Incoming {
 }
 
 impl Incoming {
+    /// The next `count` bytes of the response.
     async fn take(&mut self, count: usize) -> Result<BytesMut, RequestError> {
         while self.bytes.len() < count {
             match self.download.next().await? {
-                Some(more) => self.bytes.extend_from_slice(&more),
+                Some(chunk) => self.bytes.extend_from_slice(&chunk),
                 None => return Err(RequestError::Later("the files are cut off".into())),
             }
         }
@@ -64,7 +69,7 @@ fn unexpected_response() -> CopyError {
 pub(super) async fn receive(
     download: Download,
     parts: Vec<DatasetPart>,
-    to: (&Path, &CopyLock),
+    destination: (&Path, &CopyLock),
     progress: &mut PullProgress,
 ) -> Result<(), CopyError> {
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
@@ -73,26 +78,26 @@ pub(super) async fn receive(
         match incoming.next_part(part.length).await {
             Ok((bytes, sum)) => {
                 buffered_bytes += bytes.len();
-                buffered.push((part, bytes, sum));
+                buffered.push(ReceivedPart { part, bytes, sum });
             }
             Err(error) => {
-                store(std::mem::take(&mut buffered), to, progress).await?;
+                store(std::mem::take(&mut buffered), destination, progress).await?;
                 return Err(error);
             }
         }
         if buffered_bytes >= BUFFER_BYTES {
-            store(std::mem::take(&mut buffered), to, progress).await?;
+            store(std::mem::take(&mut buffered), destination, progress).await?;
             buffered_bytes = 0;
         }
     }
-    store(buffered, to, progress).await?;
+    store(buffered, destination, progress).await?;
     // Read the response to its end, so that the connection can be reused.
     let _ = incoming.download.next().await;
     Ok(())
 }
 
 async fn store(
-    buffered: Vec<Part>,
+    buffered: Vec<ReceivedPart>,
     (folder, copy_lock): (&Path, &CopyLock),
     progress: &mut PullProgress,
 ) -> Result<(), CopyError> {
@@ -106,7 +111,8 @@ async fn store(
 ///
 /// # Errors
 /// The checksum is wrong, or writing fails.
-pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), CopyError> {
+pub(super) fn write(received: &ReceivedPart, folder: &Path) -> Result<(), CopyError> {
+    let ReceivedPart { part, bytes, sum } = received;
     if Sha256::digest(bytes)[..] != sum[..] {
         return Err(CopyError::Damaged(format!("{} was damaged in transit from the server", part.path)));
     }

@@ -1,6 +1,6 @@
 use super::{
     super::list::List,
-    incoming::{Part, write},
+    incoming::{ReceivedPart, write},
     *,
 };
 use bytes::BytesMut;
@@ -39,10 +39,11 @@ fn next_parts(batches: &mut PartBatches) -> Vec<(String, u64, u64)> {
     batches.next_batch().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
 }
 
-fn make_part(path: &str, offset: u64, bytes: &[u8]) -> Part {
+fn make_part(path: &str, offset: u64, bytes: &[u8]) -> ReceivedPart {
     let part =
         DatasetPart { path: path.into(), size_bytes: 0, changed_ns: 7, offset, length: bytes.len() as u64 };
-    (part, BytesMut::from(bytes), BytesMut::from(&Sha256::digest(bytes)[..]))
+    let sum = BytesMut::from(&Sha256::digest(bytes)[..]);
+    ReceivedPart { part, bytes: BytesMut::from(bytes), sum }
 }
 
 #[test]
@@ -59,7 +60,7 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let offset = DATASET_PARTS_BYTES - 3;
     assert_eq!(next_parts(&mut batches), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
     assert!(next_parts(&mut batches).is_empty());
-    assert!(entry.part().join("a/2").is_file(), "an empty file is created");
+    assert!(entry.part_dir().join("a/2").is_file(), "an empty file is created");
 
     let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
     let many: Vec<_> = many.iter().map(|name| (name.as_str(), 1)).collect();
@@ -78,23 +79,23 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     begin(&entry).unwrap();
     let mut batches = PartBatches::new(&entry).unwrap();
     assert_eq!(next_parts(&mut batches).len(), 3);
-    let part = entry.part();
-    write(&make_part("a", 0, b"aaaaa"), &part).unwrap();
-    write(&make_part("b", 0, b"bb"), &part).unwrap();
+    let part_dir = entry.part_dir();
+    write(&make_part("a", 0, b"aaaaa"), &part_dir).unwrap();
+    write(&make_part("b", 0, b"bb"), &part_dir).unwrap();
     let mut wrong = make_part("c", 0, b"cc");
-    wrong.1[0] ^= 1;
+    wrong.bytes[0] ^= 1;
     assert!(
-        matches!(write(&wrong, &part), Err(CopyError::Damaged(why)) if why.contains("c was damaged in transit"))
+        matches!(write(&wrong, &part_dir), Err(CopyError::Damaged(why)) if why.contains("c was damaged in transit"))
     );
     // A file that is longer than it can be.
-    fs::write(part.join("c"), "cccc").unwrap();
+    fs::write(part_dir.join("c"), "cccc").unwrap();
     let missing = begin(&entry).unwrap().unwrap();
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
     assert!(matches!(finish(&entry), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
     let mut batches = PartBatches::new(&entry).unwrap();
     assert_eq!(next_parts(&mut batches), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
-    write(&make_part("b", 2, b"BB"), &part).unwrap();
-    write(&make_part("c", 0, b"ccc"), &part).unwrap();
+    write(&make_part("b", 2, b"BB"), &part_dir).unwrap();
+    write(&make_part("c", 0, b"ccc"), &part_dir).unwrap();
     finish(&entry).unwrap();
     assert_eq!(fs::read(entry.data().join("b")).unwrap(), b"bbBB");
     assert_eq!(begin(&entry).unwrap(), None);
@@ -109,7 +110,7 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
 fn complete(entry: &Entry) {
     begin(entry).unwrap();
     next_parts(&mut PartBatches::new(entry).unwrap());
-    write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
+    write(&make_part("a", 0, b"a"), &entry.part_dir()).unwrap();
     finish(entry).unwrap();
 }
 
@@ -155,8 +156,8 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
     drop(release);
     let _copy_lock = next.await;
-    // Everything that the earlier job finished is complete.
     complete(&entry);
+    // No effect on a copy that another job has completed.
     finish(&entry).unwrap();
 }
 
@@ -167,12 +168,12 @@ fn unsynced_files_are_fetched_again_after_a_power_failure() {
     begin(&entry).unwrap();
     let mut batches = PartBatches::new(&entry).unwrap();
     next_parts(&mut batches);
-    write(&make_part("a", 0, b"a"), &entry.part()).unwrap();
-    write(&make_part("b", 0, b"b"), &entry.part()).unwrap();
+    write(&make_part("a", 0, b"a"), &entry.part_dir()).unwrap();
+    write(&make_part("b", 0, b"b"), &entry.part_dir()).unwrap();
     // File `a` is on the second line of the list, after `begin`.
     Synced { boot_id: "an earlier one".into(), lines: 2 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
-    assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
+    assert!(entry.part_dir().join("a").exists() && !entry.part_dir().join("b").exists());
     assert_eq!(Synced::of(&entry), Synced::in_this_boot(2));
     Synced { boot_id: "none was synced".into(), lines: 0 }.store(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
@@ -196,15 +197,14 @@ async fn a_full_disk_is_reported_with_advice() {
 #[test]
 fn a_too_small_disk_is_reported_with_sizes_and_advice() {
     let missing = Missing { files: 2, bytes: 899_999_999, disk_bytes: 900_001_792 };
-    let spare = SPARE_BYTES;
     assert_eq!(
         describe_lack_of_space(Path::new("/cache"), "birds", &missing, 300_049_999),
         "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, where 67.2 MB must stay free, but only 300.0 MB are \
          free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
     );
     // A space that is one byte too small is never called sufficient.
-    let message =
-        describe_lack_of_space(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
+    let free = missing.disk_bytes + MIN_FREE_BYTES - 1;
+    let message = describe_lack_of_space(Path::new("/cache"), "birds", &missing, free);
     assert!(message.contains(": free 0.1 MB there"), "{message}");
 }
 

@@ -9,6 +9,7 @@ use super::{
     error::CudaError,
     kernels::Kernels,
 };
+use lockstep_comm::nccl;
 use lockstep_host::gpu::libraries::{self, Library};
 use std::{
     mem,
@@ -60,12 +61,15 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
         let parts = open_missing(earlier.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
-        if ranks > 1 && libraries::check_loadable(&[Library::Nccl]).is_ok() {
-            // Loads the library.
-            let _ = cudarc::nccl::result::get_nccl_version();
-        }
         if dtype.is_none() {
             load_engines(&parts.cudnn);
+        }
+        if ranks > 1 && libraries::check_loadable(&[Library::Nccl]).is_ok() {
+            match dtype {
+                None => nccl::load(ordinal),
+                // Loads only the library, as the job waits.
+                Some(_) => _ = cudarc::nccl::result::get_nccl_version(),
+            }
         }
         Ok(parts)
     };

@@ -226,7 +226,7 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
 }
 
 fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
-    // A wrong mode was reported and replaced by the default, with which the other keys need not fit.
+    // A wrong mode was reported and replaced by the default. The other keys need not fit the default, so they are not checked with it.
     let has_valid_mode = errors.iter().all(|error| error.pointer != "/parallel/mode");
     let mut mistake = |pointer: &str, detail: String| {
         if !errors.iter().any(|error| error.pointer == pointer) {

@@ -320,7 +320,7 @@ pub fn held_out_share(samples: u64) -> f64 {
 /// Maximum number of class names in a sentence.
 const MAX_NAMES: usize = 5;
 
-/// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
+/// Names the classes `without` a picture of this kind: `2 classes have no validation picture: "cat", "dog"`. `None` for an empty list.
 pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
     if without.is_empty() {
         return None;
@@ -330,7 +330,7 @@ pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
     Some(format!("{classes} {have} no {kind} picture: {}", first_names(without)))
 }
 
-/// `"cat", "dog"`, with the number of further names of a long list.
+/// Lists at most [`MAX_NAMES`] names, and the number of the others: `"cat", "dog" and 3 more`.
 fn first_names(names: &[&String]) -> String {
     let named: Vec<_> = names.iter().take(MAX_NAMES).map(|name| format!("{name:?}")).collect();
     let unnamed = names.len().saturating_sub(MAX_NAMES);

@@ -235,10 +235,13 @@ mod tests {
         let many = |count| NetworkDescription { layers: vec![layer(); count], ..Default::default() };
         assert_eq!(many(MAX_NETWORK_LAYERS).check(), Ok(()));
         assert!(many(MAX_NETWORK_LAYERS + 1).check().is_err());
-        let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
-        assert_eq!(network(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
-        assert!(network(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
-        assert!(network(LayerDescription { kind: more, ..layer() }).check().is_err());
+        let (at_limit, beyond) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
+        assert_eq!(
+            network(LayerDescription { name: at_limit.clone(), kind: at_limit, ..layer() }).check(),
+            Ok(())
+        );
+        assert!(network(LayerDescription { name: beyond.clone(), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { kind: beyond, ..layer() }).check().is_err());
         for text in ["a\0b", "a\n", "\u{1b}[31m"] {
             assert!(network(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
             assert!(network(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");

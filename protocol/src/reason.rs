@@ -94,7 +94,7 @@ pub enum ReasonKind {
     SharedMemoryTooSmall { detail: Text },
     /// The ranks could not be started.
     NotStarted { detail: Text },
-    /// Ranks do not end, even after SIGKILL.
+    /// Ranks, which `detail` names, do not end, even after SIGKILL.
     Unkillable { agent: Text, detail: Text },
     /// The agent has received nothing from its server for longer than the lease.
     ServerSilent { secs: f64 },

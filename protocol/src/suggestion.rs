@@ -77,7 +77,7 @@ impl Suggestion {
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
         }
-        // The network's input is no larger than usual pictures of the dataset.
+        // The network's input is no larger than usual pictures of the dataset. `None`: it has the effort's size.
         let own_side = info.height.min(info.width).max(info.median_side);
         let side = Some(own_side)
             .filter(|side| (1..effort.side).contains(side))

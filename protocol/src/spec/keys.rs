@@ -290,6 +290,8 @@ impl Kind {
         matches!(self, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })
     }
 
+    /// Checks that a key of this kind accepts `value`.
+    ///
     /// # Errors
     /// What the value must be and what it is.
     pub(super) fn check(self, value: &Value) -> Result<(), String> {

@@ -21,7 +21,7 @@ pub enum Scope {
 words!(Scope, "scope": Read = "read", Submit = "submit", Admin = "admin", Agent = "agent");
 
 impl Scope {
-    /// The smaller of two scopes: `self` if `other` includes it, otherwise `other`.
+    /// The smaller of two scopes: `self` if `other` includes `self`, otherwise `other`.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }
@@ -51,7 +51,7 @@ pub struct Token {
     /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program
     /// or a machine.
     pub owner: Option<String>,
-    /// Id of the person's token with which this token was made. This token is revoked together with that token.
+    /// Id of the owner's token with which this token was made, if any. When that token is revoked, this token is revoked, too.
     pub made_with: Option<String>,
     pub created_at: jiff::Timestamp,
     /// Time at which the token expires; absent if it does not expire.

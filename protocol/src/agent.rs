@@ -1,8 +1,8 @@
 //! Messages between server and agent: one websocket per agent, each message a binary frame of MessagePack with named fields.
 //!
-//! A rank appends its events to a file of numbered records. Its agent (any agent that finds the file) sends the records
-//! that the server has not acknowledged. So whichever of the three processes dies, no event is lost and none is stored
-//! twice: the files are the spool.
+//! A rank appends its events to a file of numbered records. The agent that started the rank, or a later agent that finds
+//! the file, sends the records that the server has not acknowledged. So whether rank, agent or server dies, no event is
+//! lost and none is stored twice: the files are the spool.
 
 mod dataset_files;
 mod events;
@@ -55,8 +55,9 @@ pub struct AttemptRef {
 }
 
 impl AttemptRef {
-    /// The name of the attempt's folder: its number and 32 random bits of its fencing token, or only the number if no server started it. A
-    /// restored database assigns numbers again, and records of the earlier attempt must not be mistaken for the new attempt's.
+    /// The name of the attempt's folder: the attempt's number and 32 random bits of its fencing token, or only the number if no server
+    /// started the attempt. A database restored from a backup assigns numbers again, so the number alone could name the folder of another
+    /// attempt.
     pub fn folder_name(&self) -> String {
         match self.fencing_token.secret >> 96 {
             0 => self.attempt.to_string(),
@@ -87,12 +88,8 @@ pub enum FromAgent {
         /// Why the agent accepts no new work, as text for people; absent if the agent accepts work. Running ranks continue.
         no_work: Option<String>,
     },
-    /// Sent every `heartbeat_secs` of `Welcome`.
-    Heartbeat {
-        attempts: Vec<AttemptRef>,
-        /// The same as in `Hello`.
-        no_work: Option<String>,
-    },
+    /// Sent every `heartbeat_secs` of `Welcome`. The fields have the same meaning as in `Hello`.
+    Heartbeat { attempts: Vec<AttemptRef>, no_work: Option<String> },
     /// The agent did not start this attempt and has none of its ranks. `reason`: why the agent accepts no work.
     Declined { attempt: AttemptRef, reason: String },
     /// Records `first..first + events.len()` of one source of an attempt. The server stores them before it acknowledges them, and ignores
@@ -201,16 +198,17 @@ pub struct StartAttempt {
     pub world_size: u32,
     /// The ranks to start on this machine: global rank and slot index.
     pub ranks: Vec<(u32, u32)>,
-    /// Address on which rank 0 listens. Port 0: rank 0's agent chooses a free port.
+    /// Address on which rank 0 listens.
     pub master_addr: String,
+    /// Port on which rank 0 listens. 0: rank 0's agent chooses a free port.
     pub master_port: u16,
-    /// Shared secret of the attempt, hexadecimal.
+    /// Secret with which the attempt's ranks authenticate each other, hexadecimal.
     pub secret: String,
     /// The job's folder if the server's data directory is on this machine; otherwise the agent uses its own folder.
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: the name of its folder, `<epoch>-<step>`.
     pub resume: Option<String>,
-    /// The ranks stop by themselves at the end of this epoch (from 1), with a checkpoint, as after `Stop`.
+    /// The epoch, counted from 1, after which the ranks write a checkpoint and stop by themselves; absent if they train to the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
     /// Address by which ranks of other machines reach these ranks; absent if all ranks meet at loopback.
@@ -221,7 +219,7 @@ pub struct StartAttempt {
 }
 
 impl StartAttempt {
-    /// An attempt of a new job whose `ranks` ranks are all on this machine and which no server has started.
+    /// An attempt that no server has started: of a new job, with all `ranks` ranks on this machine.
     pub fn local(spec: JobSpec, dataset_path: impl Into<String>, ranks: u32) -> Self {
         Self {
             attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: FencingToken::NONE },
@@ -254,7 +252,7 @@ pub struct RankNetwork {
     /// The network interface with this address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// How the agent found the address, in words for the job's log. The agent adds this field.
+    /// How the agent found the address, such as `named by NCCL_SOCKET_IFNAME`, for the job's log. The agent sets this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub named_by: Option<String>,
 }

@@ -21,10 +21,12 @@ pub fn best_checkpoint<'a>(
 /// `best 82.2 % at epoch 3, best checkpoint 63.2 %`: the best evaluation with its epoch, and the best checkpoint's accuracy
 /// if it differs. The same as `bestWords` in `static/job/checkpoints.js`.
 pub fn best_words<'a>(best: Measured, checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> String {
-    let shown = percent(best.value);
-    let kept = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
-    let addition = kept.filter(|kept| *kept != shown).map(|kept| format!(", best checkpoint {kept}"));
-    format!("best {shown} at {}{}", best.epoch_or_step(), addition.unwrap_or_default())
+    let best_accuracy = percent(best.value);
+    let of_checkpoint = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
+    let addition = of_checkpoint
+        .filter(|accuracy| *accuracy != best_accuracy)
+        .map(|accuracy| format!(", best checkpoint {accuracy}"));
+    format!("best {best_accuracy} at {}{}", best.epoch_or_step(), addition.unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -22,19 +22,22 @@ pub struct DatasetInfo {
     pub format: String,
     pub classes: Vec<String>,
     pub splits: Vec<SplitInfo>,
-    /// Height and width in pixels, and number of channels; height and width are 0 if the pictures differ in size.
+    /// Height of the pictures in pixels; 0 if the pictures differ in size.
     pub height: u32,
+    /// Width of the pictures in pixels; 0 if the pictures differ in size.
     pub width: u32,
     /// Median of the pictures' shorter sides in pixels; 0 if it is unknown.
     #[serde(default)]
     pub median_side: u32,
+    /// Number of channels: 1 for grey pictures, 3 for colour pictures.
     pub channels: u32,
-    /// Mean of each channel, of pixels scaled to 0..1, over the training split (a seeded sample of a large split).
+    /// Mean of each channel over the training split (of a large split, over a sample that is always the same). Pixels are scaled to 0..1.
     pub mean: Vec<f32>,
     /// Standard deviation of each channel, like `mean`.
     pub std: Vec<f32>,
     /// Files that could not be read, with the reasons; at most 100 are listed.
     pub broken: Vec<BrokenFile>,
+    /// Number of all files that could not be read.
     pub broken_count: u64,
     /// The suggested division of the training split, if no split validates jobs. Absent for CIFAR and IDX files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -63,8 +66,8 @@ impl DatasetInfo {
     }
 
     /// The smallest and the largest number of pictures that a job may hold out with this fraction and seed. If an inspection has counted
-    /// the pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within three
-    /// standard deviations of its mean.
+    /// the pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within
+    /// three standard deviations of its mean.
     pub fn held_out_bounds(&self, fraction: f64, validation_seed: u64) -> [f64; 2] {
         let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         let is_counted = |held_out: &&HeldOut| {
@@ -317,7 +320,7 @@ pub fn held_out_share(samples: u64) -> f64 {
 /// Maximum number of class names in a sentence.
 const MAX_NAMES: usize = 5;
 
-/// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
+/// Names the classes `without` a picture of this kind: `2 classes have no validation picture: "cat", "dog"`. `None` for an empty list.
 pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
     if without.is_empty() {
         return None;
@@ -327,12 +330,12 @@ pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
     Some(format!("{classes} {have} no {kind} picture: {}", first_names(without)))
 }
 
-/// `"cat", "dog"`, with the number of further names of a long list.
+/// Lists at most [`MAX_NAMES`] names, and the number of the others: `"cat", "dog" and 3 more`.
 fn first_names(names: &[&String]) -> String {
     let named: Vec<_> = names.iter().take(MAX_NAMES).map(|name| format!("{name:?}")).collect();
-    let more = names.len().saturating_sub(MAX_NAMES);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    named.join(", ") + &more
+    let unnamed = names.len().saturating_sub(MAX_NAMES);
+    let ending = if unnamed > 0 { format!(" and {unnamed} more") } else { String::new() };
+    named.join(", ") + &ending
 }
 
 /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.

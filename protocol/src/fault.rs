@@ -43,7 +43,7 @@ pub const STEP_POINT: &str = "step";
 struct Fault {
     point: String,
     action: String,
-    /// The fault takes effect when the point is reached for this time, from 1.
+    /// The number of the visit, from 1, at which the fault takes effect.
     at_visit: u64,
     file: Option<PathBuf>,
     /// Number of times that the point was reached.

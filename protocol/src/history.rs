@@ -16,7 +16,7 @@ pub struct History {
     pub parent: Option<Relative>,
     /// Jobs that were forked from this job, the oldest first; at most 1000.
     pub forks: Vec<Relative>,
-    /// The job's place in the queue; absent unless it waits and the server has planned its start.
+    /// The job's place in the queue; absent unless the job waits and the scheduler has considered it.
     pub queue: Option<Waiting>,
     /// Entries in order of time, the oldest first.
     pub entries: Vec<Entry>,

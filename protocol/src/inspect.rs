@@ -68,7 +68,8 @@ pub struct Sample {
 /// Pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Samples {
-    /// Number of matching pictures. For pictures with augmentation, the number of pictures of the split.
+    /// Number of pictures that match the request, of which `samples` has some. For pictures with augmentation, the number of pictures of
+    /// the split.
     pub total: u64,
     pub classes: Vec<String>,
     pub samples: Vec<Sample>,
@@ -88,22 +89,23 @@ pub struct ClassScore {
     pub f1: f64,
 }
 
-/// Words of the log line about validation pictures on which the initial weights were trained, after their number. The diagnosis of a job
-/// repeats the line.
+/// The end of a log line that begins with a number of validation pictures: the initial weights were trained on these pictures. A job's
+/// diagnosis repeats the line.
 pub const TRAINED_VALIDATION: &str = "were training pictures of the run that the weights are from";
 
 /// Evaluation of a model on a job's validation pictures, each counted once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelEvaluation {
     pub samples: u64,
-    /// Identifies these pictures. The checkpoint's `validation` identifies the pictures of its run.
+    /// Identifies the validation pictures. It equals the checkpoint's `validation` if the run validated the checkpoint on the same
+    /// pictures.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
     /// The validation pictures that the dataset's index lists, including pictures that cannot be decoded. A stored evaluation is current
     /// while the index lists the same pictures.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<ValidationSet>,
-    /// Number of these pictures that the checkpoint was trained on; absent if unknown, for example with another dataset.
+    /// Number of the validation pictures that the checkpoint was trained on; absent if unknown, for example with another dataset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trained_on: Option<u64>,
     /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
@@ -117,7 +119,7 @@ pub struct ModelEvaluation {
     pub loss: f64,
     pub secs: f64,
     pub classes: Vec<ClassScore>,
-    /// `confusion[a][b]`: number of pictures of class `a` that were predicted as class `b`.
+    /// The confusion matrix: `confusion[a][b]` is the number of pictures of class `a` that were predicted as class `b`.
     pub confusion: Vec<Vec<u64>>,
     /// Wrong predictions with the pictures' indices in their split, the most confident first; at most 5000.
     pub mistakes: Vec<PredictedPicture>,
@@ -155,7 +157,7 @@ pub struct NearestNeighbours {
     pub secs: f64,
 }
 
-/// A picture and its prediction.
+/// A picture, by its index in its split, with its class `label` and the predicted class, both counted from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PredictedPicture {
     pub index: u64,

@@ -46,10 +46,10 @@ impl FromStr for JobId {
 
     /// Accepts the letter j and any 26 lower-case letters and digits, so an id is always safe as a file name.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let well_formed = text.len() == 27
+        let is_well_formed = text.len() == 27
             && text.starts_with('j')
             && text.bytes().all(|b| b.is_ascii_digit() || b.is_ascii_lowercase());
-        if !well_formed {
+        if !is_well_formed {
             return Err("a job id is the letter j and 26 lower-case letters and digits");
         }
         Ok(Self(text.into()))
@@ -150,7 +150,7 @@ pub struct Job {
     pub project: String,
     /// The job's tags, sorted, without duplicates.
     pub tags: Vec<String>,
-    /// The position of a waiting job in the queue, and why it waits. Absent in streams, and until the scheduler has considered the job.
+    /// The place of a waiting job in the queue, and why the job waits. Absent in streams, and until the scheduler has considered the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue: Option<Waiting>,
     /// Notes on the job; may be empty and may be long. Absent in streams, and in lists unless `fields` names it.
@@ -207,10 +207,10 @@ pub struct Job {
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with this accuracy. For a run from
     /// elsewhere, the highest value of its metric `val_accuracy` that is in 0 to 1.
     pub best: Option<Measured>,
-    /// Of a job that succeeded: why the validation accuracy is low or uncertain, and what to change, or that training and validation
-    /// accuracy agree, in a few sentences; absent if the job was not validated or nothing can be said. Of a running job: from the first
-    /// validation on, that the training loss has exploded; from the second on, whether the validation accuracy improves. Of a job whose
-    /// training diverged: the learning rate to try. Only in `GET /jobs/{id}`.
+    /// A few sentences about the results, for a person; absent if nothing can be said. For a job that succeeded and was validated: why the
+    /// validation accuracy is low or uncertain, and what to change, or that training and validation accuracy agree. For a running job:
+    /// that the training loss has exploded (from the first validation on), and whether the validation accuracy improves (from the second
+    /// on). For a job whose training diverged: the learning rate to try. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
     /// The newest value of every metric.
@@ -358,7 +358,8 @@ pub struct Batch {
     pub batch_size: u32,
     /// Number of micro-batches in a step.
     pub accumulate: u32,
-    /// Number of pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x ranks.
+    /// Number of pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x the number of ranks, where ranks that have the
+    /// same pictures (`parallel.height`, `parallel.pipeline`) count as one.
     pub global_batch_size: u64,
     /// Only with `data.drop_remainder = false`, which may make the last step of an epoch smaller: number of pictures in an epoch,
     /// reported by the newest attempt that has trained. Otherwise 0.
@@ -409,7 +410,8 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// When the value was measured: `epoch 3`, or `step 120` if the epoch is unknown. As `measuredAt` in `static/job/checkpoints.js`.
+    /// When the value was measured: `epoch 3`, or `step 120` if the epoch is unknown. The same as `measuredAt` in
+    /// `static/job/checkpoints.js`.
     pub fn epoch_or_step(&self) -> String {
         if self.epoch > 0 { format!("epoch {}", self.epoch) } else { format!("step {}", self.step) }
     }
@@ -418,7 +420,7 @@ impl Measured {
 /// A place in the queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Waiting {
-    /// The place, from 1. Jobs with lower places get slots first, if they fit.
+    /// The job's place in the queue, from 1. Jobs with lower places get slots first, if they fit.
     pub place: u64,
     /// Why the job waits. The job's own `reason` may instead describe the end of its last attempt.
     pub reason: Option<Reason>,

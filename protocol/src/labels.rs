@@ -53,7 +53,7 @@ pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     ))
 }
 
-/// Added to the error about a name that is taken by a name in other capitals.
+/// End of the error for a name that differs from an existing name only in upper and lower case.
 pub const TWIN_NAMES: &str = " (names that differ only in upper and lower case count as the same)";
 
 /// Why these cannot be a job's tags; `None` if they can.

@@ -33,11 +33,11 @@ pub struct PlanDescription {
     /// The layer at which each stage after the first begins.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub later_stages: Vec<String>,
-    /// Number of copies of the network. If several ranks share a copy, the number of sets of such ranks.
+    /// Number of copies of the network. A copy is on `pipeline` x `height` x `model` ranks.
     pub data: u32,
     /// Number of ranks that share the rows of each picture.
     pub height: u32,
-    /// Number of ranks over which operators are split (`shard`). Stages and shared rows divide a copy over further ranks.
+    /// Number of ranks over which operators are split (`shard`).
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
@@ -47,7 +47,8 @@ pub struct PlanDescription {
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_step_ms: Option<f32>,
-    /// Measured memory of rank 0: its GPU's, or on CPU cores the largest size of its process so far, including the program and pictures.
+    /// Measured memory of rank 0: the memory in use on its GPU, or on CPU cores the peak memory of its process, including the program and
+    /// pictures.
     /// Present together with `measured_step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_memory_bytes: Option<u64>,
@@ -71,13 +72,13 @@ pub struct PlanPrediction {
 /// A layer's part of the plan, predicted for the rank with the largest part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LayerPlan {
-    /// The part of the layer's output that a rank has: `own pictures`, `1/2 of the channels`.
+    /// The part of the layer's output that a rank has, such as `own pictures` or `1/2 of the channels`.
     pub placement: String,
     /// Bytes of weights, gradients, optimizer state and activations kept for the backward pass.
     pub memory_bytes: u64,
     /// Bytes that a rank sends to other ranks in a step, including gradients.
     pub sent_bytes: u64,
-    /// Microseconds of a step for this layer: forward, backward, and the exchange of activations.
+    /// Time of this layer in a step, in microseconds: forward, backward, and the exchange of activations.
     pub time_us: f32,
 }
 
@@ -86,14 +87,14 @@ pub struct LayerPlan {
 pub struct LayerDescription {
     /// Name in the state dict: `layer1.0.conv1`. At most 200 bytes.
     pub name: String,
-    /// The layer's operation: `conv 3x3`, `batch_norm`, `relu`, `linear`. At most 200 bytes.
+    /// The layer's operation, such as `conv 3x3`, `batch_norm`, `relu` or `linear`. At most 200 bytes.
     pub kind: String,
     /// Shape for one picture, without the batch: channels, height, width.
     pub output_shape: Vec<u32>,
     /// Number of trained parameters.
     pub parameters: u64,
-    /// Microseconds of a step for this layer, forward and backward together (median over the network's `timed_steps`); absent if not
-    /// measured.
+    /// Time of this layer in a step, in microseconds: forward and backward together, the median over the network's `timed_steps`. Absent
+    /// if not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_us: Option<f32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -234,10 +235,13 @@ mod tests {
         let many = |count| NetworkDescription { layers: vec![layer(); count], ..Default::default() };
         assert_eq!(many(MAX_NETWORK_LAYERS).check(), Ok(()));
         assert!(many(MAX_NETWORK_LAYERS + 1).check().is_err());
-        let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
-        assert_eq!(network(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
-        assert!(network(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
-        assert!(network(LayerDescription { kind: more, ..layer() }).check().is_err());
+        let (at_limit, beyond) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
+        assert_eq!(
+            network(LayerDescription { name: at_limit.clone(), kind: at_limit, ..layer() }).check(),
+            Ok(())
+        );
+        assert!(network(LayerDescription { name: beyond.clone(), ..layer() }).check().is_err());
+        assert!(network(LayerDescription { kind: beyond, ..layer() }).check().is_err());
         for text in ["a\0b", "a\n", "\u{1b}[31m"] {
             assert!(network(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
             assert!(network(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");

@@ -19,7 +19,7 @@ pub fn value(v: f64) -> String {
     }
 }
 
-/// Converts a value through text, so that 0.1 stays 0.1.
+/// Converts through decimal text, so that a float32 0.1 becomes the float64 0.1 and not 0.10000000149.
 pub fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
@@ -27,14 +27,15 @@ pub fn exact(value: f32) -> f64 {
 /// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW_PICTURES: u64 = 10_000;
 
-/// `84.0 % ± 2.6 of 200 pictures`: an accuracy and, if its number of pictures is known, its standard error in percent and this number.
+/// Formats an accuracy; if its number of pictures is known, with the standard error in percent and this number:
+/// `84.0 % ± 2.6 of 200 pictures`.
 pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
     let Some(pictures) = pictures else { return percent(accuracy) };
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
-/// ` ± 2.6`: the standard error of an accuracy in percent. Empty for many pictures. If all or no pictures are classified correctly, the
-/// formula gives 0, so the text is an end of the confidence interval: ` (at least 84.5 %)`.
+/// Formats the standard error of an accuracy, in percent: ` ± 2.6`. Empty for many pictures. If all or no pictures are classified
+/// correctly, the error's formula gives 0, so an end of the confidence interval is shown instead: ` (at least 84.5 %)`.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     if pictures == 0 || pictures >= FEW_PICTURES {
         return String::new();
@@ -59,14 +60,14 @@ pub fn confidence_interval(accuracy: f64, pictures: u64) -> [f64; 2] {
     [centre - margin, centre + margin].map(|end| (end / (1.0 + Z * Z / n)).clamp(0.0, 1.0))
 }
 
-/// ` ± 2.6 of 200`: the standard error of an accuracy in percent and its number of pictures, for lists and tables, which show them
+/// Formats the standard error of an accuracy, in percent, and the number of pictures: ` ± 2.6 of 200`. Lists and tables show this text
 /// after the accuracy. Empty for many pictures and for an unknown number. The same as `uncertainty` in `static/numbers.js`.
 pub fn uncertainty(accuracy: f64, pictures: Option<u64>) -> String {
     let few = pictures.filter(|pictures| (1..FEW_PICTURES).contains(pictures));
     few.map_or_else(String::new, |pictures| format!("{} of {pictures}", standard_error(accuracy, pictures)))
 }
 
-/// Images per second: formats `38940.2` as `38940`, `9.73` as `9.7`. Pages also separate thousands by commas.
+/// Formats images per second: `38940.2` as `38940`, `9.73` as `9.7`. Pages also separate thousands by commas.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
 }
@@ -94,12 +95,12 @@ pub fn format_duration(secs: i64) -> String {
     }
 }
 
-/// `1 rank`, `4 ranks`, `2 classes`.
+/// Formats a number with its noun: `1 rank`, `4 ranks`, `2 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{n} {}", nouns(n, noun))
 }
 
-/// Only the noun: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
+/// The noun in singular or plural, without the number: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
 pub fn nouns(n: u64, noun: &str) -> String {
     let needs_es = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
     match n {

@@ -197,10 +197,13 @@ mod tests {
             let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
             Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
         };
-        let (most, more) = (with_quantities(["time", "bytes"]), with_quantities(["time", "bytes/s"]));
-        assert_eq!((most.metrics.len(), more.metrics.len()), (MAX_PANEL_METRICS, MAX_PANEL_METRICS + 1));
-        assert!(bad_keys(most).is_empty());
-        assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
+        let (at_limit, beyond) = (with_quantities(["time", "bytes"]), with_quantities(["time", "bytes/s"]));
+        assert_eq!(
+            (at_limit.metrics.len(), beyond.metrics.len()),
+            (MAX_PANEL_METRICS, MAX_PANEL_METRICS + 1)
+        );
+        assert!(bad_keys(at_limit).is_empty());
+        assert_eq!(beyond.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
         assert_eq!(bad_keys(Panel { metrics: Vec::new(), ..panel() }), ["metrics"]);
         for (chars, good) in
             [(0, false), (1, true), (PANEL_TITLE_CHARS, true), (PANEL_TITLE_CHARS + 1, false)]

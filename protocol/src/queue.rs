@@ -7,7 +7,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Why a job waits. If the job's own reason describes the end of its last attempt, this reason follows. The same
+/// Why a job waits. If the job's own reason describes the end of its last attempt, that reason is appended. The same
 /// as `#waitingBanner` in `static/job/facts.js`.
 pub fn reason_for_waiting(job: &Job) -> Option<String> {
     let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
@@ -33,10 +33,10 @@ pub struct QueueList {
     pub total: Option<u64>,
 }
 
-/// A waiting job. For a job that is private to another person, every field except the position is null.
+/// A waiting job. For a job that is private to another person, every field except `place` is null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct QueuedJob {
-    /// The position, from 1. Jobs with lower positions get slots first, if they fit.
+    /// The job's place in the queue, from 1. Jobs with lower places get slots first, if they fit.
     pub place: u64,
     #[schema(value_type = Option<String>)]
     pub id: Option<JobId>,

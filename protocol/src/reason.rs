@@ -56,8 +56,9 @@ impl fmt::Debug for Text {
 }
 
 /// The kind of a reason, named by `code`, with its facts. New kinds may be added; a program that does not know a code shows
-/// `words`. `rank` is the rank that failed first, `step` the number of optimizer steps done at that time, `secs` a time in
-/// which something did not happen, `agent` an agent's name, `job` another job's id, and `detail` further words for a person.
+/// `words`. `rank` is the rank that failed first, `step` the number of optimizer steps done at that time, `secs` for how
+/// many seconds a condition lasted (silence, no progress, too few free slots), `agent` an agent's name, `job` another job's id, and `detail`
+/// further words for a person.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "code", rename_all = "snake_case")]
 pub enum ReasonKind {
@@ -93,7 +94,7 @@ pub enum ReasonKind {
     SharedMemoryTooSmall { detail: Text },
     /// The ranks could not be started.
     NotStarted { detail: Text },
-    /// Ranks do not end, even after SIGKILL.
+    /// Ranks, which `detail` names, do not end, even after SIGKILL.
     Unkillable { agent: Text, detail: Text },
     /// The agent has received nothing from its server for longer than the lease.
     ServerSilent { secs: f64 },
@@ -128,7 +129,7 @@ pub enum ReasonKind {
     EndedBySweep,
     /// Retried on request.
     RetriedByUser,
-    /// A fork of another job, with its name as `detail`. A private job is not named.
+    /// A fork of another job (`job`), whose name is `detail`. A private job is not named.
     Forked { step: u64, job: Option<Text>, checkpoint: Option<Text>, detail: Option<Text> },
     /// An agent was silent for longer than its lease.
     AgentLost { agent: Text, attempt: u32, step: u64, secs: f64, detail: Option<Text> },
@@ -138,7 +139,7 @@ pub enum ReasonKind {
     StartLost { agent: Text, attempt: u32, step: u64 },
     /// An agent was shut down, not killed.
     AgentStopped { agent: Option<Text>, detail: Option<Text> },
-    /// An agent went offline between the claim of its slots and the start.
+    /// An agent went offline after its slots were assigned to the job, and before the ranks were started.
     AgentLeft { agent: Text },
     /// An agent is online but did not start the attempt: its folder cannot be written, or it is shutting down.
     AgentDeclined { agent: Text, detail: Text },
@@ -154,7 +155,7 @@ pub enum ReasonKind {
     NoAgentOnline,
     /// Waits: all online agents take only other jobs. `detail` names the drained machines.
     NoAgentAccepts { detail: Option<Text> },
-    /// Waits: no machine has enough slots of the kind.
+    /// Waits: no machine has enough slots of the job's device.
     TooFewSlots(SlotWait),
     /// Waits: the machines have enough slots together, but other machines cannot reach the machines in `detail`.
     MachinesApart { device: Device, slots_needed: u32, detail: Text },
@@ -186,10 +187,11 @@ pub struct SlotWait {
     /// Device of the slots: `cpu` or `cuda`.
     pub device: Device,
     pub slots_needed: u32,
+    /// Number of free slots among `slots_total`.
     pub slots_free: u32,
-    /// Slots of the machine with the most slots, or of several machines that can share the job.
+    /// Number of slots of the machine with the most slots, or of several machines that can share the job.
     pub slots_total: u32,
-    /// The machine with these slots, unless there are several.
+    /// Name of the machine with the slots of `slots_total`; absent if there are several machines.
     pub agent: Option<Text>,
     /// Number of machines whose slots are in `slots_total`, if several.
     pub machines: Option<u32>,
@@ -198,7 +200,7 @@ pub struct SlotWait {
     /// Names of the jobs for which slots are kept, in the order of the queue; a private job's name is empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kept_for: Vec<Text>,
-    /// Slots of each machine that takes the job, if there are several: at most nine, those with the most free slots first.
+    /// Slots of each machine that takes the job, if there are several: at most nine machines, those with the most free slots first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slots_on: Vec<AgentSlots>,
     /// Further reasons why the job waits.
@@ -229,7 +231,7 @@ pub enum FailureCode {
 }
 
 impl FailureCode {
-    /// Why an attempt failed in which a rank reports this failure.
+    /// The reason of an attempt that failed because `rank` reported this failure.
     pub fn reason_kind(self, rank: u32, step: u64, detail: Text) -> ReasonKind {
         match self {
             FailureCode::Diverged => ReasonKind::Diverged { rank, step, detail },
@@ -441,21 +443,21 @@ fn slots(device: Device, count: u32) -> String {
 impl SlotWait {
     fn write_too_few(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { slots_free: free, slots_total: total, detail, .. } = self;
-        let (by_machine, more) = (self.free_by_machine(), with_separator("; ", detail));
+        let (by_machine, detail_text) = (self.free_by_machine(), with_separator("; ", detail));
         write!(f, "needs {}", slots(self.device, self.slots_needed))?;
         match (self.machines, &self.agent) {
             _ if *total == 0 => {
                 let which =
                     if detail.is_none() { "online machine has" } else { "machine that is not drained has" };
-                write!(f, ", and no {which} any{more}")
+                write!(f, ", and no {which} any{detail_text}")
             }
             (Some(machines), _) => write!(
                 f,
-                "; {machines} online machines have {total} in all, {free} of them free{by_machine}{more}"
+                "; {machines} online machines have {total} in all, {free} of them free{by_machine}{detail_text}"
             ),
             (None, agent) => {
                 let agent = agent.as_deref().unwrap_or_default();
-                write!(f, "; the largest online machine, {agent:?}, has {total}{by_machine}{more}")
+                write!(f, "; the largest online machine, {agent:?}, has {total}{by_machine}{detail_text}")
             }
         }
     }
@@ -553,7 +555,7 @@ impl fmt::Display for Next {
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Reason {
     // Boxed, so that messages with a reason stay small.
-    #[serde(flatten, serialize_with = "known_facts")]
+    #[serde(flatten, serialize_with = "serialize_facts")]
     #[schema(value_type = ReasonKind)]
     kind: Box<ReasonKind>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -570,7 +572,7 @@ fn facts(kind: &ReasonKind) -> Map<String, Value> {
     facts
 }
 
-fn known_facts<S: Serializer>(kind: &ReasonKind, to: S) -> Result<S::Ok, S::Error> {
+fn serialize_facts<S: Serializer>(kind: &ReasonKind, to: S) -> Result<S::Ok, S::Error> {
     to.collect_map(facts(kind))
 }
 

@@ -4,8 +4,8 @@ use crate::spec::{ScheduleKind, TrainSpec};
 
 /// How the learning rate changes over a run.
 ///
-/// In the first `warmup_steps` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup_steps`. In the `n` steps
-/// after that, step `i` (from 0) has, with `end = lr * final_lr_fraction`:
+/// In the first `warmup_steps` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup_steps`. `n` steps follow. In
+/// these, `i` counts from 0 again, and step `i` has, with `end = lr * final_lr_fraction`:
 /// - `constant`: `lr`
 /// - `step`: `lr * gamma^k`, where `k` is the number of milestones (in epochs from the start of the run) that are over
 /// - `cosine` (Loshchilov and Hutter 2017): `end + (lr - end) (1 + cos(pi i / (n - 1))) / 2`

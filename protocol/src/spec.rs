@@ -110,6 +110,7 @@ pub struct ParallelSpec {
     pub height: u32,
     /// Number of stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
     /// Each rank has the layers of one stage, and the `train.accumulate` micro-batches of a step pass through the stages one after another.
+    /// The stages have the same pictures, so with the same `train.batch_size` a step has fewer pictures, by the factor `pipeline`.
     #[serde(skip_serializing_if = "is_one")]
     pub pipeline: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
@@ -119,7 +120,7 @@ pub struct ParallelSpec {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
     /// ZeRO-1: ranks whose gradients are summed divide the optimizer's state among themselves, instead of each keeping
-    /// all of it. Checkpoints are the same.
+    /// all of it. Checkpoints do not depend on this key.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub optimizer_sharding: bool,
     /// Compute batch norm's statistics over the whole global batch: the result is the same at any number of ranks.
@@ -142,7 +143,7 @@ pub struct CheckpointSpec {
     pub every_steps: Option<u64>,
     /// Number of newest checkpoints to keep, at least 2.
     pub keep: u32,
-    /// A metric whose best checkpoint is kept in addition to the newest: `val_accuracy`, `val_loss` or `none`.
+    /// A metric whose best checkpoint is kept in addition to the newest checkpoints: `val_accuracy`, `val_loss` or `none`.
     pub keep_best: String,
     /// Every rank that can reach the checkpoint folder writes some of the tensors, in several files with an index in Hugging
     /// Face's format. `false` when absent: rank 0 writes all tensors, each kind in one file. Training continues from either form.
@@ -173,8 +174,8 @@ pub struct RecoverySpec {
 pub struct EvaluateSpec {
     /// Epochs between two validations; 0: only at the end.
     pub every_epochs: u32,
-    /// Views of each picture whose logits are averaged (test-time augmentation). 2: the picture and its mirror image. 6: these two also
-    /// shifted by one pixel up and left, and down and right; half of the weight is on the two that are not shifted.
+    /// Number of views of each picture whose logits are averaged (test-time augmentation). 2: the picture and its mirror image. 6: these
+    /// two views, which together have half of the weight, and both shifted by one pixel up and left, and by one pixel down and right.
     #[serde(skip_serializing_if = "is_one")]
     pub views: u32,
 }

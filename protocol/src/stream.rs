@@ -93,6 +93,7 @@ pub enum EventBody {
         attempt: u32,
         total_steps: u64,
         steps_per_epoch: u64,
+        /// Number of optimizer steps done before this attempt.
         start_step: u64,
     },
     /// Points of one metric of one rank. `values[i]` belongs to `steps[i]`, and is null if it was not finite.

@@ -77,7 +77,7 @@ impl Suggestion {
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
         }
-        // The network's input is no larger than usual pictures of the dataset.
+        // The network's input is no larger than usual pictures of the dataset. `None`: it has the effort's size.
         let own_side = info.height.min(info.width).max(info.median_side);
         let side = Some(own_side)
             .filter(|side| (1..effort.side).contains(side))
@@ -116,8 +116,8 @@ impl Suggestion {
     }
 }
 
-/// `sides`: if the network sees usual pictures of the dataset at their size, this size and the shorter side of the pictures, which may be
-/// smaller. Otherwise the network's input has `input` x `input` pixels.
+/// `sides`: if the network's input is as large as the dataset's usual pictures, the input's size and the pictures' shorter side, which is
+/// smaller if it is below the smallest input. `None`: the input has `input` x `input` pixels.
 fn data(
     info: &DatasetInfo,
     sides: Option<(u32, u32)>,
@@ -208,8 +208,8 @@ fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
     let fraction = held_out_share(samples);
     let expected = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
     // The inspection chose the seed for the share of all files, including broken ones.
-    let suits_seed = held_out_share(samples + info.broken_count) == fraction;
-    let seed = info.held_out.as_ref().filter(|_| suits_seed).map(|held_out| held_out.validation_seed);
+    let is_same_share = held_out_share(samples + info.broken_count) == fraction;
+    let seed = info.held_out.as_ref().filter(|_| is_same_share).map(|held_out| held_out.validation_seed);
     let counted = seed.and_then(|seed| info.count_held_out(&Validation::Fraction(fraction), seed));
     // A job needs a picture for training.
     let held_out = counted.map_or(expected, |counted| counted.min(samples - 1));
@@ -276,7 +276,8 @@ fn batch_size(samples: u64, is_small: bool) -> u64 {
     1 << upper_bound.ilog2()
 }
 
-/// 0.2 for 256 pictures is usual for ResNets on CIFAR with one cycle; photographs need half of it.
+/// The learning rate for SGD with momentum: 0.2 for 256 pictures is usual for ResNets on CIFAR with one cycle, and half of it for
+/// photographs.
 fn momentum_lr(batch: u64, is_small: bool) -> f64 {
     let for_256_pictures = if is_small { 0.2 } else { 0.1 };
     for_256_pictures * batch as f64 / 256.0

@@ -57,8 +57,8 @@ pub struct Sweep {
     /// Numbers of the trials that a person has paused: the sweep cannot end until these are resumed or cancelled.
     #[serde(default)]
     pub paused: Vec<u32>,
-    /// The best trial so far: among the trials at the highest rung, or with a single rung among all trials, the one with the
-    /// best metric. Absent before the first validation of a trial.
+    /// The best trial so far: the trial with the best metric among the trials at the highest rung, or with a single rung among
+    /// all trials. Absent before the first validation of a trial.
     pub best: Option<Trial>,
     /// Number of optimizer steps of all trials together, without deleted trials.
     pub steps: u64,
@@ -114,8 +114,8 @@ pub struct Trial {
     pub ended_early: bool,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
-    /// The best value of the metric among all validations up to the newest rung, or so far before the first rung; absent
-    /// before the first validation, if the validation at the newest rung was not finite, and if the trial ended before its
+    /// The best value of the metric among all validations up to the newest rung; before the first rung, among all validations
+    /// so far. Absent before the first validation, if the validation at the newest rung was not finite, and if the trial ended before its
     /// first rung.
     pub metric: Option<f64>,
     /// Number of validation pictures on which the metric was measured, if known.

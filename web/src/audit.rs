@@ -163,9 +163,9 @@ pub struct AuditPage {
     pub lines: Vec<AuditLine>,
     /// Cursor of the next page, with older lines.
     pub next: Option<String>,
-    /// Entries of this person or token (`?who=ada`). Empty: all entries.
+    /// The filter by person or token (`?who=ada`). Empty: entries of everybody.
     pub who: String,
-    /// Entries that contain this text (`?q=/jobs`). Empty: all entries.
+    /// The filter by a text that the action or the object contains (`?q=/jobs`). Empty: entries with any text.
     pub text: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,

@@ -50,7 +50,8 @@ struct DatasetCard<'a> {
     normalisation: String,
     /// For each class, its name and its number of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
-    more_classes: usize,
+    /// Number of the classes that are not listed.
+    unlisted_count: usize,
 }
 
 impl<'a> DatasetCard<'a> {
@@ -88,7 +89,7 @@ impl<'a> DatasetCard<'a> {
                     (name.as_str(), info.splits.iter().map(samples).collect())
                 })
                 .collect(),
-            more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
+            unlisted_count: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
         }
     }
 

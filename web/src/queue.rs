@@ -24,9 +24,9 @@ pub struct QueuePage {
     pub total: u64,
     /// Slots that are reserved for jobs.
     pub reservations: Vec<Reservation>,
-    /// Jobs of this project (`?project=vision`). Empty: jobs of any project.
+    /// The filter by project (`?project=vision`). Empty: jobs of any project.
     pub project: String,
-    /// Jobs of this person or token (`?owner=ada`). Empty: jobs of any owner.
+    /// The filter by owner, a person or a token (`?owner=ada`). Empty: jobs of any owner.
     pub owner: String,
     /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,
@@ -50,9 +50,11 @@ impl QueuePage {
     /// Counts jobs and slots: `3 jobs wait · 2 slots kept`.
     fn summary(&self) -> String {
         let waits = if self.total == 1 { "waits" } else { "wait" };
-        let kept: usize = self.reservations.iter().map(|r| r.free.len() + r.ending.len()).sum();
-        let kept =
-            if kept == 0 { String::new() } else { format!(" · {} kept", plural(kept as u64, "slot")) };
+        let slot_count: usize = self.reservations.iter().map(|r| r.free.len() + r.ending.len()).sum();
+        let kept = match slot_count {
+            0 => String::new(),
+            count => format!(" · {} kept", plural(count as u64, "slot")),
+        };
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 

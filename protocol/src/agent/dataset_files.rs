@@ -18,7 +18,7 @@ pub const PART_FOLLOWS: u8 = 0;
 /// Precedes the reason why a part, and all parts after it, are not sent: the part's file has changed since the list was made. A new list
 /// may help.
 pub const PART_CHANGED: u8 = 1;
-/// Precedes the reason for a file that cannot be read, or does not belong to the dataset.
+/// Precedes the reason why a part, and all parts after it, are not sent: the part's file cannot be read, or does not belong to the dataset.
 pub const PART_REFUSED: u8 = 2;
 /// Maximum length of [`DatasetParts::anew`], in bytes.
 pub const ANEW_BYTES: usize = 4000;
@@ -64,7 +64,8 @@ pub struct DatasetParts {
     pub copied_bytes: u64,
     /// Bytes of the whole dataset.
     pub total_bytes: u64,
-    /// Why the copy begins again, in the first request of the new copy: the dataset has changed. At most 4000 bytes, for the job's log.
+    /// Only in the first request of a copy that begins again because the dataset has changed: the reason, for the job's log. At most 4000
+    /// bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub anew: Option<String>,
 }

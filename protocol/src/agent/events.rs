@@ -20,6 +20,7 @@ pub enum AttemptEvent {
     Running {
         total_steps: u64,
         steps_per_epoch: u64,
+        /// Number of optimizer steps done before this attempt.
         start_step: u64,
         /// Number of pictures in the training split; 0 if unknown.
         #[serde(default)]
@@ -38,7 +39,7 @@ pub enum AttemptEvent {
         report: RankReport,
     },
     Checkpoint(CheckpointInfo),
-    /// A checkpoint's files were deleted, because of `keep`.
+    /// A checkpoint's files were deleted, because of `checkpoint.keep`.
     CheckpointRemoved {
         epoch: u32,
         step: u64,
@@ -53,7 +54,7 @@ pub enum AttemptEvent {
         step: u64,
         what: String,
     },
-    /// Early stopping: the run ends after `step`, before its last step. `why` completes a sentence. From rank 0.
+    /// Early stopping: the run ends after `step`, before its last step. `why` follows the words `stopped early: `. From rank 0.
     StoppedEarly {
         step: u64,
         why: String,
@@ -93,10 +94,11 @@ pub struct LogLine {
     pub text: String,
 }
 
-/// State of a rank, and how the rank spends its time: averages since the last report, at most one report per second.
+/// State of a rank, and how the rank spends its time. A rank sends at most one report per second; times are averages over the steps
+/// since its last report.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
-    /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
+    /// One of `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped` and `failed`.
     pub status: String,
     pub step: u64,
     pub epoch: u32,
@@ -108,7 +110,7 @@ pub struct RankReport {
     /// Pictures of this rank per second of its steps, since the last report. The job's `images_per_second` covers all ranks.
     pub images_per_second: f64,
     pub pid: u32,
-    /// `CPU, 1 thread`, `GPU 0`.
+    /// The rank's device in words, such as `CPU, 1 thread` or `GPU 0`.
     pub device: String,
     /// The part of `step_ms` spent in exchanges along each axis of the mesh: transfers, and waiting for the other ranks. Only CPU ranks
     /// that share a network or pictures report it.
@@ -116,8 +118,8 @@ pub struct RankReport {
     pub axis_ms: Option<AxisTimes>,
 }
 
-/// A time for each axis of the mesh of ranks, in the unit that a field of this type names (`axis_ms`, `axis_secs`). A sum over several
-/// axes counts for the first axis of data, height and model that has several ranks.
+/// A time for each axis of the mesh of ranks, in the unit that a field of this type names (`axis_ms`, `axis_secs`). The time of an exchange
+/// over several axes counts for the first of the axes data, height and model that has several ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AxisTimes {
     /// Between stages: activations and their gradients.
@@ -159,7 +161,7 @@ pub struct CheckpointInfo {
     /// The pictures on which the checkpoint was validated; absent without validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
-    /// Whether the checkpoint is the best by `keep_best` so far.
+    /// Whether the checkpoint is the best so far, by the metric `checkpoint.keep_best`.
     pub best: bool,
     /// The total size of the checkpoint's files.
     pub size_bytes: u64,
@@ -172,7 +174,7 @@ impl CheckpointInfo {
     }
 }
 
-/// Validation over the whole split, every sample counted once.
+/// The results of a validation, in which every validation picture is counted once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Evaluation {
     pub epoch: u32,

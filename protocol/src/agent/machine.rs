@@ -27,7 +27,8 @@ pub struct Machine {
     /// Identifies the machine's boot and its network namespace: agents with equal values reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
-    /// Groups of slots whose GPUs are all connected to each other by NVLink. Empty without such GPUs, or if NVML does not report links.
+    /// Groups of slots, by index, whose GPUs are all connected to each other by NVLink. Empty without such GPUs, or if NVML does not report
+    /// links.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nvlink_groups: Vec<Vec<u32>>,
 }

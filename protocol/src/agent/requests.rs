@@ -100,9 +100,9 @@ pub enum RequestQueue {
     Inspections,
     /// All other requests. Most read at most the index and a few pictures of a dataset; `Fingerprint` examines every file.
     Short,
-    /// Requests whose time depends on the number of sent pictures, up to a limit.
+    /// Predictions, whose time depends on the number of pictures in the request, which is limited.
     Predictions,
-    /// Requests that may take minutes.
+    /// Evaluations, which may take minutes.
     Long,
 }
 
@@ -122,7 +122,7 @@ pub enum AgentReply {
         path: String,
         info: DatasetInfo,
     },
-    /// Pictures (or shards) inspected so far and in all; `None` if no inspection of that path is running.
+    /// The numbers of pictures (or shards) inspected so far and in all; `None` if no inspection of the path is running.
     Progress {
         inspected: Option<(u64, u64)>,
     },

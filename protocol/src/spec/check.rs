@@ -175,7 +175,7 @@ pub(super) fn check_section(
             table.remove(*key);
         }
     }
-    let mut unlisted = 0;
+    let mut unlisted_count = 0;
     table.retain(|key, _| {
         let is_known = names.contains(&key.as_str());
         if !is_known && errors.len() < MAX_MISTAKES {
@@ -183,14 +183,14 @@ pub(super) fn check_section(
             let pointer = if key.len() > KEY_BYTES { section_pointer.clone() } else { pointer(key) };
             errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
         } else if !is_known {
-            unlisted += 1;
+            unlisted_count += 1;
         }
         is_known
     });
-    if unlisted > 0 {
+    if unlisted_count > 0 {
         errors.push(SpecError {
             pointer: section_pointer,
-            detail: format!("and {unlisted} more unknown keys"),
+            detail: format!("and {unlisted_count} more unknown keys"),
         });
     }
 }
@@ -226,7 +226,7 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
 }
 
 fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
-    // A wrong mode was reported and replaced by the default, with which the other keys need not fit.
+    // A wrong mode was reported and replaced by the default. The other keys need not fit the default, so they are not checked with it.
     let has_valid_mode = errors.iter().all(|error| error.pointer != "/parallel/mode");
     let mut mistake = |pointer: &str, detail: String| {
         if !errors.iter().any(|error| error.pointer == pointer) {

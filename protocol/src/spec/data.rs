@@ -53,7 +53,7 @@ pub struct DataSpec {
     /// Mirror a random half of the training pictures left to right.
     pub horizontal_flip: bool,
     /// With `horizontal_flip`: mirror a random half of the pictures in the first epoch, the other half in the second one, and so on in turn
-    /// (Jordan 2024), so that every two epochs have both views of each picture.
+    /// (Jordan 2024), so that two successive epochs have both views of each picture.
     pub alternating_flip: bool,
     /// Mirror a random half of the training pictures top to bottom.
     pub vertical_flip: bool,

@@ -20,7 +20,7 @@ words!(Device, "device": Auto = "auto", Cuda = "cuda", Cpu = "cpu");
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceKind {
     pub device: Device,
-    /// The word of `device`, also in slots.
+    /// The word for `device`, as in `Slot::device`.
     pub name: &'static str,
     /// Name in sentences.
     pub display_name: &'static str,

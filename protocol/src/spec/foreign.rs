@@ -3,8 +3,8 @@
 
 use super::{Device, OptimizerKind, Split, shard::MODES};
 
-/// The words of the key whose values are named, the names of other programs in lower case, and the suggestion. For keys there are no
-/// words, and the suggestion is `section.key`.
+/// For a value: the valid words of its key, the names of other programs in lower case, and the suggestion. For a key: no words, the names,
+/// and the key's path `section.key`.
 const NAMES: &[(&[&str], &[&str], &str)] = &[
     (&[], &["learning_rate"], "train.lr"),
     (&[], &["num_epochs", "max_epochs"], "train.epochs"),
@@ -74,6 +74,7 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
 /// The suggestion for another program's name of a key (without `words`), or of a value of the key with these `words`.
 pub(super) fn equivalent(words: &[&str], name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
-    let found = NAMES.iter().find(|(of, names, _)| *of == words && names.contains(&name.as_str()));
+    let found =
+        NAMES.iter().find(|(key_words, names, _)| *key_words == words && names.contains(&name.as_str()));
     found.map(|(_, _, suggestion)| *suggestion)
 }

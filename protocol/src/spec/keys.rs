@@ -47,7 +47,7 @@ pub enum Kind {
     Channels {
         positive: bool,
     },
-    /// The two limits of a range: ascending numbers from `min` to `max`.
+    /// A list of the lower and the upper limit of a range, ascending, both from `min` to `max`.
     Range {
         min: f64,
         max: f64,
@@ -290,6 +290,8 @@ impl Kind {
         matches!(self, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })
     }
 
+    /// Checks that a key of this kind accepts `value`.
+    ///
     /// # Errors
     /// What the value must be and what it is.
     pub(super) fn check(self, value: &Value) -> Result<(), String> {
@@ -433,7 +435,7 @@ impl Kind {
     }
 }
 
-/// The end of the error for an unknown word: the name here that its writer most likely meant. Empty if no name is similar.
+/// The end of the error for an unknown word: the valid word that its writer most likely meant. Empty if no valid word is similar.
 pub(super) fn suggest_word(words: &[&str], word: &str) -> String {
     match (equivalent(words, word), nearest(word, words.iter().copied())) {
         (Some(suggestion), _) => format!("; {suggestion}"),

@@ -19,11 +19,11 @@ pub(super) const WEIGHT_RANGE: RangeInclusive<f64> = 1e-6..=1e6;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossSpec {
-    /// Share of the classes that each step draws at random (Partial FC, An et al. 2022). Below 1, a step computes logits only for the drawn
-    /// classes and for the classes of its labels. Each rank draws from its own classes. The loss, the accuracy of training and all
-    /// gradients are those of a classifier of these classes. Weights, biases and optimizer state of all other classes stay unchanged, also
-    /// without weight decay. Evaluations and predictions use all classes. On GPUs a share below 1 needs `parallel.model` = `parallel.ranks`
-    /// and `train.accumulate` = 1.
+    /// Share of the classes that each step draws at random (Partial FC, An et al. 2022). Each rank draws from its own classes.
+    /// Below 1, a step computes logits only for the drawn classes and for the classes of its labels. Its loss, training accuracy and
+    /// gradients are those of a classifier of only these classes. Weights, biases and optimizer state of all other classes stay unchanged,
+    /// also without weight decay. Evaluations and predictions use all classes. On GPUs a share below 1 needs `parallel.model` =
+    /// `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
     /// The loss function. `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are
     /// `scale` times the cosines between the features and the weights of each class, without bias. In training, the logit of the label's

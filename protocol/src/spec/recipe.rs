@@ -190,8 +190,8 @@ impl Recipe {
     /// Sets each key that `document` does not give to the recipe's value. The document's keys must have the right
     /// types. The learning rate is left out, because it follows from the job's batch size ([`Recipe::lr_for`]).
     ///
-    /// If the job gives another number of epochs, milestones, epochs of sizes and the warm-up keep their share of the run, but
-    /// the warm-up is never longer than the recipe's.
+    /// If the job gives another number of epochs, the milestones, the epochs in which sizes begin and the warm-up keep their
+    /// shares of the run, but the warm-up is never longer than the recipe's.
     pub(super) fn fill(self, document: &mut Map<String, Value>) {
         let mut keys = self.settings().keys;
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());

@@ -145,7 +145,7 @@ impl Kind {
                 format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first not a dot")
             }
             Kind::Tags => {
-                format!("list of at most {MAX_TAGS} texts of {TAG_CHARS} characters, without commas")
+                format!("list of at most {MAX_TAGS} texts of at most {TAG_CHARS} characters, without commas")
             }
             Kind::Notes => {
                 format!("text of at most {} bytes, also over several lines", grouped(NOTES_BYTES as i64))

@@ -33,7 +33,7 @@ pub struct ShardSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
-    /// Output channels, or classes: each rank computes some for all pictures of its group.
+    /// Output channels, or classes: each rank computes some of them for all pictures of its group.
     Out,
     /// Input channels: each rank computes a part of the sum for all pictures of its group.
     In,
@@ -120,11 +120,11 @@ impl ParallelSpec {
         let (stages, micro_batches) = (self.pipeline, micro_batches.max(1));
         let bubble =
             100.0 * f64::from(stages.saturating_sub(1)) / f64::from(micro_batches + stages.max(1) - 1);
-        let kept = plural(stages.min(micro_batches).into(), "micro-batch");
+        let kept_batches = plural(stages.min(micro_batches).into(), "micro-batch");
         (stages > 1).then(|| {
             format!(
                 "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first stage keeps the \
-                 activations of {kept}",
+                 activations of {kept_batches}",
                 plural(micro_batches.into(), "micro-batch")
             )
         })

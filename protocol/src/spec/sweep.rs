@@ -232,7 +232,8 @@ pub fn key_mistakes(section: &Value, job: &Value) -> Vec<SpecError> {
     let mut job = job.clone();
     let parameters = section.get("parameters").and_then(Value::as_object);
     for (path, _) in parameters.into_iter().flat_map(|table| flatten(table, "")) {
-        // JSON's null is an absent key, unless the key is unknown. What follows a section and a key is a part of the key's value.
+        // With null, a known key counts as absent, so only unknown keys are mistakes. A path may have further parts, which lie within the
+        // key's value.
         if let Some((owner, rest)) = path.split_once('.') {
             let key = rest.split('.').next().unwrap_or_default();
             let _ = set_key(&mut job, &format!("{owner}.{key}"), Value::Null);
@@ -292,7 +293,7 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
 impl SweepSpec {
     /// Refuses a grid with a range, and a sweep without a limit of its number of trials.
     fn check_size(&self, errors: &mut Vec<SpecError>) {
-        errors.push(match (self.method, self.combinations(), self.max_trials) {
+        errors.push(match (self.method, self.combination_count(), self.max_trials) {
             (SweepMethod::Grid, None, _) => mistake(
                 "/method",
                 "a grid needs values for every parameter; draw from min and max with method = \"random\"".into(),
@@ -300,7 +301,7 @@ impl SweepSpec {
             (_, None, None) => {
                 mistake("/max_trials", "is missing: say how many settings are drawn from min and max".into())
             }
-            (_, Some(many), None) if many > u64::from(MAX_TRIALS) => mistake(
+            (_, Some(count), None) if count > u64::from(MAX_TRIALS) => mistake(
                 "/max_trials",
                 format!(
                     "is missing: the values have more than {MAX_TRIALS} combinations, and a sweep has at most {MAX_TRIALS} trials; \
@@ -372,7 +373,7 @@ impl SweepSpec {
     }
 
     /// The number of combinations; `None` if a parameter has a range.
-    fn combinations(&self) -> Option<u64> {
+    fn combination_count(&self) -> Option<u64> {
         self.parameters.values().try_fold(1u64, |product, parameter| match parameter {
             Parameter::Values(values) => Some(product.saturating_mul(values.len() as u64)),
             Parameter::Range { .. } => None,
@@ -383,7 +384,7 @@ impl SweepSpec {
     pub fn settings(&self) -> Vec<Setting> {
         let max_trials = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
         let mut random = Random(self.seed);
-        match (self.method, self.combinations()) {
+        match (self.method, self.combination_count()) {
             (SweepMethod::Grid, Some(all)) => {
                 (0..all.min(max_trials)).map(|index| self.combination(index)).collect()
             }

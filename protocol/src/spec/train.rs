@@ -25,7 +25,8 @@ pub struct TrainSpec {
     /// Number of pictures of a rank in one micro-batch; 32 when neither this key nor `global_batch_size` is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<u32>,
-    /// Number of pictures of all ranks in one optimizer step, instead of `batch_size`; a multiple of `parallel.ranks` x `accumulate`.
+    /// Number of pictures of all ranks in one optimizer step, instead of `batch_size`; a multiple of `accumulate` x `parallel.ranks` /
+    /// (`parallel.height` x `parallel.pipeline`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<u32>,
     /// The optimizer. `momentum` and `nesterov`: PyTorch's SGD. `adamw`: PyTorch's `AdamW`. `lars` and `lamb`: layer-wise adaptive
@@ -77,9 +78,9 @@ pub struct TrainSpec {
     /// for each step from Beta(`mixup`, `mixup`). 0: off.
     pub mixup: f32,
     /// cutmix (Yun et al. 2019), torchvision's `RandomCutMix`: in each picture of a step, a rectangle is replaced by
-    /// the same rectangle of the previous picture. The rectangle has the fraction `1 - lambda` of the picture's area, before its part
-    /// outside the picture is cut off. `lambda` is drawn for each step from Beta(`cutmix`, `cutmix`). 0: off. If mixup is also on, each
-    /// step applies one of the two, with equal probability.
+    /// the same rectangle of the previous picture. The rectangle's area is the fraction `1 - lambda` of the picture's; a part of the
+    /// rectangle outside the picture is then cut off. `lambda` is drawn for each step from Beta(`cutmix`, `cutmix`). 0: off. If mixup is
+    /// also on, each step applies one of the two, with equal probability.
     pub cutmix: f32,
     /// Decay of an exponential moving average (EMA) of the weights and running statistics: each update computes `average =
     /// ema_decay * average + (1 - ema_decay) * weights`. Until the first update after the warm-up, the average is a copy of the

@@ -420,7 +420,7 @@ fn settings_from_the_command_line_override_the_file() {
 
 #[test]
 fn freeze_norm_needs_pretrained_weights() {
-    let frozen = |more: &str| job_with("model", &format!("freeze_norm = true\n{more}"));
+    let frozen = |line: &str| job_with("model", &format!("freeze_norm = true\n{line}"));
     one_mistake(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");
     assert!(spec.model.freeze_norm);

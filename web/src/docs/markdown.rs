@@ -130,12 +130,12 @@ fn plain_text<'a>(event: &'a Event<'_>) -> Option<&'a str> {
     }
 }
 
-/// Returns the anchor of a heading, as on GitHub. A repeated anchor gets a number.
-fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
+/// Returns the anchor of a heading, as on GitHub. A repeated anchor gets a number. `repetitions` counts the repetitions of each anchor.
+fn anchor(text: &str, repetitions: &mut HashMap<String, u32>) -> String {
     let characters = text.trim().to_lowercase();
     let characters = characters.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     let name: String = characters.map(|c| if c == ' ' { '-' } else { c }).collect();
-    let count = taken.entry(name.clone()).and_modify(|n| *n += 1).or_insert(0);
+    let count = repetitions.entry(name.clone()).and_modify(|n| *n += 1).or_insert(0);
     if *count == 0 { name } else { format!("{name}-{count}") }
 }
 

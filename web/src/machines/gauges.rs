@@ -13,7 +13,7 @@ pub(super) struct Gauge {
     pub(super) note: String,
     /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`, one for each line.
     pub(super) metrics: &'static [&'static str],
-    /// The upper end of the lines' scale. 0 means the maximum of the lines' values.
+    /// The value at the top of the lines' vertical scale. 0: the maximum of the lines' values.
     pub(super) top: f64,
 }
 

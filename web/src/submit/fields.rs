@@ -23,8 +23,8 @@ const GROUPS: [(&str, &[Entry], &[Entry]); 11] = [
             (
                 "model.pretrained",
                 "Pretrained weights",
-                "a model or a checkpoint of this server (the field lists them), a safetensors file, or resnet18 after lockstep weights \
-             get resnet18 on the machine that trains; empty: random weights",
+                "a model or a checkpoint of this server (the field lists them), a safetensors file, or a name such as resnet18 that \
+             lockstep weights get has downloaded on the machine that trains; empty: random weights",
             ),
             ("data.dataset", "Dataset", ""),
             (
@@ -63,7 +63,7 @@ const GROUPS: [(&str, &[Entry], &[Entry]); 11] = [
                 "Validation",
                 "a split, a share of the training pictures such as 0.1, or none",
             ),
-            ("data.validation_seed", "Validation seed", "chooses the pictures of a share"),
+            ("data.validation_seed", "Validation seed", "chooses the pictures of a share or of the folds"),
             ("data.folds", "Folds", "cross-validation: parts of the training pictures"),
             ("data.fold", "Fold", "the part that validates this job, from 1"),
             ("data.validation_size", "Validation size", "pixels; empty: the image size"),

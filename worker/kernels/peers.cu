@@ -8,9 +8,8 @@
 
 struct Peers {
     u32 rank, world;
-    u64 data[MAX_PEERS];  // addresses of all ranks' buffers, as mapped by this rank
-    u64 flags[MAX_PEERS]; // not used by any kernel
-    u64 abort;            // address of a u32 in host memory; a nonzero value ends all waits
+    u64 data[MAX_PEERS]; // addresses of all ranks' buffers, as mapped by this rank
+    u64 abort;           // address of a u32 in host memory; a nonzero value ends all waits
 };
 
 struct Site {

@@ -95,8 +95,8 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     };
     let short_us = mean_secs(SHORT, 200)? * 1e6;
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 5)?.max(1e-9);
-    let (exchange, data_bytes, flag_bytes) = (Exchange::Store(store, GPU_TIMEOUT), 4096, 256);
-    let no_peer_memory = Peers::connect(exchange, "doctor", ordinal, data_bytes, flag_bytes, Ok(()))?.err();
+    let exchange = Exchange::Store(store, GPU_TIMEOUT);
+    let no_peer_memory = Peers::connect(exchange, "doctor", ordinal, 4096, Ok(()))?.err();
     Ok(AllGatherResult { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 

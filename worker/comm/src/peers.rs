@@ -1,5 +1,5 @@
 //! Device memory that the GPUs of one machine read and write directly, for all-reduces so short that NCCL is slower.
-//! Each rank writes its values into the buffers of all ranks, sets a flag in each, and sums the values in its own buffer.
+//! Each rank writes its values into the buffers of all ranks, and sums the values in its own buffer.
 //!
 //! The buffers are plain allocations, shared between processes by CUDA IPC handles. Multicast and managed memory are
 //! not used.
@@ -23,18 +23,14 @@ pub const MAX_PEERS: usize = 8;
 /// CUDA's allocation granularity. A smaller allocation could share a block with other allocations, and an IPC handle
 /// opens whole blocks.
 const BLOCK_BYTES: usize = 2 << 20;
-/// Alignment of data and flags in the buffer.
-const ALIGNMENT: usize = 256;
 
 /// One rank's view of the buffers of all ranks. Buffers are zero at first.
 #[derive(Debug)]
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// The addresses at which this rank's GPU accesses each rank's data (`data_bytes` bytes), by rank.
+    /// The addresses at which this rank's GPU accesses each rank's buffer, by rank.
     pub data: [u64; MAX_PEERS],
-    /// The addresses at which this rank's GPU accesses each rank's flags (`flag_bytes` bytes), by rank.
-    pub flags: [u64; MAX_PEERS],
     /// This rank's buffer.
     own_buffer: CUdeviceptr,
     /// The UUID of this rank's GPU.
@@ -55,8 +51,8 @@ struct IpcDescriptor {
 }
 
 impl Peers {
-    /// Collective among the ranks of `exchange`: either all ranks get buffers, or all get the same reason why they cannot
-    /// share memory. `name` must be unique within an attempt. `ordinal` is CUDA's number for this rank's GPU. A rank that must
+    /// Collective among the ranks of `exchange`: either all ranks get buffers of at least `bytes` bytes, or all get the same reason why
+    /// they cannot share memory. `name` must be unique within an attempt. `ordinal` is CUDA's number for this rank's GPU. A rank that must
     /// not share its memory passes the reason in `permission`.
     ///
     /// Dropping the value frees the buffer. Before that, all ranks must have finished their last step with the
@@ -68,8 +64,7 @@ impl Peers {
         exchange: Exchange<'_>,
         name: &str,
         ordinal: i32,
-        data_bytes: usize,
-        flag_bytes: usize,
+        bytes: usize,
         permission: Result<(), String>,
     ) -> Result<Result<Self, String>, CommError> {
         const OPERATION: &str = "sharing GPU memory";
@@ -77,8 +72,7 @@ impl Peers {
         if world as usize > MAX_PEERS {
             return Ok(Err(format!("{world} ranks; at most {MAX_PEERS} can share GPU memory")));
         }
-        let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
-        let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK_BYTES);
+        let bytes = bytes.max(1).next_multiple_of(BLOCK_BYTES);
         let mut allocated = permission.and_then(|()| Self::allocate(rank, world, ordinal, bytes));
         let descriptor = IpcDescriptor {
             host: host(),
@@ -88,7 +82,7 @@ impl Peers {
         let message = serde_json::to_vec(&descriptor).unwrap_or_default();
         let messages = exchange.all_gather_bytes(OPERATION, &format!("peers/{name}"), &message)?;
         let opened = match &mut allocated {
-            Ok(own) => parse_descriptors(&messages).and_then(|all| own.open(&all, flags_at)),
+            Ok(own) => parse_descriptors(&messages).and_then(|all| own.open(&all)),
             Err(reason) => Err(reason.clone()),
         };
         // If one rank cannot open a buffer, no rank uses them.
@@ -109,8 +103,8 @@ impl Peers {
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
         // SAFETY: the context is current on this thread.
         let own_buffer = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
-        let (data, flags) = ([0; MAX_PEERS], [0; MAX_PEERS]);
-        let peers = Self { rank, world, data, flags, own_buffer, gpu, opened: Vec::new(), context };
+        let data = [0; MAX_PEERS];
+        let peers = Self { rank, world, data, own_buffer, gpu, opened: Vec::new(), context };
         // SAFETY: the buffer was just allocated, and is zeroed before another process can open it.
         unsafe { result::memset_d8_sync(own_buffer, 0, bytes) }.map_err(text)?;
         peers.context.synchronize().map_err(text)?;
@@ -126,8 +120,8 @@ impl Peers {
         Ok(handle.reserved.iter().map(|byte| *byte as u8).collect())
     }
 
-    /// Opens the buffers of the other ranks. `flags_at` is the offset of the flags in each buffer.
-    fn open(&mut self, descriptors: &[IpcDescriptor], flags_at: usize) -> Result<(), String> {
+    /// Opens the buffers of the other ranks.
+    fn open(&mut self, descriptors: &[IpcDescriptor]) -> Result<(), String> {
         let here = &descriptors[self.rank as usize].host;
         for (other, descriptor) in (0..).zip(descriptors) {
             let bytes = descriptor.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
@@ -152,7 +146,6 @@ impl Peers {
                 self.opened.push(address);
             }
             self.data[other as usize] = address;
-            self.flags[other as usize] = address + flags_at as u64;
         }
         Ok(())
     }
@@ -242,7 +235,7 @@ mod tests {
                     scope.spawn(move || {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
                         let exchange = Exchange::Store(&store, store.config().timeout);
-                        let peers = Peers::connect(exchange, "test", 0, 4096, 64, permission).unwrap();
+                        let peers = Peers::connect(exchange, "test", 0, 4096, permission).unwrap();
                         // The store closes when rank 0 drops it.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()

@@ -111,13 +111,6 @@ pub struct Division {
     pub sample_share: f64,
 }
 
-impl Division {
-    /// Data parallelism over `ranks` ranks.
-    pub fn data(ranks: u32) -> Self {
-        Self { plan: Plan::data(ranks), classes: CLASSES, accumulate: 1, sample_share: 1.0 }
-    }
-}
-
 /// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is the format of
 /// the convolutions.
 ///
@@ -271,7 +264,11 @@ pub fn run_on_device(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
         ));
     }
-    let (mut engine, data) = build_with_data(case, comm.clone(), setup)?;
+    let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
+    let weight_decay = 5e-4;
+    let mut engine = build(case, comm.clone(), setup, case.batch_size, weight_decay, threads)?;
+    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
+    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
@@ -297,37 +294,6 @@ pub fn run_on_device(
     let pictures = mesh.readers() * case.batch_size * accumulate;
     let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
     Ok(Measurement { images_per_second: pictures as f64 / secs, first_step_secs, ..measured })
-}
-
-/// Times of the calls of one step of `case` on a device: (call, milliseconds), in order.
-///
-/// # Errors
-/// The engine cannot be built or the step fails.
-#[cfg(test)]
-pub(super) fn profile(case: &Case, setup: DeviceSetup) -> Result<Vec<(String, f64)>, String> {
-    let mesh = setup.division.plan.mesh;
-    let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), setup)?;
-    let mut batches = batches(&data, case, mesh, 1, &SingleRank);
-    let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
-    // The first steps load kernels.
-    for _ in 0..3 {
-        engine.train_step(&[next()?], 0.01).map_err(|e| e.to_string())?;
-    }
-    engine.profile_step(&next()?).map_err(|e| e.to_string())
-}
-
-/// Builds the engine, and a synthetic dataset with the size of CIFAR-10.
-fn build_with_data(
-    case: &Case,
-    comm: Arc<dyn ProcessGroup>,
-    setup: DeviceSetup,
-) -> Result<(Box<dyn Engine>, DataSource), String> {
-    let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
-    let weight_decay = 5e-4;
-    let mut engine = build(case, comm, setup, case.batch_size, weight_decay, threads)?;
-    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
-    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
-    Ok((engine, data))
 }
 
 /// Builds the engine of one rank of `comm`.
@@ -409,7 +375,8 @@ mod tests {
 
     #[test]
     fn two_ranks_over_loopback_are_measured() {
-        let data_parallel = Division::data(2);
+        let data_parallel =
+            Division { plan: Plan::data(2), classes: CLASSES, accumulate: 1, sample_share: 1.0 };
         let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).is_err());

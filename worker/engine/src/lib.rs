@@ -192,14 +192,6 @@ pub trait Engine: Send {
         let result = self.start_step(micro_batches, lr)?;
         Ok(self.finish_steps()?.pop().or(result).unwrap_or_default())
     }
-    /// Runs a step with a learning rate of 0 and times each of its calls: (name, milliseconds), in order. Empty if the
-    /// engine cannot time calls.
-    ///
-    /// # Errors
-    /// As for [`Engine::start_step`].
-    fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
-        Ok(Vec::new())
-    }
     /// Collective: makes the next step keep its gradients for [`Engine::gradients`].
     ///
     /// # Errors

@@ -24,7 +24,7 @@ pub fn add_f64(sum: &mut [f64], values: &[f64]) {
 }
 
 /// `sum += values`, for float32 values and a sum in float64.
-pub fn add_to_f64(sum: &mut [f64], values: &[f32]) {
+pub fn add_widened(sum: &mut [f64], values: &[f32]) {
     with_simd(
         #[inline(always)]
         || sum.iter_mut().zip(values).for_each(|(s, v)| *s += f64::from(*v)),

@@ -13,8 +13,8 @@
 //! ```
 //!
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
-//! block has the dataset's own path as its container, and the reader's version (`store.rs`, u32) as its body. If
-//! several entries have the same name, the last is valid.
+//! block has the dataset's own path as its container and no body. If several entries have the same name, the last is
+//! valid.
 //!
 //! `<key>.part` has the same format: blocks are appended to it as they are made, and the blocks of an interrupted run
 //! are read before work begins. `<key>.lock` is locked while an index is built, `<key>.folders` is described in
@@ -29,6 +29,7 @@ use std::{
     path::Path,
 };
 
+/// Increase the version also when the reader supports more pictures, because the index has the pictures that were broken.
 const MAGIC: &[u8; 8] = b"LSINDEX\x04";
 /// Larger index files are considered damaged. The index of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
@@ -100,18 +101,18 @@ pub(crate) fn content_hash(bytes: &[u8]) -> u64 {
 /// The facts about a dataset's pictures, by container.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
-    /// The files' contents. The flag tells whether the current version of the reader wrote the file.
-    buffers: Vec<(Vec<u8>, bool)>,
+    /// The files' contents.
+    buffers: Vec<Vec<u8>>,
     /// The blocks of each container: index in `buffers`, and position of the block's body.
     blocks: HashMap<Vec<u8>, Vec<(usize, Range<usize>)>>,
 }
 
 impl Facts {
     /// Adds the facts in `file`. Returns the number of bytes in complete blocks.
-    pub(super) fn add(&mut self, file: &Path, dataset: &Path, reader: u32) -> u64 {
+    pub(super) fn add(&mut self, file: &Path, dataset: &Path) -> u64 {
         let Ok(bytes) = lockstep_host::files::read(file, MAX_BYTES) else { return 0 };
         let buffer = self.buffers.len();
-        let (mut at, mut is_current) = (MAGIC.len(), false);
+        let mut at = MAGIC.len();
         if !bytes.starts_with(MAGIC) {
             return 0;
         }
@@ -121,32 +122,18 @@ impl Facts {
                 return 0;
             }
             at = body.end;
-            if is_first {
-                is_current = bytes[body] == reader.to_le_bytes();
-            } else {
+            if !is_first {
                 self.blocks.entry(bytes[container].to_vec()).or_default().push((buffer, body));
             }
         }
-        self.buffers.push((bytes, is_current));
+        self.buffers.push(bytes);
         if at == MAGIC.len() { 0 } else { at as u64 }
     }
 
     /// The blocks of a container, oldest first. Unreadable blocks are skipped.
     pub(super) fn of(&self, container: &[u8]) -> impl Iterator<Item = Block> {
         let all = self.blocks.get(container).into_iter().flatten();
-        all.filter_map(|(buffer, body)| {
-            let (bytes, is_current) = &self.buffers[*buffer];
-            let mut block: Block = rmp_serde::from_slice(&bytes[body.clone()]).ok()?;
-            if !is_current && block.stamp.is_some() {
-                // A shard is read as a whole, so its block is used only if nothing in it was broken for the other
-                // version.
-                let is_intact =
-                    block.shard_error.is_none() && block.entries.iter().all(|e| e.broken.is_none());
-                return is_intact.then_some(block);
-            }
-            block.entries.retain(|entry| *is_current || entry.broken.is_none());
-            Some(block)
-        })
+        all.filter_map(|(buffer, body)| rmp_serde::from_slice(&self.buffers[*buffer][body.clone()]).ok())
     }
 }
 
@@ -181,9 +168,9 @@ fn write_container(to: &mut impl Write, container: &[u8], body: &[u8]) -> io::Re
     to.write_all(body)
 }
 
-pub(super) fn write_head(to: &mut impl Write, dataset: &Path, reader: u32) -> io::Result<()> {
+pub(super) fn write_head(to: &mut impl Write, dataset: &Path) -> io::Result<()> {
     to.write_all(MAGIC)?;
-    write_container(to, dataset.as_os_str().as_encoded_bytes(), &reader.to_le_bytes())
+    write_container(to, dataset.as_os_str().as_encoded_bytes(), &[])
 }
 
 pub(super) fn write_block(to: &mut impl Write, container: &[u8], block: &Block) -> io::Result<()> {

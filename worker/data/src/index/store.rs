@@ -14,9 +14,6 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The version of the picture reader. Increase it when the reader supports more files, so that files that another
-/// version found broken are read again.
-const READER_VERSION: u32 = 1;
 /// Minimum number of pictures of a dataset with an index. Reading fewer pictures takes little time.
 const MIN_PICTURES: usize = 1000;
 /// If the index lacks fewer pictures than this, they are read at each start, and the results are not stored.
@@ -39,7 +36,6 @@ pub(crate) struct IndexStore {
     pub(super) dir: Option<PathBuf>,
     pub(super) min_pictures: usize,
     pub(super) min_unknown: usize,
-    pub(super) reader: u32,
     /// Whether folders that have not changed since all their files were examined are neither listed nor examined (see
     /// `folders.rs`).
     pub(super) trusts_folders: bool,
@@ -54,7 +50,6 @@ impl IndexStore {
             dir: lockstep_host::cache::dir().map(|dir| dir.join("datasets")),
             min_pictures: MIN_PICTURES,
             min_unknown: MIN_UNKNOWN,
-            reader: READER_VERSION,
             trusts_folders: changes == ChangeDetection::Folders,
             min_age: MIN_AGE,
         }
@@ -84,7 +79,7 @@ impl IndexStore {
         let mut facts = Facts::default();
         for extension in ["index", "part"] {
             if let Some(file) = self.file(dataset, extension) {
-                facts.add(&file, dataset, self.reader);
+                facts.add(&file, dataset);
                 mark_used(&file);
             }
         }
@@ -109,10 +104,10 @@ impl IndexStore {
         // written atomically.
         let _ = lock.lock();
         let mut facts = Facts::default();
-        facts.add(&index, dataset, self.reader);
+        facts.add(&index, dataset);
         let part_path = file("part");
         // A killed process may have left an incomplete block at the end.
-        let complete_bytes = facts.add(&part_path, dataset, self.reader);
+        let complete_bytes = facts.add(&part_path, dataset);
         // A killed process may have left the file behind.
         let _ = fs::remove_file(file("progress"));
         let open_part = || -> io::Result<File> {
@@ -124,7 +119,6 @@ impl IndexStore {
         let part = open_part().map_err(|e| with_path(&part_path, e))?;
         let builder = IndexBuilder {
             dataset: dataset.to_owned(),
-            reader: self.reader,
             index,
             part,
             last_published: None,
@@ -209,7 +203,6 @@ pub struct Progress {
 #[derive(Debug)]
 pub(super) struct IndexBuilder {
     dataset: PathBuf,
-    reader: u32,
     /// The path of the index. The other files are beside it, with other extensions.
     index: PathBuf,
     part: File,
@@ -230,7 +223,7 @@ impl IndexBuilder {
         let mut write = || -> io::Result<()> {
             let mut bytes = Vec::new();
             if self.part.stream_position()? == 0 {
-                write_head(&mut bytes, &self.dataset, self.reader)?;
+                write_head(&mut bytes, &self.dataset)?;
             }
             write_block(&mut bytes, container, block)?;
             self.part.write_all(&bytes)
@@ -262,7 +255,7 @@ impl IndexBuilder {
     pub(super) fn write<'a>(&self, blocks: impl Iterator<Item = (&'a [u8], Block)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
-        write_head(&mut file, &self.dataset, self.reader)?;
+        write_head(&mut file, &self.dataset)?;
         for (container, block) in blocks {
             write_block(&mut file, container, &block)?;
         }

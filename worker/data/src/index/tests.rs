@@ -293,26 +293,6 @@ fn machines_that_share_a_cache_have_separate_indexes() {
 }
 
 #[test]
-fn files_broken_for_another_version_are_checked_again() {
-    let fixture = Fixture::new(1, 4);
-    fixture.open().unwrap();
-    fixture.edit_index(|entry| {
-        entry.width = 77;
-        if entry.name == b"000001.png" {
-            entry.broken = Some("is of a kind that is not read".into());
-        }
-    });
-    let (pictures, broken) = counts(&fixture.open().unwrap());
-    assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
-    let newer = IndexStore { reader: u32::MAX, ..fixture.store() };
-    let reopened = Catalog::open_with(fixture.data.path(), &newer).unwrap();
-    assert_eq!(counts(&reopened), (4, vec![]));
-    let listing = listing(&reopened.splits[0]);
-    let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
-    assert_eq!(widths, [77, 6, 77, 77], "other pictures are not read");
-}
-
-#[test]
 fn a_few_pictures_are_checked_without_the_lock() {
     let fixture = Fixture::new(1, 8);
     let open = |min_unknown| {

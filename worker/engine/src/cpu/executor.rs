@@ -116,7 +116,7 @@ pub(super) struct Executor {
     /// Scratch memory with the number format of the convolutions.
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
-    pub(super) f64_gradients: bool,
+    pub(super) has_f64_gradients: bool,
     /// Scratch memory for each share of a batch; see [`super::gradient`].
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
@@ -136,7 +136,7 @@ impl Executor {
         config.loss.check_part(&network).map_err(EngineError::Parameters)?;
         let ops = fuse::fuse(&network, &capabilities);
         let layout = Layout::new(&network, &ops);
-        let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
+        let has_f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
         let data_ranks = plan.mesh.readers() as u32;
@@ -150,7 +150,7 @@ impl Executor {
             Sharding::new(&layout, gradient_groups.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
         let state =
-            State::new(&layout, f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
+            State::new(&layout, has_f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
         let reducer = match &groups {
             None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
             Some(groups) => Reducer::over(groups, state.is_sharded()),
@@ -166,7 +166,7 @@ impl Executor {
         };
         Ok(Self {
             state,
-            f64_gradients,
+            has_f64_gradients,
             scratches: Vec::new(),
             in_flight: vec![current.clone(); max_in_flight - 1],
             current,

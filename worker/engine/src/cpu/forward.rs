@@ -73,7 +73,7 @@ impl Executor {
             FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let weight = weight(name, "weight");
-                if norm_after.is_some() && stat_pictures.is_some() && !self.f64_gradients {
+                if norm_after.is_some() && stat_pictures.is_some() && !self.has_f64_gradients {
                     self.sums[*output] =
                         conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
                 } else {

@@ -68,7 +68,7 @@ impl Executor {
                     }
                     for part in parts.chunks_exact(len) {
                         let part = &part[chunk * CHUNK..][..out.len()];
-                        sums::add_to_f64(out, part);
+                        sums::add_widened(out, part);
                     }
                 });
                 self.pool.free(parts);

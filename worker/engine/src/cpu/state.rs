@@ -117,7 +117,7 @@ impl State {
     /// Another rank is gone.
     pub(super) fn new(
         layout: &Layout,
-        f64_gradients: bool,
+        has_f64_gradients: bool,
         optimizer: Optimizer,
         comm: &dyn ProcessGroup,
         model_group: Option<Group>,
@@ -138,7 +138,7 @@ impl State {
         let slots_at: Vec<usize> = optimizer.slots().iter().map(|_| allocate(4 * len)).collect();
         let counts_at = allocate(world * size_of::<Counts>());
         let squares_at = [0; 3].map(|_| allocate(8 * pieces.len()));
-        let value_bytes = if f64_gradients { 8 } else { 4 };
+        let value_bytes = if has_f64_gradients { 8 } else { 4 };
         let buckets_at: Vec<Vec<usize>> = (0..world)
             .map(|_| layout.buckets.iter().map(|bucket| allocate(value_bytes * bucket.len())).collect())
             .collect();

@@ -95,13 +95,6 @@ impl Engine for CudaEngine {
             .ok()
     }
 
-    fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
-        self.timed_calls = Some(Vec::new());
-        let result = self.train_step(std::slice::from_ref(batch), 0.0);
-        let calls = self.timed_calls.take().unwrap_or_default();
-        result.map(|_| calls.into_iter().map(|call| (call.name, call.millis)).collect())
-    }
-
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
         self.device.wait_idle()?;
         self.program.gradients()

@@ -167,7 +167,7 @@ impl Kernels {
                     retriable: super::error::may_be_temporary(error.0),
                 })
         };
-        self.profile.time(stream, || name.into(), start)
+        self.profile.time(stream, start)
     }
 
     /// A kernel, loaded on its first use, and its maximum dynamic shared memory per block in bytes.

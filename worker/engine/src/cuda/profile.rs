@@ -12,14 +12,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(super) struct TimedCall {
     /// The part of the step to which the call belongs.
     pub(super) part: Part,
-    pub(super) name: String,
     pub(super) millis: f64,
 }
 
 /// A call whose time is not yet read.
 struct RecordedCall {
     part: Part,
-    name: String,
     begin: Event,
     end: Event,
 }
@@ -45,7 +43,6 @@ impl Profile {
     pub(super) fn time<T, E: From<CudaError>>(
         &self,
         stream: Stream,
-        name: impl FnOnce() -> String,
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let mut profile = self.lock();
@@ -57,7 +54,7 @@ impl Profile {
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;
-        calls.push(RecordedCall { part: *current_part, name: name(), begin, end });
+        calls.push(RecordedCall { part: *current_part, begin, end });
         Ok(result)
     }
 
@@ -76,8 +73,8 @@ impl Profile {
     /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
         let calls = self.lock().take().map(|profile| profile.calls).unwrap_or_default();
-        let read_time = |RecordedCall { part, name, begin, end }: RecordedCall| {
-            Ok(TimedCall { part, name, millis: f64::from(begin.millis_to(&end)?) })
+        let read_time = |RecordedCall { part, begin, end }: RecordedCall| {
+            Ok(TimedCall { part, millis: f64::from(begin.millis_to(&end)?) })
         };
         calls.into_iter().map(read_time).collect()
     }

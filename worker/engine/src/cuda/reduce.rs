@@ -25,7 +25,6 @@ struct Table {
     rank: u32,
     world: u32,
     data: [u64; MAX_PEERS],
-    flags: [u64; MAX_PEERS],
     abort: u64,
 }
 
@@ -119,9 +118,8 @@ impl Reducer {
                 } else {
                     Ok(())
                 };
-                let (name, flag_bytes) = (name("statistics"), 256);
-                let peers =
-                    Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, flag_bytes, permission)?;
+                let name = name("statistics");
+                let peers = Peers::connect(rendezvous, &name, gpu.ordinal, exchange_bytes, permission)?;
                 device.bind()?;
                 match peers {
                     Ok(peers) => {
@@ -129,7 +127,6 @@ impl Reducer {
                             rank: comm.rank(),
                             world: comm.size(),
                             data: peers.data,
-                            flags: peers.flags,
                             abort: abort_flag.device,
                         };
                         let table = device.upload(&[table])?;

@@ -15,9 +15,9 @@ use lockstep_protocol::agent::AttemptRef;
 use std::{
     collections::HashMap,
     ffi::OsStr,
-    fs::{self, DirBuilder, File, Permissions, TryLockError},
+    fs::{self, DirBuilder, File, TryLockError},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
 };
@@ -27,7 +27,6 @@ const HIDDEN_PREFIX: &str = ".";
 /// The content of an attempt's file in `uses/` after the attempt has found the copy complete. The file is empty while the attempt
 /// waits for the copy.
 const READS: &str = "reads";
-const LOCK_FILE: &str = ".lock";
 const NEW_PREFIX: &str = ".new-";
 const GONE_PREFIX: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
@@ -157,7 +156,7 @@ impl Copies {
         fs::create_dir_all(dir.parent().unwrap_or(dir)).map_err(failed)?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
-        let lock = open_lock(&dir.join(LOCK_FILE)).map_err(failed)?;
+        let lock = open_lock(&dir.join(".lock")).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -171,9 +170,6 @@ impl Copies {
         let copies =
             Self { dir, limit_bytes, changes: Mutex::default(), copy_locks: Mutex::default(), _lock: lock };
         let live: Vec<_> = live.iter().map(|attempt| use_name(attempt)).collect();
-        if copies.is_own().map_err(failed)? {
-            fs::set_permissions(&copies.dir, Permissions::from_mode(MODE)).map_err(failed)?;
-        }
         for (entry, _) in copies.entries().map_err(failed)? {
             for ended in entry.uses().iter().filter(|name| !live.contains(name)) {
                 fs::remove_file(entry.dir.join("uses").join(ended)).map_err(failed)?;
@@ -194,23 +190,6 @@ impl Copies {
 
     pub(super) fn dir(&self) -> &Path {
         &self.dir
-    }
-
-    /// Whether the folder belongs to this account and contains only copies. A folder with other files may have to stay
-    /// readable to other accounts.
-    fn is_own(&self) -> io::Result<bool> {
-        if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
-            return Ok(false);
-        }
-        for found in fs::read_dir(&self.dir)? {
-            let found = found?;
-            let name = found.file_name();
-            let belongs_to_copies = name == LOCK_FILE || is_leftover(&name);
-            if !belongs_to_copies && (Entry { dir: found.path() }).about().is_none() {
-                return Ok(false);
-            }
-        }
-        Ok(true)
     }
 
     /// Waits until no other job pulls this copy, and locks it.

@@ -26,7 +26,7 @@ impl Program {
                 };
                 let (stream, workspace) = (self.stream(*stream)?, address(*workspace)?);
                 let run = || self.tuner.cudnn.run(stream, plan, tensors, workspace);
-                self.kernels.profile.time(stream, || convolution.to_string(), run)?;
+                self.kernels.profile.time(stream, run)?;
             }
             Command::Record { stream, event } => self.event(*event)?.record(self.stream(*stream)?)?,
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,

@@ -1,4 +1,4 @@
-//! Tests of the gradients that a step keeps on request, and of the times of layers and kernels.
+//! Tests of the gradients that a step keeps on request, and of the times of layers.
 
 use super::*;
 use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
@@ -80,37 +80,5 @@ fn gpu_timing_a_step_does_not_change_its_bits() {
                 "{convolutions:?}"
             );
         }
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_calls_of_a_step_are_timed() {
-    use crate::{bench, registry};
-    use lockstep_host::gpu::RankGpu;
-    use lockstep_protocol::spec::Device;
-    let first = RankGpu { ordinal: 0, visible: Vec::new() };
-    for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
-        let setup = bench::DeviceSetup {
-            device: registry::device_of(Some(&first), Device::Cuda),
-            precision: Precision::Fp16,
-            deterministic: true,
-            sync_batch_norm: true,
-            division: bench::Division::data(1),
-            store: None,
-        };
-        let calls = bench::profile(&case.parse().unwrap(), setup).unwrap();
-        let mut parts: std::collections::BTreeMap<&str, (usize, f64)> = Default::default();
-        for (name, ms) in &calls {
-            let part = parts.entry(name).or_default();
-            *part = (part.0 + 1, part.1 + ms);
-        }
-        let mut parts: Vec<_> = parts.into_iter().collect();
-        parts.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
-        eprintln!("{case}: {:.3} ms in {} calls", calls.iter().map(|c| c.1).sum::<f64>(), calls.len());
-        for (name, (count, ms)) in &parts {
-            eprintln!("{ms:8.3} ms  {count:3} x  {name}");
-        }
-        assert!(calls.len() > 100 && parts.iter().any(|(name, _)| name.contains("convolution")));
     }
 }

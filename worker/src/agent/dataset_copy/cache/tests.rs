@@ -1,7 +1,9 @@
 use super::*;
 use lockstep_protocol::job::JobId;
 use std::{
+    fs::Permissions,
     io::Write,
+    os::unix::fs::PermissionsExt,
     time::{Duration, Instant},
 };
 
@@ -134,26 +136,16 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn copies_are_hidden_from_other_accounts() {
     let dir = tempfile::tempdir().unwrap();
-    // A folder that is created together with its parents, an existing empty folder, and a folder with other files.
-    let (created, own, shared) =
-        (dir.path().join("above/created"), dir.path().join("own"), dir.path().join("shared"));
-    for (folder, file) in [(&own, None), (&shared, Some("of others"))] {
-        fs::create_dir(folder).unwrap();
-        fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
-        if let Some(file) = file {
-            fs::write(folder.join(file), "").unwrap();
-        }
-    }
-    for (folder, expected) in [(&created, 0o700), (&own, 0o700), (&shared, 0o755)] {
+    // A folder that is created together with its parents, and an existing folder, whose mode is kept.
+    let (created, existing) = (dir.path().join("above/created"), dir.path().join("existing"));
+    fs::create_dir(&existing).unwrap();
+    fs::set_permissions(&existing, Permissions::from_mode(0o755)).unwrap();
+    for (folder, expected) in [(&created, 0o700), (&existing, 0o755)] {
         let copies = Copies::open(folder, 100, &[]).unwrap();
         assert_eq!(mode(folder), expected, "{}", folder.display());
         let entry = add_copy(&copies, "a", &about("/a", 1), &attempt()).unwrap();
         assert_eq!(mode(entry.dir()), 0o700);
     }
-    // A folder that already has copies.
-    fs::set_permissions(&own, Permissions::from_mode(0o755)).unwrap();
-    drop(open_again(&own, 100, &[]));
-    assert_eq!((mode(&own), names(&own)), (0o700, vec!["a".to_owned()]));
 }
 
 #[test]

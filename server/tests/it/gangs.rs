@@ -77,8 +77,7 @@ pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
 /// A server with long leases and frequent heartbeats, and two machines.
 async fn with_long_lease() -> (TestServer, Agent, Agent) {
-    let config = (LONG_LEASE, Duration::from_millis(100));
-    let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
+    let server = TestServer::with_lease(LONG_LEASE).await;
     let (a, b) = connect_machines(&server).await;
     (server, a, b)
 }
@@ -203,11 +202,7 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
 
 #[tokio::test]
 async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(4);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::with_lease(Duration::from_secs(4)).await;
     let (mut a, mut b) = connect_machines(&server).await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -332,15 +327,9 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let id = server.submit(|s| *s = four.clone()).await.id.to_string();
     let _a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
     let _b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
-    let mut stream = server.stream(&id, 0).await;
-    stream
-        .until(|f| {
-            f["reason"].as_str().is_some_and(|r| {
-                r.contains("needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent")
-                    && r.contains("--advertise ADDRESS")
-            })
-        })
-        .await;
+    let expected = "needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent";
+    let reason = server.wait_for_reason(&id, expected).await;
+    assert!(reason.contains("--advertise ADDRESS"), "{reason}");
     let (status, body) = server.post("/jobs/validate", &four).await;
     assert_eq!(status, 422, "{body}");
     server.stop().await;

@@ -96,6 +96,15 @@ pub fn assert_refused((status, problem): (u16, Value), expected: u16, text: &str
     assert!(status == expected && detail.contains(text), "{text:?}: {status} {problem}");
 }
 
+/// Asserts that the server has refused the value at `pointer`, and that the error's detail contains `text`.
+#[track_caller]
+pub fn assert_mistake((status, problem): (u16, Value), pointer: &str, text: &str) {
+    let error = &problem["errors"][0];
+    let is_expected =
+        error["pointer"] == pointer && error["detail"].as_str().unwrap_or_default().contains(text);
+    assert!(status == 422 && is_expected, "{pointer} {text:?}: {status} {problem}");
+}
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -103,6 +112,11 @@ impl TestServer {
 
     pub async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
         Self::open(tempfile::tempdir().unwrap(), change).await
+    }
+
+    /// Starts a server with this lease and frequent heartbeats.
+    pub async fn with_lease(lease: Duration) -> Self {
+        Self::with(|c| (c.lease, c.heartbeat) = (lease, Duration::from_millis(100))).await
     }
 
     /// Starts a server with an object store, which is the returned directory.
@@ -202,6 +216,18 @@ impl TestServer {
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
+    /// Returns all pages of a list. The path has the query of the first page.
+    pub async fn read_pages(&self, path: &str) -> Vec<Value> {
+        let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
+        while let Some(after) = cursor {
+            let (status, page) = self.get(&format!("{path}{after}")).await;
+            assert_eq!(status, 200, "{path}{after}: {page}");
+            cursor = page["next_cursor"].as_str().map(|next| format!("&cursor={next}"));
+            pages.push(page);
+        }
+        pages
+    }
+
     pub async fn get_text(&self, path: &str) -> (u16, String) {
         let response = self.http.get(self.url(path)).send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
@@ -239,6 +265,13 @@ impl TestServer {
         let expected = json!(state);
         stream.until(|frame| frame["type"] == "state" && frame["state"] == expected).await;
         self.job(id).await
+    }
+
+    /// Waits on the job's stream until the job's reason contains `text`, and returns the reason.
+    pub async fn wait_for_reason(&self, id: &str, text: &str) -> String {
+        let has_text = |frame: &Value| frame["reason"].as_str().is_some_and(|reason| reason.contains(text));
+        let frames = self.stream(id, 0).await.until(has_text).await;
+        frames.last().unwrap()["reason"].as_str().unwrap().to_owned()
     }
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {

@@ -7,7 +7,7 @@ use crate::{
     pictures,
     server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
     specs,
-    tls::serve::{Serve, listens},
+    tls::serve::{Serve, ca, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -15,7 +15,7 @@ use std::{
     ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
@@ -76,11 +76,6 @@ async fn wait_until(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -
 
 fn https(serve: &Serve) -> String {
     format!("https://localhost:{}", serve.port)
-}
-
-fn ca(folder: &Path, args: &[&str]) -> Finished {
-    let mut command = lockstep();
-    Finished::of(command.arg("ca").args(args).current_dir(folder))
 }
 
 /// Issues an agent's certificate by the server's CA, with more arguments of `ca issue`.

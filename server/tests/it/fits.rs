@@ -8,6 +8,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Evaluation, Source, ToAgent},
     dataset::{DatasetInfo, SplitInfo},
     job::JobState,
+    stream::Frame,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -289,6 +290,9 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
     assert_eq!(losses, [1.0, 0.9, 0.8, 0.85].map(|loss| json!(loss)), "{stored:#?}");
+    for frame in stored {
+        serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));
+    }
     server.stop().await;
 }
 

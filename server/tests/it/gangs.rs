@@ -82,6 +82,11 @@ async fn with_long_lease() -> (TestServer, Agent, Agent) {
     (server, a, b)
 }
 
+/// Asserts that an attempt has ended long before its lease.
+pub fn assert_before_lease(start: tokio::time::Instant) {
+    assert!(start.elapsed() < LONG_LEASE / 2, "after {:?}", start.elapsed());
+}
+
 /// Reports that rank 0, which has reported `first` records, has lost other ranks. The machines of the ranks `unreachable` do not respond.
 pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
@@ -254,11 +259,7 @@ async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     let start = tokio::time::Instant::now();
     report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
-    assert!(
-        start.elapsed() < LONG_LEASE / 2,
-        "the attempt ends long before the lease: {:?}",
-        start.elapsed()
-    );
+    assert_before_lease(start);
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost contact with its ranks"), "{reason}");
@@ -310,11 +311,7 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
     server.stream(&id, 0).await.until(is_reported).await;
-    assert!(
-        start.elapsed() < LONG_LEASE / 2,
-        "the attempt ends long before the lease: {:?}",
-        start.elapsed()
-    );
+    assert_before_lease(start);
     server.stop().await;
 }
 

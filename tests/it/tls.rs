@@ -68,17 +68,8 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let job = specs::short("over-tls", "pictures", 1, 20);
-    for target in ["local", "beside"] {
-        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
-        let agents: Value = agents.json().await.expect("JSON");
-        let others =
-            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != target);
-        for other in others {
-            let id = other["id"].as_str().expect("an id");
-            let drained =
-                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("a response");
-            assert!(drained.status().is_success());
-        }
+    for (target, other) in [("local", "beside"), ("beside", "local")] {
+        serve.cli(&https, Some(&ca), &["machine", "drain", other]).ok();
         let spec = specs::with(job.clone(), json!({"name": target}));
         let submitted =
             client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
@@ -86,10 +77,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
         let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
         assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
-        for agent in agents["agents"].as_array().expect("agents") {
-            let id = agent["id"].as_str().expect("an id");
-            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("a response");
-        }
+        serve.cli(&https, Some(&ca), &["machine", "undrain", other]).ok();
     }
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
     agent.wait().expect("its status");

@@ -115,8 +115,12 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
 
     // Waits until the events are compacted into chunks.
     // Each row has two events.
-    wait_until("events are compacted", async || server.watermark(&id).await.0 > 50).await;
-    let (_, (first, last)) = server.watermark(&id).await;
+    let watermark =
+        format!("SELECT COALESCE((SELECT watermark FROM metric_compaction WHERE job_id = '{id}'), 0)");
+    wait_until("events are compacted", async || server.query_number(&watermark).await > 50).await;
+    let losses = format!("FROM metric_chunks WHERE job_id = '{id}' AND name = 'loss'");
+    let first = server.query_number(&format!("SELECT min(first_step) {losses}")).await;
+    let last = server.query_number(&format!("SELECT max(last_step) {losses}")).await;
     assert!(first == 1 && last >= 12_000, "{first} to {last}");
     agent.end(&attempt, Ending::Succeeded { step: STEPS }).await;
     let dir = server.stop().await;

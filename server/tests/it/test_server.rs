@@ -300,25 +300,6 @@ impl TestServer {
         }
     }
 
-    /// Returns the watermark of a job (the event up to which its metrics are in chunks), and the first and last step of the losses in chunks.
-    pub async fn watermark(&self, id: &str) -> (i64, (i64, i64)) {
-        const QUERY: &str = "SELECT (SELECT watermark FROM metric_compaction WHERE job_id = $1), min(first_step), max(last_step) \
-            FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
-        type Row = (Option<i64>, Option<i64>, Option<i64>);
-        let (watermark, first, last): Row = match database_of(&self.dir) {
-            Some(url) => {
-                let mut db = sqlx::PgConnection::connect(&url).await.unwrap();
-                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
-            }
-            None => {
-                let url = format!("sqlite://{}", self.dir.path().join("lockstep.db").display());
-                let mut db = sqlx::SqliteConnection::connect(&url).await.unwrap();
-                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
-            }
-        };
-        (watermark.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
-    }
-
     /// Returns the stored events of a job, as frames of its stream.
     pub async fn stored_events(&self, id: &str) -> Vec<Value> {
         let mut stream = self.stream(id, 0).await;

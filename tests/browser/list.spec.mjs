@@ -66,8 +66,7 @@ describe("the heads of the columns", () => {
     assert.ok(await first.evaluate((row) => row.isConnected && row === row.parentElement.firstElementChild), "the row above is the same element");
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the row's state changes in place", async () => (await page.locator(`tr[data-id="${id}"] [data-f=state]`).textContent()) === "cancelled");
-    const gone = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-    assert.equal(gone.status, 204);
+    await removeJob(server, id);
     await until("the job is gone", async () => !(await jobNames(page)).includes("between"));
     await page.end();
   });
@@ -140,8 +139,7 @@ describe("the filters", () => {
     body.train.lr = 0.3;
     const { id } = await server.ask("/jobs", body);
     await untilListed(page, "bare,berta,carl");
-    await server.ask(`/jobs/${id}/cancel`, {});
-    assert.equal((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" })).status, 204);
+    await removeJob(server, id);
     await untilListed(page, "berta,carl");
     await add("every_steps > 1");
     await until("the error names both tables", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));

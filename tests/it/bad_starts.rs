@@ -43,15 +43,9 @@ fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
 
     // Root ignores permissions, so the test puts a file where the folder would be.
     let file = folder.write("file", "");
-    serve(&format!("127.0.0.1:{}", free_port()), &file.join("data"))
-        .assert_usage_error(&["data", "--data-dir"]);
-
-    let listen = format!("127.0.0.1:{}", free_port());
-    let mut command = lockstep();
-    command
-        .args(["serve", "--listen", &listen, "--database", "mysql://localhost/x", "--data-dir"])
-        .arg(&data);
-    Finished::of(&mut command).assert_usage_error(&["mysql://localhost/x"]);
+    for data in [&file, &file.join("data")] {
+        serve(&format!("127.0.0.1:{}", free_port()), data).assert_usage_error(&["file", "--data-dir"]);
+    }
 }
 
 #[tokio::test]

@@ -329,16 +329,6 @@ async fn train_needs_no_server() {
         .assert_usage_error(&["train.lr", "data.dataset"]);
 }
 
-#[tokio::test]
-async fn json_output_of_empty_and_filled_lists_is_valid() {
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
-    for args in [&["list", "--json"][..], &["dataset", "list", "--json"]] {
-        let _: Value = server.cli(args).json();
-    }
-    server.stop().await;
-}
-
 /// Starts `lockstep demo --exit-when-done` with its data in this folder.
 fn start_demo(folder: &Folder) -> Child {
     lockstep()

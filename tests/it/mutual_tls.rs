@@ -5,9 +5,9 @@ mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
+    server::{Finished, Folder, TIMEOUT, exit_status, lockstep, signal, training_permit},
     specs,
-    tls::serve::{Serve, listens},
+    tls::serve::{Serve, ca, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -15,8 +15,8 @@ use std::{
     ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -45,17 +45,6 @@ impl Agent {
     async fn wait_for_log(&self, words: &str) {
         wait_until(words, || self.output().contains(words), || self.output()).await;
     }
-
-    async fn exit_status(&mut self) -> ExitStatus {
-        let start = Instant::now();
-        loop {
-            if let Some(status) = self.process.try_wait().expect("its status") {
-                return status;
-            }
-            assert!(start.elapsed() < TIMEOUT, "the agent does not end: {}", self.output());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
 }
 
 impl Drop for Agent {
@@ -76,11 +65,6 @@ async fn wait_until(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -
 
 fn https(serve: &Serve) -> String {
     format!("https://localhost:{}", serve.port)
-}
-
-fn ca(folder: &Path, args: &[&str]) -> Finished {
-    let mut command = lockstep();
-    Finished::of(command.arg("ca").args(args).current_dir(folder))
 }
 
 /// Issues an agent's certificate by the server's CA, with more arguments of `ca issue`.
@@ -147,7 +131,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
 
     // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
-    assert_eq!(second.exit_status().await.code(), Some(1), "{}", second.output());
+    assert_eq!(exit_status(&mut second.process).await.code(), Some(1), "{}", second.output());
     assert!(second.output().contains("is bound to another agent"), "{}", second.output());
     let bound = refusals(&serve);
     assert!(
@@ -277,7 +261,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     issue(&serve, "node-b", &[]);
     let other = [&files("node-b")[..], &["--name".into(), "node-c".into()]].concat();
     let mut other = Agent::start(&serve, "other", &other);
-    assert_eq!(other.exit_status().await.code(), Some(1), "{}", other.output());
+    assert_eq!(exit_status(&mut other.process).await.code(), Some(1), "{}", other.output());
     assert!(other.output().contains("start this agent with --name node-b"), "{}", other.output());
 }
 
@@ -317,7 +301,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
             .await;
     let packed = |password: &'static str| ["--pkcs12-file", "node-p.p12", "--pkcs12-password-file", password];
     let mut wrong = Agent::start(&serve, "wrong-password", &packed("wrong"));
-    assert_eq!(wrong.exit_status().await.code(), Some(2), "{}", wrong.output());
+    assert_eq!(exit_status(&mut wrong.process).await.code(), Some(2), "{}", wrong.output());
     assert!(wrong.output().contains("--pkcs12-password-file"), "{}", wrong.output());
     let right = Agent::start(&serve, "right-password", &packed("right"));
     agent(&serve, "node-p", is_online).await;
@@ -335,7 +319,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     ] {
         set_mode(name, 0o644);
         let mut open = Agent::start(&serve, "open", &options);
-        assert_eq!(open.exit_status().await.code(), Some(2), "{}", open.output());
+        assert_eq!(exit_status(&mut open.process).await.code(), Some(2), "{}", open.output());
         assert!(open.output().contains(&format!("chmod 600 {name}")), "{}", open.output());
         set_mode(name, 0o600);
     }

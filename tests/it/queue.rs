@@ -131,10 +131,16 @@ async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
 }
 
 #[tokio::test]
-async fn the_priority_of_a_waiting_job_is_changed_by_command() {
+async fn jobs_train_concurrently_and_the_priority_of_waiting_jobs_is_changed_by_command() {
     let server = Server::start_training(160, 16).await;
-    let holder = server.submit(&endless("holder", 2)).await;
-    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
+    let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
+    for id in [&a, &b] {
+        server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await;
+    }
+    for id in [&a, &b] {
+        assert_eq!(server.job(id).await["state"], "running");
+        assert_eq!(server.ranks(id).len(), 1);
+    }
     for name in ["first", "second"] {
         server.submit(&specs::short(name, "fashion", 1, 5)).await;
     }
@@ -158,21 +164,6 @@ async fn the_priority_of_a_waiting_job_is_changed_by_command() {
         (&["edit", "nobody", "--priority", "1"], "no job is called nobody"),
     ] {
         server.cli(args).assert_usage_error(&[words]);
-    }
-    cancel(&server, &holder).await;
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn two_jobs_train_concurrently_if_slots_are_free() {
-    let server = Server::start_training(160, 16).await;
-    let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
-    for id in [&a, &b] {
-        server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await;
-    }
-    for id in [&a, &b] {
-        assert_eq!(server.job(id).await["state"], "running");
-        assert_eq!(server.ranks(id).len(), 1);
     }
     cancel(&server, &a).await;
     assert_eq!(server.wait_for_end(&a).await["state"], "cancelled");

@@ -12,7 +12,7 @@ use crate::{
 use nginx::Nginx;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use serve::{Serve, client_config_for, listens};
+use serve::{Serve, ca, client_config_for, listens};
 use std::{
     fs,
     io::{self, Read as _, Write as _},
@@ -68,17 +68,8 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let job = specs::short("over-tls", "pictures", 1, 20);
-    for target in ["local", "beside"] {
-        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
-        let agents: Value = agents.json().await.expect("JSON");
-        let others =
-            agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != target);
-        for other in others {
-            let id = other["id"].as_str().expect("an id");
-            let drained =
-                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("a response");
-            assert!(drained.status().is_success());
-        }
+    for (target, other) in [("local", "beside"), ("beside", "local")] {
+        serve.cli(&https, Some(&ca), &["machine", "drain", other]).ok();
         let spec = specs::with(job.clone(), json!({"name": target}));
         let submitted =
             client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
@@ -86,18 +77,13 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
         let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
         assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
-        for agent in agents["agents"].as_array().expect("agents") {
-            let id = agent["id"].as_str().expect("an id");
-            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("a response");
-        }
+        serve.cli(&https, Some(&ca), &["machine", "undrain", other]).ok();
     }
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
     agent.wait().expect("its status");
 
     // `ca show` prints the certificate that clients trust, with the SHA-256 that openssl computes.
-    let mut show = lockstep();
-    show.args(["ca", "show", "--data-dir", "data"]).current_dir(serve.folder.path());
-    let shown = Finished::of(&mut show);
+    let shown = serve::ca(serve.folder.path(), &["show", "--data-dir", "data"]);
     assert_eq!(shown.ok().trim(), fs::read_to_string(&ca).expect("the CA").trim());
     let openssl =
         Command::new("openssl").args(["x509", "-noout", "-fingerprint", "-sha256", "-in"]).arg(&ca).output();
@@ -150,7 +136,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     let _permit = training_permit().await;
     let folder = Folder::new();
     for args in [&["init"][..], &["issue", "lockstep.example.org"]] {
-        Finished::of(lockstep().arg("ca").args(args).current_dir(folder.path())).ok();
+        ca(folder.path(), args).ok();
     }
     let ca = folder.path().join("lockstep-data/ca/ca.crt");
     let certificate = ["--tls-cert", "lockstep.example.org.crt", "--tls-key", "lockstep.example.org.key"];
@@ -207,9 +193,7 @@ async fn tls_errors_of_clients_are_explained() {
         .cli(&https, None, &["list"])
         .assert_fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
     // Another server has a certificate of the same CA for another name.
-    let mut issue = lockstep();
-    issue.args(["ca", "issue", "other.example", "--data-dir", "data"]).current_dir(serve.folder.path());
-    Finished::of(&mut issue).ok();
+    ca(serve.folder.path(), &["issue", "other.example", "--data-dir", "data"]).ok();
     let file =
         |ending: &str| serve.folder.path().join(format!("other.example.{ending}")).display().to_string();
     let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
@@ -260,10 +244,7 @@ async fn tls_errors_of_clients_are_explained() {
 #[test]
 fn certificates_are_issued_for_other_servers() {
     let folder = Folder::new();
-    let ca = |args: &[&str]| {
-        let mut command = lockstep();
-        Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
-    };
+    let ca = |args: &[&str]| ca(folder.path(), args);
     ca(&["show"]).assert_usage_error(&["lockstep ca init"]);
     let created = ca(&["init"]);
     assert!(created.ok().starts_with("-----BEGIN CERTIFICATE-----") && created.stderr.contains("SHA-256"));
@@ -310,10 +291,7 @@ async fn the_server_works_behind_nginx_with_tls() {
     .await;
     assert!(serve.log().contains(&format!("dashboard: {public}")), "{}", serve.log());
     let folder = Folder::new();
-    let ca = |args: &[&str]| {
-        let mut command = lockstep();
-        Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
-    };
+    let ca = |args: &[&str]| ca(folder.path(), args);
     ca(&["init"]).ok();
     ca(&["issue", "lockstep.example.org"]).ok();
     // The header that nginx adds for a client on another machine.

@@ -10,7 +10,7 @@ use lockstep_protocol::{
     inspect::ModelEvaluation,
 };
 use serde_json::{Value, json};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 async fn join(server: &TestServer, name: &str) -> Agent {
     Agent::connect(server, hello(name, 2, Vec::new())).await.unwrap()
@@ -145,14 +145,8 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
         (2, "is being evaluated on a", 1),
         (3, "waits on a, behind 2 other evaluations", 2),
     ] {
-        let deadline = Instant::now() + TIMEOUT;
-        let (status, body) = loop {
-            let (status, body) = ask(step).await;
-            if body["agent"] != Value::Null {
-                break (status, body);
-            }
-            assert!(Instant::now() < deadline, "no agent got a request: {body}");
-        };
+        wait_until("an agent gets a request", async || !ask(step).await.1["agent"].is_null()).await;
+        let (status, body) = ask(step).await;
         assert_eq!((status, &body["agent"], &body["ahead"]), (202, &json!("a"), &json!(ahead)), "{body}");
         assert!(body["detail"].as_str().unwrap().contains(text), "{body}");
     }

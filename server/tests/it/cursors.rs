@@ -5,6 +5,7 @@ use crate::{
     log_pages::answer_samples,
     test_server::TestServer,
 };
+use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
 
@@ -90,6 +91,16 @@ async fn cursors_are_valid_only_for_their_own_list() {
     assert_refused(&server, "/jobs?sort=name", &cursor, "of another query").await;
     let cursor = first_cursor(&server, groups).await;
     assert_refused(&server, "/jobs/groups?by=state", &cursor, "of the groups of another grouping").await;
+    // A cursor has at most 4096 characters. Spaces after its JSON are valid. In base64, three bytes are four characters.
+    let decoded = BASE64_URL_SAFE_NO_PAD.decode(first_cursor(&server, "/jobs").await).unwrap();
+    let padded = |bytes: usize| {
+        let mut cursor = decoded.clone();
+        cursor.resize(bytes, b' ');
+        BASE64_URL_SAFE_NO_PAD.encode(cursor)
+    };
+    let (status, page) = server.get(&format!("/jobs?limit=1&cursor={}", padded(3072))).await;
+    assert_eq!((status, page["jobs"].as_array().map(Vec::len)), (200, Some(1)), "{page}");
+    assert_refused(&server, "/jobs?limit=1", &padded(3073), "not valid for this list").await;
     server.stop().await;
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info, running, start_job},
-    test_server::{TestServer, assert_refused, spec},
+    test_server::{TestServer, assert_mistake, assert_refused, spec},
 };
 use lockstep_protocol::{
     agent::{Ending, Source},
@@ -40,8 +40,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     assert_eq!(server.delete("/datasets/pictures%00").await.0, 400);
     assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     // `inspect` is a part of a URL (/datasets/inspect), so no dataset may have this name.
-    let (status, body) = server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
-    assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
+    assert_mistake(server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await, "/name", "");
     agent.end(&second_attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
     server.wait_for_state(&second, JobState::Failed).await;
 
@@ -54,10 +53,8 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     for id in [&first, &second] {
         assert_eq!(server.job(id).await.spec.data.dataset, "pictures");
     }
-    let (status, body) = server.post(&format!("/jobs/{second}/retry"), &Value::Null).await;
-    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
-    let detail = body["errors"][0]["detail"].as_str().unwrap();
-    assert!(detail.contains("\"pictures\" is no longer registered"), "{detail}");
+    let retried = server.post(&format!("/jobs/{second}/retry"), &Value::Null).await;
+    assert_mistake(retried, "/data/dataset", "\"pictures\" is no longer registered");
     assert_eq!(server.job(&second).await.state, JobState::Failed, "the job is not queued");
     // The check of the state comes before the check of the dataset.
     assert_eq!(server.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
@@ -126,9 +123,9 @@ async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
 }
 
 #[tokio::test]
-async fn an_invalid_name_is_refused_with_the_rules() {
+async fn invalid_names_and_paths_are_refused_with_the_rules() {
     let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 1).await;
+    let mut agent = Agent::join_with_dataset(&server, 1).await;
     for (name, problem, similar) in [
         (String::new(), "is empty: ", ""),
         ("my pictures".into(), "has a space: ", "; for example `my-pictures`"),
@@ -143,6 +140,14 @@ async fn an_invalid_name_is_refused_with_the_rules() {
         let rules = "use 1 to 100 letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot";
         assert_eq!(detail, format!("{problem}{rules}{similar}"));
     }
+    let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
+    agent.register_dataset(&server, &new(100, 4096), dataset_info()).await;
+    let (status, body) = server.post("/datasets", &new(101, 4097)).await;
+    let errors = body["errors"].as_array().unwrap();
+    let message = "has 4097 bytes, but must have at most 4096";
+    assert_eq!((status, errors.len(), &errors[1]["detail"]), (422, 2, &json!(message)), "{body}");
+    let (status, body) = server.post("/datasets/inspect", &json!({"path": "/a\0b"})).await;
+    assert!(status == 422 && body.to_string().contains("a zero byte"), "{body}");
     server.stop().await;
 }
 

@@ -2,7 +2,8 @@
 
 use crate::{
     agent::{Agent, hello, hello_gpus, line, losses, running, start_job, wait_until_offline},
-    test_server::{TestServer, wait_until},
+    gangs::register_dataset,
+    test_server::{TestServer, assert_mistake, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -39,8 +40,7 @@ async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
     assert_eq!(job.state, JobState::Failed);
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
     // A retry resets the number of restarts.
-    let (status, _) = server.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
-    assert_eq!(status, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
     let third = agent.expect_start().await;
     assert_eq!(third.resume.as_deref(), Some("1-50"));
     agent.end(&third.attempt, failed("rank 1 was killed by signal 9", true)).await;
@@ -54,11 +54,7 @@ async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
 
 #[tokio::test]
 async fn a_silent_agent_loses_its_job_and_is_fenced() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(2);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::with_lease(Duration::from_secs(2)).await;
     let mut silent = Agent::join_with_dataset(&server, 2).await;
     let (id, first) = silent.start_job(&server, |_| {}).await;
     silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
@@ -131,17 +127,9 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     agent.end(&first, Ending::Stopped).await;
     agent.disconnect();
     for id in [&one, &two] {
-        let mut stream = server.stream(id, 0).await;
-        // The first event with the state queued has another reason, or none.
-        let is_requeued = |e: &Value| {
-            e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("continues"))
-        };
-        let frames = stream.until(is_requeued).await;
-        let requeued = frames.last().unwrap();
-        assert_eq!(
-            requeued["reason"],
-            "agent \"a\" was shut down (the agent was stopped); continues from the start"
-        );
+        let reason = "agent \"a\" was shut down (the agent was stopped); continues from the start";
+        assert_eq!(server.wait_for_reason(id, "continues").await, reason);
+        assert_eq!(server.job(id).await.state, JobState::Queued);
     }
     // The next agent continues both jobs. This does not count as a restart.
     let mut agent = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
@@ -170,8 +158,7 @@ async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtak
     let second = agent.expect_start().await;
     assert_eq!((second.attempt.job.clone(), second.ranks), (urgent.id, vec![(0, 1)]));
     agent.end(&second.attempt, Ending::Succeeded { step: 1 }).await;
-    let mut stream = server.stream(large.id.as_str(), 0).await;
-    stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("waits for 2 slots: 1 of 2"))).await;
+    server.wait_for_reason(large.id.as_str(), "waits for 2 slots: 1 of 2").await;
     agent.end(&first.attempt, Ending::Succeeded { step: 1 }).await;
     let third = agent.expect_start().await;
     assert_eq!((third.attempt.job.clone(), third.ranks), (large.id, vec![(0, 0), (1, 1)]));
@@ -188,14 +175,10 @@ async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtak
 #[tokio::test]
 async fn without_an_agent_a_job_waits_with_a_reason() {
     let server = TestServer::new().await;
-    let agent = Agent::join_with_dataset(&server, 2).await;
-    agent.disconnect();
-    wait_until_offline(&server).await;
+    register_dataset(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let mut stream = server.stream(&id, 0).await;
-    stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("lockstep agent"))).await;
-    let (status, _) = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(status, 202);
+    server.wait_for_reason(&id, "lockstep agent").await;
+    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
     let (status, body) = server.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
     assert_eq!(status, 503, "{body}");
     server.stop().await;
@@ -257,13 +240,9 @@ async fn jobs_run_on_agents_with_their_device() {
     };
     // No machine has a GPU: the submission is refused with a hint.
     let assert_refused = async |change: &dyn Fn(&mut Value), pointer: &str, hint: &str| {
-        let mut spec = crate::test_server::spec();
+        let mut spec = spec();
         change(&mut spec);
-        let (status, body) = server.post("/jobs", &spec).await;
-        assert_eq!(status, 422, "{body}");
-        let error = &body["errors"][0];
-        assert_eq!(error["pointer"], pointer, "{body}");
-        assert!(error["detail"].as_str().unwrap().contains(hint), "{body}");
+        assert_mistake(server.post("/jobs", &spec).await, pointer, hint);
     };
     assert_refused(&wants("cuda", "auto"), "/parallel/device", "no machine online has a GPU").await;
     assert_refused(&wants("auto", "bf16"), "/train/precision", "fp32").await;
@@ -285,9 +264,7 @@ async fn jobs_run_on_agents_with_their_device() {
     gpu.expect_start().await;
     // All four GPUs are in use: the next job waits, with a reason.
     let waiting = server.submit(wants("cuda", "auto")).await.id.to_string();
-    let mut stream = server.stream(&waiting, 0).await;
-    let frames = stream.until(|f| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for"))).await;
-    let reason = frames.last().unwrap()["reason"].as_str().unwrap();
+    let reason = server.wait_for_reason(&waiting, "waits for").await;
     assert_eq!(reason, "waits for 2 GPUs: 0 of 4 on \"gpus\" free");
     for (device, hint) in [
         ("cuda", "use at most 4, or join a machine with more"),
@@ -315,11 +292,7 @@ async fn a_machine_with_gpus_runs_cpu_jobs_on_request() {
 
 #[tokio::test]
 async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(2);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::with_lease(Duration::from_secs(2)).await;
     let mut next = Some(Agent::join_with_dataset(&server, 2).await);
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let lose = async |mut agent: Agent, number: u64, checkpoint: bool| {

@@ -1,69 +1,34 @@
-//! Fair share between projects or owners. All waiting jobs are considered.
+//! Fair share between owners. All waiting jobs are considered. Fair share between projects: see `queue`.
 
 use crate::{
     agent::Agent,
-    test_server::{TIMEOUT, TestServer, client, spec},
+    test_server::{TestServer, client, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending},
     job::{Job, JobId},
 };
 use lockstep_server::FairShare;
-use serde_json::{Value, json};
-use tokio::time::Instant;
-
-async fn submit(server: &TestServer, project: &str, priority: i32) -> Job {
-    server
-        .submit(|s| {
-            s["parallel"]["ranks"] = json!(1);
-            s["project"] = json!(project);
-            s["priority"] = json!(priority);
-        })
-        .await
-}
+use serde_json::json;
 
 /// Waits until these jobs are first in the queue, in this order.
 async fn wait_for_order(server: &TestServer, jobs: &[&Job]) {
-    let deadline = Instant::now() + TIMEOUT;
-    loop {
-        let mut queues = Vec::new();
-        for job in jobs {
+    wait_until("the jobs are first in the queue", async || {
+        for (job, place) in jobs.iter().zip(1..) {
             let (_, history) = server.get(&format!("/jobs/{}/history", job.id)).await;
-            queues.push(history["queue"].clone());
+            if history["queue"]["place"] != place {
+                return false;
+            }
         }
-        if queues.iter().zip(1..).all(|(queue, place)| queue["place"] == place) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{queues:?}");
-    }
+        true
+    })
+    .await;
 }
 
 /// Ends an attempt, and returns the job that starts next.
 async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
     agent.end(attempt, Ending::Succeeded { step: 1 }).await;
     agent.expect_start().await.attempt.job
-}
-
-#[tokio::test]
-async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
-    let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let mut running = Vec::new();
-    for _ in 0..2 {
-        submit(&server, "vision", 0).await;
-        running.push(agent.expect_start().await.attempt);
-    }
-    let older = submit(&server, "vision", 0).await;
-    let old = submit(&server, "vision", 0).await;
-    let other = submit(&server, "audio", 0).await;
-    let urgent = submit(&server, "vision", 1).await;
-    wait_for_order(&server, &[&urgent, &other, &older, &old]).await;
-    assert_eq!(end_and_start_next(&mut agent, &running[0]).await, urgent.id);
-    assert_eq!(end_and_start_next(&mut agent, &running[1]).await, other.id);
-    // Each project has one slot: the oldest job is first.
-    let last = submit(&server, "audio", 0).await;
-    wait_for_order(&server, &[&older, &last, &old]).await;
-    server.stop().await;
 }
 
 #[tokio::test]
@@ -104,8 +69,7 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let (status, body) = server.post("/jobs?launched=true", &large).await;
     assert_eq!(status, 201, "{body}");
     let id = body["id"].as_str().unwrap();
-    let is_waiting = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("needs 4 slots"));
-    server.stream(id, 0).await.until(is_waiting).await;
+    server.wait_for_reason(id, "needs 4 slots").await;
     let ids: Vec<_> = (0..1200).map(|_| format!("('{}')", JobId::generate())).collect();
     let columns = "name, state, cause, reason, priority, spec, ranks, created_at, last_seq, owner";
     let copies = format!(
@@ -114,7 +78,7 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
         ids.join(", ")
     );
     assert_eq!(server.execute(&copies).await, 1200);
-    let small = submit(&server, "default", 0).await;
+    let small = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await;
     assert_eq!(agent.expect_start().await.attempt.job, small.id);
     server.stop().await;
 }

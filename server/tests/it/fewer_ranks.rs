@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{connect_machines, hello_at, next_attempt, rank_killed, report_lost_contact},
+    gangs::{LONG_LEASE, connect_machines, hello_at, next_attempt, rank_killed, report_lost_contact},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -14,14 +14,6 @@ use std::time::Duration;
 
 /// Time without a message. It covers many rounds of dispatch.
 const QUIET: Duration = Duration::from_millis(1500);
-
-async fn server() -> TestServer {
-    TestServer::with(|c| {
-        c.lease = Duration::from_secs(30);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await
-}
 
 /// Sends heartbeats for `limit`, and fails if the agent gets a message.
 async fn expect_no_message(agent: &mut Agent, limit: Duration) {
@@ -70,7 +62,7 @@ async fn start_and_lose_machine(
 
 #[tokio::test]
 async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
-    let server = server().await;
+    let server = TestServer::with_lease(LONG_LEASE).await;
     let (mut a, b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
     let start_time = tokio::time::Instant::now();
@@ -119,7 +111,7 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
         // The remaining machine has two slots.
         (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it starts on fewer ranks, at least 3"),
     ] {
-        let server = server().await;
+        let server = TestServer::with_lease(LONG_LEASE).await;
         let (mut a, mut b) = connect_machines(&server).await;
         let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| {
             (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
@@ -138,7 +130,7 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
 
 #[tokio::test]
 async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
-    let server = server().await;
+    let server = TestServer::with_lease(LONG_LEASE).await;
     let (mut a, mut b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
     let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
@@ -164,7 +156,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
 
 #[tokio::test]
 async fn min_ranks_above_parallel_ranks_is_refused() {
-    let server = server().await;
+    let server = TestServer::with_lease(LONG_LEASE).await;
     let mut job = spec();
     job["recovery"] = json!({"min_ranks": 3});
     let (status, body) = server.post("/jobs", &job).await;

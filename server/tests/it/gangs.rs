@@ -77,10 +77,14 @@ pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
 /// A server with long leases and frequent heartbeats, and two machines.
 async fn with_long_lease() -> (TestServer, Agent, Agent) {
-    let config = (LONG_LEASE, Duration::from_millis(100));
-    let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
+    let server = TestServer::with_lease(LONG_LEASE).await;
     let (a, b) = connect_machines(&server).await;
     (server, a, b)
+}
+
+/// Asserts that an attempt has ended long before its lease.
+pub fn assert_before_lease(start: tokio::time::Instant) {
+    assert!(start.elapsed() < LONG_LEASE / 2, "after {:?}", start.elapsed());
 }
 
 /// Reports that rank 0, which has reported `first` records, has lost other ranks. The machines of the ranks `unreachable` do not respond.
@@ -203,11 +207,7 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
 
 #[tokio::test]
 async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(4);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::with_lease(Duration::from_secs(4)).await;
     let (mut a, mut b) = connect_machines(&server).await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -259,11 +259,7 @@ async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     let start = tokio::time::Instant::now();
     report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
-    assert!(
-        start.elapsed() < LONG_LEASE / 2,
-        "the attempt ends long before the lease: {:?}",
-        start.elapsed()
-    );
+    assert_before_lease(start);
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost contact with its ranks"), "{reason}");
@@ -315,11 +311,7 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
     server.stream(&id, 0).await.until(is_reported).await;
-    assert!(
-        start.elapsed() < LONG_LEASE / 2,
-        "the attempt ends long before the lease: {:?}",
-        start.elapsed()
-    );
+    assert_before_lease(start);
     server.stop().await;
 }
 
@@ -332,15 +324,9 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let id = server.submit(|s| *s = four.clone()).await.id.to_string();
     let _a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
     let _b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
-    let mut stream = server.stream(&id, 0).await;
-    stream
-        .until(|f| {
-            f["reason"].as_str().is_some_and(|r| {
-                r.contains("needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent")
-                    && r.contains("--advertise ADDRESS")
-            })
-        })
-        .await;
+    let expected = "needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent";
+    let reason = server.wait_for_reason(&id, expected).await;
+    assert!(reason.contains("--advertise ADDRESS"), "{reason}");
     let (status, body) = server.post("/jobs/validate", &four).await;
     assert_eq!(status, 422, "{body}");
     server.stop().await;

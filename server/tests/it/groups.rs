@@ -123,22 +123,15 @@ on_both_databases!(sqlite_groups_jobs, postgres_groups_jobs, test_groups);
 
 /// Reads all pages, and returns the values of all groups.
 async fn read_all(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
-    let (mut values, mut cursor) = (Vec::new(), String::new());
-    loop {
-        let (status, page) =
-            server.get(&format!("/jobs/groups?limit={limit}&count=true&{query}{cursor}")).await;
-        assert_eq!(status, 200, "{query}: {page}");
+    let pages = server.read_pages(&format!("/jobs/groups?limit={limit}&count=true&{query}")).await;
+    let mut values = Vec::new();
+    for page in &pages {
         let groups = page["groups"].as_array().unwrap();
         assert!(groups.len() <= limit);
         values.extend(groups.iter().map(|group| group["values"].clone()));
-        match page["next_cursor"].as_str() {
-            Some(next) => cursor = format!("&cursor={next}"),
-            None => {
-                assert_eq!(page["total"], values.len());
-                return values;
-            }
-        }
     }
+    assert_eq!(pages.last().unwrap()["total"], values.len());
+    values
 }
 
 #[tokio::test]

@@ -74,15 +74,14 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     assert_eq!((&reported["next_cursor"], reported.get("total")), (&Value::Null, None), "{reported:#}");
     // Pages of every size contain the same entries. Each page has parent, forks and queue.
     for limit in [1, 4, expected.len(), 1000] {
-        let (mut entries, mut cursor) = (Vec::new(), String::new());
-        loop {
-            let (status, page) =
-                server.get(&format!("/jobs/{id}/history?count=true&limit={limit}{cursor}")).await;
-            assert_eq!((status, &page["total"]), (200, &json!(expected.len())), "{page}");
-            assert_eq!(page["forks"], reported["forks"]);
+        let mut entries = Vec::new();
+        for page in server.read_pages(&format!("/jobs/{id}/history?count=true&limit={limit}")).await {
+            assert_eq!(
+                (&page["total"], &page["forks"]),
+                (&json!(expected.len()), &reported["forks"]),
+                "{page}"
+            );
             entries.extend(page["entries"].as_array().unwrap().clone());
-            let Some(next) = page["next_cursor"].as_str() else { break };
-            cursor = format!("&cursor={next}");
         }
         assert_eq!(json!(entries), reported["entries"], "{limit}");
     }
@@ -154,14 +153,13 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
 
 /// Waits until this is the current reason of a job's wait. Returns the job's position in the queue and the reason.
 async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
-    for _ in 0..200 {
-        let queue = read_history(server, id).await["queue"].clone();
-        if queue["reason"]["code"] == code {
-            return queue;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    panic!("{id} does not wait for {code}: {:#}", read_history(server, id).await["queue"])
+    let mut queue = Value::Null;
+    wait_until(&format!("{id} waits for {code}"), async || {
+        queue = read_history(server, id).await["queue"].take();
+        queue["reason"]["code"] == code
+    })
+    .await;
+    queue
 }
 
 #[tokio::test]

@@ -1,8 +1,16 @@
 //! Reports that are repeated, late, out of order, or invalid.
 
 use crate::agent::{Agent, hello, losses, running, start_job, unknown_attempt};
-use lockstep_protocol::agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
+    metric::MetricColumn,
+};
 use serde_json::{Value, json};
+
+/// Metrics of rank 0.
+fn metrics(name: &str, steps: Vec<u64>, values: Vec<f32>) -> AttemptEvent {
+    AttemptEvent::Metrics { rank: 0, columns: vec![MetricColumn { name: name.into(), steps, values }] }
+}
 
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
@@ -67,22 +75,8 @@ async fn reports_without_permission_store_nothing() {
     let invalid = vec![
         running(10, 0),
         losses(7, 1..=2),
-        AttemptEvent::Metrics {
-            rank: 0,
-            columns: vec![lockstep_protocol::metric::MetricColumn {
-                name: "<script>".into(),
-                steps: vec![1],
-                values: vec![1.0],
-            }],
-        },
-        AttemptEvent::Metrics {
-            rank: 0,
-            columns: vec![lockstep_protocol::metric::MetricColumn {
-                name: "loss".into(),
-                steps: vec![1, 2],
-                values: vec![f32::NAN],
-            }],
-        },
+        metrics("<script>", vec![1], vec![1.0]),
+        metrics("loss", vec![1, 2], vec![f32::NAN]),
     ];
     agent.report(&attempt, Source::Rank(0), 0, invalid).await;
     assert_eq!(server.stored_events(&id).await.len(), stored + 2, "running and plan");
@@ -92,13 +86,8 @@ async fn reports_without_permission_store_nothing() {
 #[tokio::test]
 async fn a_loss_that_is_not_a_number_is_null() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
-    let column = lockstep_protocol::metric::MetricColumn {
-        name: "loss".into(),
-        steps: vec![1, 2],
-        values: vec![1.5, f32::NAN],
-    };
-    let metrics = AttemptEvent::Metrics { rank: 0, columns: vec![column] };
-    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), metrics]).await;
+    let losses = metrics("loss", vec![1, 2], vec![1.5, f32::NAN]);
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses]).await;
     let stored = server.stored_events(&id).await;
     assert_eq!(stored.last().unwrap()["values"], serde_json::json!([1.5, null]));
     let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;

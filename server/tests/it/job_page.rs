@@ -3,7 +3,7 @@
 use crate::{
     agent::{best_checkpoint, losses, running, start_job},
     gangs::{connect_machines, rank_killed, start_gang},
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, Source},
@@ -11,7 +11,7 @@ use lockstep_protocol::{
     metric::MetricColumn,
 };
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Reads the page of a job. Returns its HTML and the data block for scripts.
 async fn read_page(server: &TestServer, id: &str) -> (String, Value) {
@@ -50,14 +50,12 @@ async fn a_restarting_job_shows_its_place_and_reason() {
     server.submit(|s| s["priority"] = json!(5)).await;
     agent.end(&attempt, rank_killed(1)).await;
     assert_ne!(agent.expect_start().await.attempt.job.as_str(), id, "the other job has a higher priority");
-    let since = Instant::now();
-    let html = loop {
-        let (html, _) = read_page(&server, &id).await;
-        if html.contains("waits for 2 slots") {
-            break html;
-        }
-        assert!(since.elapsed() < TIMEOUT, "{html}");
-    };
+    let mut html = String::new();
+    wait_until("the page shows the reason", async || {
+        html = read_page(&server, &id).await.0;
+        html.contains("waits for 2 slots")
+    })
+    .await;
     for text in [
         "<b id=\"banner-what\">Starting again, number 1 in the queue:</b>",
         "waits for 2 slots: 0 of 2 on",

@@ -1,27 +1,14 @@
 //! Jobs from submission to deletion; pages and the form.
 
 use crate::{
-    agent::{Agent, line, losses, running, start_job},
-    test_server::{TIMEOUT, TestServer, client_without_redirects},
+    agent::{Agent, best_checkpoint, checkpoint, line, losses, running, start_job},
+    test_server::{TestServer, client_without_redirects, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, RankReport, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, RankReport, Source, ToAgent},
     job::JobState,
 };
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
-
-fn checkpoint(step: u64, best: bool) -> AttemptEvent {
-    AttemptEvent::Checkpoint(CheckpointInfo {
-        epoch: 1,
-        step,
-        val_accuracy: Some(0.5),
-        val_loss: Some(1.0),
-        validation: None,
-        best,
-        size_bytes: 11,
-    })
-}
 
 #[tokio::test]
 async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
@@ -64,10 +51,10 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
 
     let evaluation = Evaluation { epoch: 2, step: 100, samples: 200, accuracy: 0.84, loss: 0.4, secs: 0.1 };
     let more = vec![
-        checkpoint(50, true),
+        best_checkpoint(1, 50, 0.5),
         losses(0, 51..=100),
         AttemptEvent::Evaluation(evaluation),
-        checkpoint(100, false),
+        checkpoint(100),
     ];
     agent.report(&attempt, Source::Rank(0), 53, more).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
@@ -129,11 +116,7 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
 
     // Deleting the job deletes its folder.
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    let start = Instant::now();
-    while folder.exists() {
-        assert!(start.elapsed() < TIMEOUT, "{} still exists", folder.display());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("the job's folder is deleted", async || !folder.exists()).await;
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
     server.stop().await;
 }

@@ -12,17 +12,9 @@ use serde_json::Value;
 
 /// Reads all pages, and returns the texts of the lines and the number of pages.
 async fn read_all(server: &TestServer, path: &str) -> (Vec<String>, usize) {
-    let (mut texts, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
-    loop {
-        let (status, page) = server.get(&format!("{path}{cursor}")).await;
-        assert_eq!(status, 200, "{path}{cursor}: {page}");
-        pages += 1;
-        texts.extend(page["lines"].as_array().unwrap().iter().map(|line| line["text"].to_string()));
-        match page["next_cursor"].as_str() {
-            Some(next) => cursor = format!("&cursor={next}"),
-            None => return (texts, pages),
-        }
-    }
+    let pages = server.read_pages(path).await;
+    let lines = pages.iter().flat_map(|page| page["lines"].as_array().unwrap());
+    (lines.map(|line| line["text"].to_string()).collect(), pages.len())
 }
 
 #[tokio::test]
@@ -116,16 +108,9 @@ async fn pages_of_events_are_filtered_by_type() {
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     let stored = server.stored_events(&id).await;
     for limit in [1, 2, 100] {
-        let (mut events, mut cursor) = (Vec::new(), String::new());
-        loop {
-            let (status, page) = server.get(&format!("/jobs/{id}/events?limit={limit}{cursor}")).await;
-            assert_eq!(status, 200, "{page}");
-            events.extend(page["events"].as_array().unwrap().iter().cloned());
-            match page["next_cursor"].as_str() {
-                Some(next) => cursor = format!("&cursor={next}"),
-                None => break,
-            }
-        }
+        let pages = server.read_pages(&format!("/jobs/{id}/events?limit={limit}")).await;
+        let events: Vec<_> =
+            pages.iter().flat_map(|page| page["events"].as_array().unwrap().clone()).collect();
         assert_eq!(events, stored, "limit {limit}");
     }
     let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
@@ -157,24 +142,18 @@ async fn pages_of_a_dataset_have_all_its_pictures() {
     let server = TestServer::new().await;
     let agent = tokio::spawn(answer_samples(Agent::join_with_dataset(&server, 2).await));
     let path = "/datasets/pictures/samples?limit=2";
-    let mut indices: Vec<Value> = Vec::new();
-    let mut cursors = vec![String::new()];
-    loop {
-        let (status, page) = server.get(&format!("{path}{}", cursors[cursors.len() - 1])).await;
-        assert_eq!((status, &page["total"]), (200, &5.into()), "{page}");
-        indices.extend(page["samples"].as_array().unwrap().iter().map(|sample| sample["index"].clone()));
-        match page["next_cursor"].as_str() {
-            Some(next) => cursors.push(format!("&cursor={next}")),
-            None => break,
-        }
-    }
-    assert_eq!((Value::from(indices), cursors.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
+    let pages = server.read_pages(path).await;
+    assert!(pages.iter().all(|page| page["total"] == 5), "{pages:?}");
+    let samples = pages.iter().flat_map(|page| page["samples"].as_array().unwrap());
+    let indices: Vec<_> = samples.map(|sample| sample["index"].clone()).collect();
+    assert_eq!((Value::from(indices), pages.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
+    let cursor = pages[0]["next_cursor"].as_str().unwrap();
     for (more, message) in [
         ("&offset=2", "leave one of them out"),
         ("&split=val", "the cursor is of another query"),
         ("&shuffle=1", "the cursor is of another query"),
     ] {
-        assert_refused(server.get(&format!("{path}{}{more}", cursors[1])).await, 400, message);
+        assert_refused(server.get(&format!("{path}&cursor={cursor}{more}")).await, 400, message);
     }
     agent.abort();
     server.stop().await;

@@ -38,11 +38,7 @@ async fn wait_for_end(server: &TestServer, agent: &mut Agent, id: &str) -> Job {
 
 #[tokio::test]
 async fn a_start_order_lost_with_its_connection_costs_no_restart() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(2);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::with_lease(Duration::from_secs(2)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let no_restart = |spec: &mut serde_json::Value| spec["recovery"] = json!({"max_restarts": 0});
     let id = server.submit(no_restart).await.id.to_string();

@@ -124,18 +124,16 @@ async fn invalid_values_of_machines_are_omitted_and_the_agent_stays_connected() 
     let finding = MachineWarning { problem: true, text: "x".repeat(FINDING_CHARS + 1) };
     agent.send(FromAgent::Findings { findings: vec![finding; MAX_FINDINGS + 1] }).await;
     agent.heartbeat(&[]).await;
-    let since = Instant::now();
-    let long = loop {
-        let warnings = machine(&server).await["warnings"].clone();
-        let long = |w: &Value| w["text"].as_str().unwrap().starts_with('x');
-        let long: Vec<_> = warnings.as_array().unwrap().iter().filter(|w| long(w)).cloned().collect();
-        if !long.is_empty() {
-            break long;
-        }
-        assert!(since.elapsed() < TIMEOUT, "no finding is shown");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
-    assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (MAX_FINDINGS, FINDING_CHARS));
+    let mut lengths = Vec::new();
+    wait_until("the findings are shown", async || {
+        let machine = machine(&server).await;
+        let texts =
+            machine["warnings"].as_array().unwrap().iter().map(|warning| warning["text"].as_str().unwrap());
+        lengths = texts.filter(|text| text.starts_with('x')).map(str::len).collect();
+        !lengths.is_empty()
+    })
+    .await;
+    assert_eq!(lengths, [FINDING_CHARS; MAX_FINDINGS]);
     // The test agent's version is 0.
     let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("It runs version 0 and the server"), "{page}");

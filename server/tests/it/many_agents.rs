@@ -1,7 +1,8 @@
 //! Many machines and a long queue: every job runs once and in order, also across a restart of the server.
 
 use crate::{
-    agent::{Agent, hello, running},
+    agent::{Agent, running},
+    gangs::hello_at,
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
@@ -29,14 +30,8 @@ const PATIENCE: Duration = TIMEOUT.saturating_mul(9);
 type Starts = Arc<Mutex<BTreeMap<u64, (AttemptRef, u32, u32)>>>;
 
 /// `Hello` of a machine that other machines can reach.
-fn hello_at(number: usize, attempts: Vec<AttemptRef>) -> FromAgent {
-    let name = format!("machine-{number:02}");
-    let mut hello = hello(&name, SLOTS, attempts);
-    if let FromAgent::Hello { machine, .. } = &mut hello {
-        machine.address = Some(format!("10.0.0.{number}"));
-        machine.network_id = Some(name);
-    }
-    hello
+fn hello(number: usize, attempts: Vec<AttemptRef>) -> FromAgent {
+    hello_at(&format!("machine-{number:02}"), SLOTS, attempts, &format!("10.0.0.{number}"))
 }
 
 /// Reports that the agent's ranks have succeeded.
@@ -126,7 +121,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let (mut tokens, mut machines) = (Vec::new(), Vec::<JoinHandle<Vec<StartAttempt>>>::new());
     for number in 0..MACHINES {
         let token = server.agent_token(&format!("machine-{number:02}")).await;
-        let agent = Agent::connect_with_token(&server, &token, hello_at(number, Vec::new())).await.unwrap();
+        let agent = Agent::connect_with_token(&server, &token, hello(number, Vec::new())).await.unwrap();
         machines.push(tokio::spawn(simulate_agent(agent, Vec::new(), ending.clone(), starts.clone())));
         tokens.push(token);
     }
@@ -154,7 +149,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let mut connections = Vec::new();
     for ((number, token), held) in tokens.iter().enumerate().zip(&held) {
         let attempts = held.iter().map(|start| start.attempt.clone()).collect();
-        connections.push(Agent::connect_with_token(&server, token, hello_at(number, attempts)));
+        connections.push(Agent::connect_with_token(&server, token, hello(number, attempts)));
     }
     for (agent, held) in futures_util::future::join_all(connections).await.into_iter().zip(held) {
         let agent = agent.unwrap();

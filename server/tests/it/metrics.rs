@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer, wait_until},
+    test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -11,7 +11,7 @@ use lockstep_protocol::{
 };
 use lockstep_server::ServeConfig;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const STEPS: u64 = 20_000;
 
@@ -114,16 +114,13 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
     // Waits until the events are compacted into chunks.
-    let start = Instant::now();
-    let (first, last) = loop {
-        let (watermark, extent) = server.watermark(&id).await;
-        // Each row has two events.
-        if watermark > 50 {
-            break extent;
-        }
-        assert!(start.elapsed() < TIMEOUT, "events are not compacted: {watermark}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    };
+    // Each row has two events.
+    let watermark =
+        format!("SELECT COALESCE((SELECT watermark FROM metric_compaction WHERE job_id = '{id}'), 0)");
+    wait_until("events are compacted", async || server.query_number(&watermark).await > 50).await;
+    let losses = format!("FROM metric_chunks WHERE job_id = '{id}' AND name = 'loss'");
+    let first = server.query_number(&format!("SELECT min(first_step) {losses}")).await;
+    let last = server.query_number(&format!("SELECT max(last_step) {losses}")).await;
     assert!(first == 1 && last >= 12_000, "{first} to {last}");
     agent.end(&attempt, Ending::Succeeded { step: STEPS }).await;
     let dir = server.stop().await;

@@ -8,7 +8,7 @@ use serde_json::json;
 
 #[tokio::test]
 async fn notes_and_tags_of_all_jobs_are_paged() {
-    let server = TestServer::new().await;
+    let mut server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for n in 0..5 {
@@ -20,18 +20,16 @@ async fn notes_and_tags_of_all_jobs_are_paged() {
     }
     server.submit(|_| {}).await;
     let (_, token) = server.make_token(&json!({"name": "other", "scope": "read"})).await;
-    for (token, visible) in [(server.token.as_str(), vec![0, 1, 2, 3, 4]), (&token, vec![0, 1, 3, 4])] {
+    for (token, visible) in [(server.token.clone(), vec![0, 1, 2, 3, 4]), (token, vec![0, 1, 3, 4])] {
+        server.http = client(&token);
         for limit in 1..=6 {
-            let (mut listed, mut cursor) = (Vec::new(), String::new());
-            loop {
-                let path = format!("/api/v1/annotations?fields=notes&count=true&limit={limit}{cursor}");
-                let (status, page) = server.send(client(token).get(server.url(&path))).await;
-                assert_eq!((status, &page["total"]), (200, &json!(visible.len())), "{page}");
+            let mut listed = Vec::new();
+            let path = format!("/annotations?fields=notes&count=true&limit={limit}");
+            for page in server.read_pages(&path).await {
+                assert_eq!(page["total"], visible.len(), "{page}");
                 let jobs = page["jobs"].as_object().unwrap();
                 assert!(jobs.len() <= limit && jobs.values().all(|job| job.get("tags").is_none()), "{page}");
                 listed.extend(jobs.iter().map(|(id, job)| (id.clone(), job["notes"].clone())));
-                let Some(next) = page["next_cursor"].as_str() else { break };
-                cursor = format!("&cursor={next}");
             }
             let expected: Vec<_> =
                 visible.iter().map(|n| (ids[*n].clone(), json!(format!("note {n}")))).collect();

@@ -52,12 +52,8 @@ async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
             high.id
         )
     );
-    let waits = |f: &Value| {
-        f["reason"].as_str().is_some_and(|r| {
-            r == "waits for 1 slot: 0 of 2 on \"a\" free; jobs of lower priority are being preempted"
-        })
-    };
-    server.stream(high.id.as_str(), 0).await.until(waits).await;
+    let expected = "waits for 1 slot: 0 of 2 on \"a\" free; jobs of lower priority are being preempted";
+    assert_eq!(server.wait_for_reason(high.id.as_str(), expected).await, expected);
     agent.report(&first, Source::Rank(0), 2, vec![checkpoint(8)]).await;
     agent.end(&first, Ending::Stopped).await;
     // The freed slots go to the preempting job.
@@ -93,10 +89,8 @@ async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
         attempts.push(agent.expect_start().await.attempt);
     }
     let too_large = submit(&server, 4, 9, false).await;
-    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 4 slots: 0 of 4"));
-    server.stream(too_large.id.as_str(), 0).await.until(waits).await;
-    let (status, _) = server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await;
-    assert_eq!(status, 202);
+    server.wait_for_reason(too_large.id.as_str(), "waits for 4 slots: 0 of 4").await;
+    assert_eq!(server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await.0, 202);
     // The newest preemptible job of the lowest priority is preempted.
     submit(&server, 1, 3, false).await;
     assert_eq!(expect_preemption(&mut agent).await, attempts[3]);
@@ -165,9 +159,7 @@ async fn a_restarted_server_keeps_freed_slots_for_the_preempting_job() {
 
 /// Waits until a job waits for a slot, and asserts that no job is preempted for it.
 async fn expect_wait_without_preemption(server: &TestServer, job: &Job) {
-    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 1 slot: 0 of"));
-    let frames = server.stream(job.id.as_str(), 0).await.until(waits).await;
-    let reason = frames.last().unwrap()["reason"].as_str().unwrap();
+    let reason = server.wait_for_reason(job.id.as_str(), "waits for 1 slot: 0 of").await;
     assert!(!reason.contains("preempted"), "{reason}");
 }
 
@@ -179,8 +171,7 @@ async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
     agent.expect_start().await;
     let equal = submit(&server, 1, 3, false).await;
     let attempt = agent.expect_start().await.attempt;
-    let (status, _) = server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await;
-    assert_eq!(status, 202);
+    assert_eq!(server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await.0, 202);
     assert!(agent.expect_stop().await);
     let high = submit(&server, 1, 3, false).await;
     expect_wait_without_preemption(&server, &high).await;
@@ -245,8 +236,7 @@ async fn a_lost_preemption_order_is_repeated() {
     };
     assert_eq!(reported, attempt);
     // The order is sent only once.
-    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.contains("are being preempted"));
-    server.stream(high.id.as_str(), 0).await.until(waits).await;
+    server.wait_for_reason(high.id.as_str(), "are being preempted").await;
     agent.end(&attempt, Ending::Stopped).await;
     assert_eq!(agent.expect_start().await.attempt.job, high.id);
     server.stop().await;

@@ -1,8 +1,8 @@
-//! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; limits.
+//! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; the longest page.
 
 use crate::{
     agent::{Agent, checkpoint, hello, losses, running, start_job},
-    test_server::{TestServer, assert_refused, spec},
+    test_server::{TestServer, assert_mistake, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, PROTOCOL_VERSION, Source},
@@ -123,8 +123,7 @@ async fn a_job_that_stops_early_succeeds_with_a_reason() {
     // A fork with the same patience would stop before its first step.
     create_checkpoint_folder(&server, &id);
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
-    let (status, refused) = fork(json!({})).await;
-    assert_eq!((status, &refused["errors"][0]["pointer"]), (422, &json!("/stop/patience")), "{refused}");
+    assert_mistake(fork(json!({})).await, "/stop/patience", "");
     for patience in [json!(3), Value::Null] {
         assert_eq!(fork(json!({ "stop.patience": patience })).await.0, 201);
     }
@@ -180,12 +179,6 @@ async fn agents_of_other_versions_are_refused_and_unknown_reasons_are_stored() {
     let (_, response) = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(response["attempts"][0]["reason"]["code"], "eclipse", "{response}");
     assert_eq!(response["attempts"][0]["reason"]["words"], "too dark", "{response}");
-    let mut later = hello("c", 1, Vec::new());
-    if let FromAgent::Hello { protocol, .. } = &mut later {
-        *protocol += 1;
-    }
-    let response = Agent::connect(&server, later).await.err().unwrap();
-    assert!(response.contains("run the same version of lockstep on both"), "{response}");
     server.stop().await;
 }
 
@@ -256,29 +249,9 @@ async fn a_list_has_the_documented_maximum_of_jobs() {
     let (_, rest) =
         server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
     assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next_cursor"]), (1, &Value::Null));
-    for limit in ["0", "1001"] {
-        assert_refused(server.get(&format!("/jobs?limit={limit}")).await, 400, "1 to 1000");
-    }
     let (_, document) = server.get("/openapi.json").await;
     let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
     let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();
     assert_eq!((&limit["schema"]["minimum"], &limit["schema"]["maximum"]), (&json!(1), &json!(1000)));
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn too_large_bodies_are_refused_in_every_format() {
-    let server = TestServer::new().await;
-    for kind in ["application/json", "application/toml"] {
-        for (bytes, expected) in [(1 << 20, 422), ((1 << 20) + 1, 413)] {
-            // Valid in both formats except for the size: an empty object, and a comment.
-            let mut body = if kind.ends_with("json") { "{}".to_owned() } else { "#".to_owned() };
-            body += &" ".repeat(bytes - body.len());
-            let request =
-                server.http.post(server.url("/api/v1/jobs")).header("content-type", kind).body(body);
-            let (status, response) = server.send(request).await;
-            assert_eq!(status, expected, "{kind} {bytes}: {response}");
-        }
-    }
     server.stop().await;
 }

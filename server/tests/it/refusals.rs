@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info, start_job},
-    test_server::{TestServer, assert_refused, spec},
+    test_server::{TestServer, assert_mistake, assert_refused, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
@@ -81,20 +81,23 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
 async fn a_repeated_request_creates_one_job() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 2).await;
-    let send = |body: Value| {
-        let request =
-            server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k1").json(&body);
-        server.send(request)
+    let send = |key_chars: usize, body: Value| {
+        let request = server.http.post(server.url("/api/v1/jobs")).json(&body);
+        server.send(request.header("idempotency-key", "k".repeat(key_chars)))
     };
-    let (first, second) = tokio::join!(send(spec()), send(spec()));
+    let (first, second) = tokio::join!(send(255, spec()), send(255, spec()));
     let mut statuses = [first.0, second.0];
     statuses.sort_unstable();
     assert_eq!((statuses, &first.1["id"]), ([200, 201], &second.1["id"]));
     assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 1);
     let mut other = spec();
     other["name"] = json!("another");
-    let (status, problem) = send(other).await;
+    let (status, problem) = send(255, other).await;
     assert_eq!((status, &problem["code"]), (409, &json!("idempotency_key_reused")), "{problem}");
+    for chars in [0, 256] {
+        let message = "Idempotency-Key must be 1 to 255 visible ASCII characters";
+        assert_refused(send(chars, spec()).await, 400, message);
+    }
     server.stop().await;
 }
 
@@ -112,8 +115,6 @@ async fn malformed_requests_get_problem_responses() {
     // A form on another site can send text/plain without a CORS preflight.
     let text = server.http.post(&jobs).header("content-type", "text/plain").body(spec().to_string());
     assert_eq!(server.send(text).await.0, 415);
-    let large = server.http.post(&jobs).header("content-type", "application/json").body("x".repeat(2 << 20));
-    assert_eq!(server.send(large).await.0, 413);
     assert_eq!(server.send(server.http.put(&jobs)).await.0, 405);
     for path in [
         "/nothing",
@@ -147,14 +148,10 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (new, pointer) in [
-        (json!({"name": "", "path": "/x"}), "/name"),
         (json!({"name": "../up", "path": "/x"}), "/name"),
-        (json!({"name": "a b", "path": "/x"}), "/name"),
         (json!({"name": "ok", "path": "relative"}), "/path"),
-        (json!({"name": "ok", "path": format!("/{}", "x".repeat(5000))}), "/path"),
     ] {
-        let (status, body) = server.post("/datasets", &new).await;
-        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!(pointer)), "{body}");
+        assert_mistake(server.post("/datasets", &new).await, pointer, "");
     }
     let broken = json!({"name": "broken", "path": "/broken"});
     let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
@@ -179,33 +176,6 @@ async fn an_agent_inspects_a_dataset_before_registration() {
 }
 
 #[tokio::test]
-async fn the_list_has_filters_and_pages() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let mut ids = Vec::new();
-    for i in 0..5 {
-        ids.push(server.submit(|s| s["name"] = json!(format!("Run {i}"))).await.id.to_string());
-    }
-    ids.reverse();
-    let mut seen = Vec::new();
-    let mut cursor = String::new();
-    loop {
-        let (_, page) = server.get(&format!("/jobs?limit=2{cursor}")).await;
-        seen.extend(page["jobs"].as_array().unwrap().iter().map(|j| j["id"].as_str().unwrap().to_owned()));
-        match page["next_cursor"].as_str() {
-            Some(next) => cursor = format!("&cursor={next}"),
-            None => break,
-        }
-    }
-    assert_eq!(seen, ids, "newest first, without duplicates");
-    let (_, one) = server.get("/jobs?name=run%203").await;
-    assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
-    let (_, none) = server.get("/jobs?state=succeeded").await;
-    assert_eq!(none["jobs"], json!([]));
-    server.stop().await;
-}
-
-#[tokio::test]
 async fn impossible_inspection_results_are_not_stored() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
@@ -217,10 +187,8 @@ async fn impossible_inspection_results_are_not_stored() {
         (DatasetInfo { std: vec![0.0], ..dataset_info() }, "standard deviation"),
     ] {
         let new = json!({"name": "odd", "path": "/some/odd"});
-        let ((status, body), ()) =
-            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
-        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
-        assert!(body["detail"].as_str().unwrap().contains(message), "{body}");
+        let (refused, ()) = tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
+        assert_mistake(refused, "/path", message);
     }
     assert_eq!(server.get("/datasets/odd").await.0, 404);
     server.stop().await;

@@ -2,10 +2,10 @@
 
 mod mlflow;
 
-use crate::test_server::{TIMEOUT, TestServer, assert_refused, wait_until};
+use crate::test_server::{TestServer, assert_refused, wait_until};
 use lockstep_protocol::job::{Job, JobState, Measured};
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 impl TestServer {
     /// Sends records, which the server must accept. Returns the number of stored records.
@@ -460,10 +460,6 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
 
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    let start = Instant::now();
-    while folder.exists() {
-        assert!(start.elapsed() < TIMEOUT, "the files are not removed with the run");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("the files are removed with the run", async || !folder.exists()).await;
     server.stop().await;
 }

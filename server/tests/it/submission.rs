@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    test_server::{TestServer, spec},
+    test_server::{TestServer, assert_mistake, spec},
 };
 use lockstep_protocol::{
     agent::AgentReply,
@@ -95,13 +95,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
         let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!(name);
-        let (status, response) = server.post("/jobs", &document).await;
-        assert_eq!(
-            (status, &response["errors"][0]["pointer"]),
-            (422, &json!("/data/validation")),
-            "{response}"
-        );
-        assert!(response["detail"].as_str().unwrap().contains("no split \"test\""), "{response}");
+        assert_mistake(server.post("/jobs", &document).await, "/data/validation", "no split \"test\"");
     }
     for validation in [json!("none"), json!(0.25)] {
         let mut document = document_with(Some(validation.clone()), None);

@@ -96,6 +96,15 @@ pub fn assert_refused((status, problem): (u16, Value), expected: u16, text: &str
     assert!(status == expected && detail.contains(text), "{text:?}: {status} {problem}");
 }
 
+/// Asserts that the server has refused the value at `pointer`, and that the error's detail contains `text`.
+#[track_caller]
+pub fn assert_mistake((status, problem): (u16, Value), pointer: &str, text: &str) {
+    let error = &problem["errors"][0];
+    let is_expected =
+        error["pointer"] == pointer && error["detail"].as_str().unwrap_or_default().contains(text);
+    assert!(status == 422 && is_expected, "{pointer} {text:?}: {status} {problem}");
+}
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -103,6 +112,11 @@ impl TestServer {
 
     pub async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
         Self::open(tempfile::tempdir().unwrap(), change).await
+    }
+
+    /// Starts a server with this lease and frequent heartbeats.
+    pub async fn with_lease(lease: Duration) -> Self {
+        Self::with(|c| (c.lease, c.heartbeat) = (lease, Duration::from_millis(100))).await
     }
 
     /// Starts a server with an object store, which is the returned directory.
@@ -202,6 +216,18 @@ impl TestServer {
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
+    /// Returns all pages of a list. The path has the query of the first page.
+    pub async fn read_pages(&self, path: &str) -> Vec<Value> {
+        let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
+        while let Some(after) = cursor {
+            let (status, page) = self.get(&format!("{path}{after}")).await;
+            assert_eq!(status, 200, "{path}{after}: {page}");
+            cursor = page["next_cursor"].as_str().map(|next| format!("&cursor={next}"));
+            pages.push(page);
+        }
+        pages
+    }
+
     pub async fn get_text(&self, path: &str) -> (u16, String) {
         let response = self.http.get(self.url(path)).send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
@@ -241,6 +267,13 @@ impl TestServer {
         self.job(id).await
     }
 
+    /// Waits on the job's stream until the job's reason contains `text`, and returns the reason.
+    pub async fn wait_for_reason(&self, id: &str, text: &str) -> String {
+        let has_text = |frame: &Value| frame["reason"].as_str().is_some_and(|reason| reason.contains(text));
+        let frames = self.stream(id, 0).await.until(has_text).await;
+        frames.last().unwrap()["reason"].as_str().unwrap().to_owned()
+    }
+
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
         Stream::open(self.socket_request(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
     }
@@ -265,25 +298,6 @@ impl TestServer {
             let mut db = sqlx::SqliteConnection::connect(&self.database).await.unwrap();
             sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut db).await.unwrap()
         }
-    }
-
-    /// Returns the watermark of a job (the event up to which its metrics are in chunks), and the first and last step of the losses in chunks.
-    pub async fn watermark(&self, id: &str) -> (i64, (i64, i64)) {
-        const QUERY: &str = "SELECT (SELECT watermark FROM metric_compaction WHERE job_id = $1), min(first_step), max(last_step) \
-            FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
-        type Row = (Option<i64>, Option<i64>, Option<i64>);
-        let (watermark, first, last): Row = match database_of(&self.dir) {
-            Some(url) => {
-                let mut db = sqlx::PgConnection::connect(&url).await.unwrap();
-                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
-            }
-            None => {
-                let url = format!("sqlite://{}", self.dir.path().join("lockstep.db").display());
-                let mut db = sqlx::SqliteConnection::connect(&url).await.unwrap();
-                sqlx::query_as(QUERY).bind(id).fetch_one(&mut db).await.unwrap()
-            }
-        };
-        (watermark.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
     }
 
     /// Returns the stored events of a job, as frames of its stream.

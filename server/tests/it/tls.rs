@@ -1,9 +1,12 @@
 //! Certificates of the server: from renewed files, from its own CA, and invalid certificates.
 
-use crate::test_server::{TIMEOUT, TestServer, client_builder, config, wait_until};
+use crate::{
+    starting,
+    test_server::{TIMEOUT, TestServer, client_builder, config, wait_until},
+};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
-    ServeConfig, ServeError, TlsConfig, serve,
+    ServeConfig, ServeError, TlsConfig,
     tls::{Facts, ca::Authority},
 };
 use rcgen::{CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
@@ -263,13 +266,9 @@ fn a_ca_is_created_once_and_issues_certificates() {
     assert!(Authority::open(dir.path()).unwrap_err().contains("does not belong"));
 }
 
-/// Returns the error of a server that must not start.
+/// Returns the message of a server that must not start.
 pub async fn start_error(config: ServeConfig) -> String {
-    let ready = |_| panic!("the server must not start");
-    let result = timeout(TIMEOUT, serve(config, ready, std::future::pending())).await.unwrap();
-    let error = result.unwrap_err();
-    assert_eq!(error.exit_code(), 2, "{error}");
-    error.to_string()
+    starting::start_error(config).await.to_string()
 }
 
 #[tokio::test]

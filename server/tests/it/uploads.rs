@@ -386,3 +386,27 @@ async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
     assert_eq!(start.resume, None, "no checkpoint was uploaded");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
+    const MAX: usize = 8 << 20;
+    let (server, mut agent, _, attempt) = start_job(|_| {}).await;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let api = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    let mut manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
+    manifest["files"]["model.safetensors"]["size_bytes"] = json!(2 * MAX);
+    let put =
+        async |file: &str, body: Vec<u8>| api.request("PUT", &format!("/uploads/1-10/{file}"), body).await;
+    assert_eq!(put("MANIFEST.json", manifest.to_string().into()).await.0, 204);
+    assert_refused(put("model.safetensors?offset=0", vec![7; MAX + 1]).await, 413, "at most 8388608 bytes");
+    assert_eq!(put("model.safetensors?offset=0", vec![7; MAX]).await.0, 204);
+    // Files that the server reads into memory have a lower limit.
+    manifest["files"]["state.json"]["size_bytes"] = json!((1 << 20) + 1);
+    assert_refused(
+        put("MANIFEST.json", manifest.to_string().into()).await,
+        422,
+        "names a state.json of 1048577 bytes",
+    );
+    server.stop().await;
+}

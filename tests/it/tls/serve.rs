@@ -87,6 +87,11 @@ impl Serve {
     }
 }
 
+/// Runs `lockstep ca` in this folder.
+pub(crate) fn ca(folder: &Path, args: &[&str]) -> Finished {
+    Finished::of(lockstep().arg("ca").args(args).current_dir(folder))
+}
+
 impl Drop for Serve {
     fn drop(&mut self) {
         crate::server::signal(self.process.id() as i32, rustix::process::Signal::TERM);

@@ -2,10 +2,9 @@
 
 use crate::{
     agent::start_job,
-    test_server::{TIMEOUT, TestServer, client, client_without_redirects, wait_until},
+    test_server::{TestServer, client, client_without_redirects, wait_until},
 };
 use serde_json::{Value, json};
-use std::time::Instant;
 
 async fn entries(server: &TestServer) -> Vec<Value> {
     let (status, log) = server.get("/audit?limit=1000").await;
@@ -126,16 +125,9 @@ async fn the_log_has_pages_and_old_entries_are_removed() {
     for n in 0..10 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
     }
-    let mut read = Vec::new();
-    let mut cursor = String::new();
-    loop {
-        let (_, page) = server.get(&format!("/audit?limit=3{cursor}")).await;
-        read.extend(page["entries"].as_array().unwrap().iter().map(|e| e["object"].clone()));
-        match page["next_cursor"].as_str() {
-            Some(next) => cursor = format!("&cursor={next}"),
-            None => break,
-        }
-    }
+    let pages = server.read_pages("/audit?limit=3").await;
+    let read = pages.iter().flat_map(|page| page["entries"].as_array().unwrap());
+    let read: Vec<_> = read.map(|entry| entry["object"].clone()).collect();
     let expected: Vec<_> = (0..10).rev().map(|n| json!(format!("/api/v1/datasets/none-{n}"))).collect();
     assert_eq!(read, expected);
     for (query, status) in
@@ -148,16 +140,13 @@ async fn the_log_has_pages_and_old_entries_are_removed() {
     for n in 10..60 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
     }
-    let since = Instant::now();
-    loop {
+    wait_until("old entries are removed", async || {
         let left = entries(&server).await;
         assert_eq!(left[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
-        if left.len() <= 31 {
-            assert!(left.len() >= 20, "too many entries are removed");
-            break;
-        }
-        assert!(since.elapsed() < TIMEOUT, "{} entries stay", left.len());
-    }
+        assert!(left.len() >= 20, "too many entries are removed");
+        left.len() <= 31
+    })
+    .await;
     server.execute("UPDATE audit SET at = 0").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     // The first entry after a start removes old entries.

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::Agent,
-    test_server::{TestServer, spec, wait_until},
+    test_server::{TestServer, assert_mistake, spec, wait_until},
 };
 use lockstep_protocol::limits::{MAX_PANEL_METRICS, MAX_PANELS, PANEL_TITLE_CHARS};
 use serde_json::{Value, json};
@@ -104,8 +104,7 @@ async fn the_number_of_panels_is_limited() {
         assert_eq!(server.put(target, &json!({"panels": max})).await.0, 200, "{target}");
         let mut more = max.clone();
         more.push(panel("one more", &["loss"]));
-        let (status, problem) = server.put(target, &json!({"panels": more})).await;
-        assert!(status == 422 && problem["errors"][0]["pointer"] == "/panels", "{problem}");
+        assert_mistake(server.put(target, &json!({"panels": more})).await, "/panels", "");
     }
     let mut seven = time_and_bytes.to_vec();
     seven.push("disk_read_bytes_per_second");
@@ -115,14 +114,7 @@ async fn the_number_of_panels_is_limited() {
         (panel("t", &["loss", "lr", "accuracy"]), "/panels/0/metrics", "a panel has two axes"),
         (panel("t", &["los"]), "/panels/0/metrics", "did you mean \"loss\"?"),
     ] {
-        let (status, problem) = server.put(&path, &json!({"panels": [wrong]})).await;
-        let error = &problem["errors"][0];
-        assert!(
-            status == 422
-                && error["pointer"] == pointer
-                && error["detail"].as_str().unwrap().contains(message),
-            "{problem}"
-        );
+        assert_mistake(server.put(&path, &json!({"panels": [wrong]})).await, pointer, message);
     }
     for unreadable in [json!({}), json!({"panels": [{"title": "t"}]}), json!({"panels": [], "more": 1})] {
         assert_eq!(server.put(&path, &unreadable).await.0, 400, "{unreadable}");

@@ -1,7 +1,7 @@
 //! People: the first admin, sign-in by password, changes of people, and limits.
 
 use super::sessions::{Browser, location};
-use crate::test_server::{Stream, TestServer, assert_refused, client, client_builder, socket_request};
+use crate::test_server::{Stream, TestServer, assert_refused, client_builder, socket_request};
 use lockstep_protocol::limits::{MAX_PEOPLE, PASSWORD_CHARS, PERSON_NAME_CHARS};
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -366,14 +366,5 @@ async fn the_page_people_has_the_same_effects_as_the_api() {
     let request = request.header("origin", "http://evil.example").body("action=remove&name=ada");
     let request = request.header("content-type", "application/x-www-form-urlencoded");
     assert_eq!(request.send().await.unwrap().status(), 403);
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn a_server_without_authentication_has_no_people() {
-    let server = TestServer::with(|c| c.no_auth = true).await;
-    let body = json!({"name": "ada", "role": "admin", "password": PASSWORD});
-    assert_refused(server.post("/people", &body).await, 409, "--no-auth");
-    assert_eq!(client("").get(server.url("/account")).send().await.unwrap().status(), 200);
     server.stop().await;
 }

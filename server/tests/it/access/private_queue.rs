@@ -3,13 +3,11 @@
 use super::{People, add_people};
 use crate::{
     agent::Agent,
-    test_server::{TIMEOUT, TestServer, spec},
+    test_server::{TestServer, spec, wait_until},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use reqwest::Client;
 use serde_json::{Value, json};
-use std::time::Duration;
-use tokio::time::Instant;
 
 #[tokio::test]
 async fn the_queue_shows_only_places_of_private_jobs_to_others() {
@@ -30,16 +28,12 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     agent.expect_start().await;
     let secret = submit(&mona, "secret run", 2, true).await;
     let open = submit(&otto, "open", 1, false).await;
-    let deadline = Instant::now() + TIMEOUT;
-    loop {
+    wait_until("a slot is reserved and both jobs wait", async || {
         let (_, queue) = server.send_as(&ada, "GET", "/queue", None).await;
         let is_reserved = queue["reservations"][0]["free"] == json!([1]);
-        if is_reserved && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{queue:#}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+        is_reserved && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null()
+    })
+    .await;
 
     for (who, client, sees) in
         [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]

@@ -223,13 +223,15 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
 async fn with_no_auth_every_route_is_open_to_this_machine() {
     let server = TestServer::with(|c| c.no_auth = true).await;
     assert!(!server.dir.path().join("token").exists(), "the server creates no token");
-    for path in ["/jobs", "/api/v1/jobs", "/api/v1/tokens", "/audit", "/metrics"] {
+    for path in ["/jobs", "/api/v1/jobs", "/api/v1/tokens", "/account", "/audit", "/metrics"] {
         assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
     // A token for another server is ignored.
     let client = client_without_redirects("whatever");
     assert_eq!(server.send(client.get(server.url("/api/v1/jobs"))).await.0, 200);
     assert_refused(server.post("/login-links", &json!({})).await, 409, "--no-auth");
+    let person = json!({"name": "ada", "role": "admin", "password": "correct horse"});
+    assert_refused(server.post("/people", &person).await, 409, "--no-auth");
     server.stop().await;
 }
 

@@ -1,8 +1,10 @@
 //! Tokens: creation, list, revocation, limits, and the server's own token in a file.
 
-use crate::test_server::{Stream, TIMEOUT, TestServer, assert_refused, client, config};
+use crate::{
+    starting::start_error,
+    test_server::{Stream, TestServer, assert_refused, client, config},
+};
 use lockstep_protocol::limits::{MAX_TOKENS, TOKEN_DAYS, TOKEN_NAME_CHARS};
-use lockstep_server::serve;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -166,8 +168,6 @@ async fn the_server_s_own_token_is_private_and_recreated() {
     let dir = server.stop().await;
     fs::rename(&path, dir.path().join("jobs/elsewhere")).unwrap();
     symlink(dir.path().join("jobs/elsewhere"), &path).unwrap();
-    let start = serve(config(&dir), |_| panic!("it must not start"), std::future::pending());
-    let error = tokio::time::timeout(TIMEOUT, start).await.unwrap().unwrap_err();
-    assert!(error.to_string().contains("symbolic link"), "{error}");
-    assert_eq!(error.exit_code(), 2);
+    let error = start_error(config(&dir)).await.to_string();
+    assert!(error.contains("symbolic link"), "{error}");
 }

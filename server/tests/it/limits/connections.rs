@@ -50,7 +50,7 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
         (vec![Message::Binary(deep.clone().into())], 1002, "depth limit"),
         (vec![part(deep)], 1002, "depth limit"),
         (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
-        // Before Hello, the limit is lower.
+        // Before Hello, the limit is lower, because decoding 16 MB of nulls would need half a gigabyte.
         (zeros(2 << 20), 1002, "cannot be read"),
         (zeros((2 << 20) + 1), 1002, "longer than 2 MiB"),
         (parts(2 << 20), 1002, "cannot be read"),

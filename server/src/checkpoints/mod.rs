@@ -4,7 +4,6 @@ pub(crate) mod artifact_checks;
 pub(crate) mod artifact_fetches;
 pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
-pub(crate) mod evaluations;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
 pub(crate) mod uploads;
@@ -14,7 +13,7 @@ mod waits;
 pub(crate) use waits::Wait;
 
 use crate::{
-    agents::Agents,
+    agents::{Agents, shared_requests::SharedRequests},
     config::ServeConfig,
     events::Events,
     lifecycle,
@@ -23,7 +22,6 @@ use crate::{
 };
 use artifact_fetches::{Availability, find_availability};
 use artifact_store::{ArtifactStore, StoredState};
-use evaluations::Evaluations;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef, CheckpointInfo},
@@ -57,7 +55,8 @@ pub(crate) struct Checkpoints {
     pub(crate) waits: CheckpointWaits,
     /// Files of checkpoints whose checksum was found correct.
     pub(crate) verified_files: VerifiedFiles,
-    pub(crate) evaluations: Evaluations,
+    /// Running evaluations, by the file of their result.
+    pub(crate) evaluations: Arc<SharedRequests<PathBuf, ()>>,
     /// Held while old checkpoints are removed, and while a checkpoint is registered as a model version, which must not be removed.
     pub(crate) removal_lock: tokio::sync::Mutex<()>,
 }
@@ -77,10 +76,10 @@ impl Checkpoints {
             events,
             agents,
             artifact_store,
+            evaluations: SharedRequests::new(tasks.clone(), Duration::ZERO),
             tasks,
             waits: CheckpointWaits::default(),
             verified_files: VerifiedFiles::default(),
-            evaluations: Evaluations::default(),
             removal_lock: tokio::sync::Mutex::default(),
         }
     }

@@ -21,10 +21,11 @@ use crate::{
     util::{blocking, if_exists, tasks::Tasks},
 };
 use artifact_fetches::{Availability, find_availability};
-use artifact_store::{ArtifactStore, StoredState};
+use artifact_store::ArtifactStore;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef, CheckpointInfo},
+    checkpoint::{Checkpoint, StoredState},
     checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
@@ -104,9 +105,18 @@ impl Checkpoints {
         self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
+    /// A checkpoint as clients see it.
+    pub(crate) fn describe(&self, row: CheckpointRow, copies: Option<&Copies>) -> Checkpoint {
+        let uploading_from =
+            self.holders_if_missing(&row, copies).into_iter().next().map(|holder| holder.agent);
+        let stored = self.stored_state(&row, copies);
+        let CheckpointRow { id, attempt, info, created_at, .. } = row;
+        Checkpoint { id, attempt, info, created_at, uploading_from, stored }
+    }
+
     /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the
     /// disk has an undamaged copy.
-    pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
+    fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
         let is_damaged_on_server = copies.is_some_and(|copies| copies.is_damaged_on_server);
         let is_uploading = match copies.and_then(|copies| copies.object_store) {

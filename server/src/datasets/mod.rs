@@ -28,7 +28,6 @@ pub(crate) struct Datasets {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,
     pub(crate) agents: Arc<Agents>,
-    pub(crate) tasks: Tasks,
     pub(crate) roots: DatasetRoots,
     /// Running inspections, by the path of the dataset. Their results are the path with its links resolved and the dataset's description.
     pub(crate) inspections: Arc<SharedRequests<String, (String, DatasetInfo)>>,
@@ -44,8 +43,8 @@ impl Datasets {
         agents: Arc<Agents>,
         tasks: Tasks,
     ) -> Self {
-        let inspections = SharedRequests::new(tasks.clone(), INSPECTION_LIFE);
+        let inspections = SharedRequests::new(tasks, INSPECTION_LIFE);
         let (roots, copies) = (DatasetRoots::new(config), CopyProgress::default());
-        Self { store, events, agents, tasks, roots, inspections, copies }
+        Self { store, events, agents, roots, inspections, copies }
     }
 }

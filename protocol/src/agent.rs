@@ -19,7 +19,7 @@ pub use dataset_files::{
 pub use events::{AttemptEvent, AxisTimes, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
 pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
-pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
+pub use machine::{Agent, GpuSample, KeptFor, Machine, MachineSample, MachineWarning, SlotUse};
 pub use requests::{AgentReply, AgentRequest, RequestQueue};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};

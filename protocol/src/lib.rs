@@ -10,6 +10,7 @@ pub mod allowed;
 pub mod attempt;
 pub mod backoff;
 pub mod best;
+pub mod checkpoint;
 pub mod checkpoint_files;
 pub mod cut;
 pub mod dataset;

@@ -11,6 +11,7 @@ use askama::Template;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     best::best_words,
+    checkpoint::Checkpoint,
     job::{External, Job, JobId, JobState, RunFile},
     numbers::uncertainty,
     panels::JobPanels,
@@ -19,30 +20,6 @@ use lockstep_protocol::{
 };
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
-
-/// A checkpoint, with the id that download links contain.
-#[derive(Debug, Clone, Default, Serialize)]
-pub struct Checkpoint {
-    /// The id in `/api/v1/checkpoints/{id}`.
-    pub id: String,
-    /// The attempt that wrote the checkpoint.
-    pub attempt: u32,
-    /// The checkpoint's description.
-    #[serde(flatten)]
-    pub info: CheckpointInfo,
-    /// State of the checkpoint in the object store (`uploading` or `stored`). `None` without an object store.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub stored: Option<&'static str>,
-}
-
-impl Checkpoint {
-    /// Returns the validation accuracy. Empty for a checkpoint without validation.
-    fn accuracy(&self) -> String {
-        let pictures = self.info.validation.as_ref().map(|set| set.pictures);
-        let words = |share| percent(share) + &uncertainty(share, pictures);
-        self.info.val_accuracy.map(words).unwrap_or_default()
-    }
-}
 
 /// An entry of the list of ranks: the rank's agent and newest report.
 #[derive(Debug, Clone, Serialize)]
@@ -86,6 +63,13 @@ pub struct JobPage {
 }
 
 impl JobPage {
+    /// The validation accuracy of a checkpoint. Empty for a checkpoint without validation.
+    fn accuracy(&self, info: &CheckpointInfo) -> String {
+        let pictures = info.validation.as_ref().map(|set| set.pictures);
+        let words = |share| percent(share) + &uncertainty(share, pictures);
+        info.val_accuracy.map(words).unwrap_or_default()
+    }
+
     /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's
     /// time zone.
     fn about(&self) -> String {

@@ -11,64 +11,17 @@ use crate::{
 };
 use askama::Template;
 use gauges::Gauge;
-use jiff::Timestamp;
-use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
-use std::net::IpAddr;
+use lockstep_protocol::{
+    agent::{Agent, MachineSample, Slot, SlotUse},
+    job::JobId,
+};
+use std::{collections::HashMap, net::IpAddr};
 
-/// The job that holds a slot.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Holder {
-    /// The job's id, for the link to its page.
-    pub job_id: String,
-    /// The job's name, as shown.
-    pub job_name: String,
-    /// The rank that runs in the slot.
-    pub rank: u32,
-}
-
-/// The waiting job for which a slot is reserved.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeptFor {
-    /// The job's id; empty if the user may not see the job.
-    pub job_id: String,
-    /// The job's name, as shown.
-    pub job_name: String,
-}
-
-/// A slot with the job that holds it and the job that gets it next.
-#[derive(Debug, Clone)]
-pub struct SlotCell {
-    pub slot: Slot,
-    /// The rank that holds the slot.
-    pub holder: Option<Holder>,
-    /// The job that gets the slot next, if that is certain.
-    pub kept_for: Option<KeptFor>,
-}
-
-/// The server's information about an agent.
-#[derive(Debug, Clone)]
-pub struct AgentCard {
-    /// The agent's id, which stays the same after restarts.
-    pub id: String,
-    /// The agent's name. Two agents may have the same name, for example after an agent's state was lost.
-    pub name: String,
-    /// Whether the agent's websocket is open.
-    pub online: bool,
-    /// Whether the agent gets no new work.
-    pub draining: bool,
-    /// Time of the newest heartbeat.
-    pub last_seen_at: Timestamp,
-    pub connected_at: Option<Timestamp>,
-    /// Seconds until the lease expires and the agent's attempts end. `None` without an attempt.
-    pub lease_secs_left: Option<f64>,
-    /// The agent's description of its machine.
-    pub machine: Machine,
-    /// The newest measurements.
-    pub sample: Option<MachineSample>,
-    /// Warnings, the worst first.
-    pub warnings: Vec<MachineWarning>,
-    /// Slots, in the order of their indices.
-    pub slots: Vec<SlotCell>,
+/// A job in a slot: its id, which is empty for a private job of another person, and its name as shown.
+#[derive(Debug)]
+struct JobLink<'a> {
+    job_id: &'a str,
+    job_name: &'a str,
 }
 
 /// `GET /machines`.
@@ -76,7 +29,9 @@ pub struct AgentCard {
 #[template(path = "machines.html")]
 pub struct MachinesPage {
     /// Online agents first, then sorted by name.
-    pub agents: Vec<AgentCard>,
+    pub agents: Vec<Agent>,
+    /// Names of the jobs in the slots. Jobs that were deleted are absent.
+    pub job_names: HashMap<JobId, String>,
     /// The commands that join another machine.
     pub join: Join,
     /// The person or token that looks at the page.
@@ -85,8 +40,8 @@ pub struct MachinesPage {
 
 impl MachinesPage {
     /// Whether another machine has the same name.
-    fn shares_name(&self, card: &AgentCard) -> bool {
-        self.agents.iter().filter(|other| other.name == card.name).count() > 1
+    fn shares_name(&self, agent: &Agent) -> bool {
+        self.agents.iter().filter(|other| other.name == agent.name).count() > 1
     }
 
     /// Counts slots and machines: `3 of 8 slots busy · 2 machines online`.
@@ -95,27 +50,40 @@ impl MachinesPage {
         let slots = || online().flat_map(|a| &a.slots);
         format!(
             "{} of {} busy · {} online",
-            slots().filter(|cell| cell.holder.is_some()).count(),
+            slots().filter(|slot_use| self.holder(slot_use).is_some()).count(),
             plural(slots().count() as u64, "slot"),
             plural(online().count() as u64, "machine"),
         )
     }
-}
 
-impl AgentCard {
+    fn job_link<'a>(&'a self, job: Option<&'a JobId>, private: &'a str) -> Option<JobLink<'a>> {
+        let Some(id) = job else { return Some(JobLink { job_id: "", job_name: private }) };
+        Some(JobLink { job_id: id.as_str(), job_name: self.job_names.get(id)? })
+    }
+
+    /// The job that holds a slot.
+    fn holder<'a>(&'a self, slot_use: &'a SlotUse) -> Option<JobLink<'a>> {
+        slot_use.rank.and_then(|_| self.job_link(slot_use.job.as_ref(), "private"))
+    }
+
+    /// The waiting job that gets a slot next, if that is certain.
+    fn kept_for<'a>(&'a self, slot_use: &'a SlotUse) -> Option<JobLink<'a>> {
+        self.job_link(slot_use.kept_for.as_ref()?.job.as_ref(), "a private job")
+    }
+
     /// Returns the beginning of the agent's id, which distinguishes machines of the same name.
-    fn short_id(&self) -> &str {
+    fn short_id(&self, agent: &Agent) -> String {
         const CHARS: usize = 8;
-        &self.id[..self.id.char_indices().nth(CHARS).map_or(self.id.len(), |(end, _)| end)]
+        agent.id.chars().take(CHARS).collect()
     }
 
     /// Describes hardware, version, and the state of the connection and of leases.
-    fn about(&self) -> String {
-        let m = &self.machine;
+    fn about(&self, agent: &Agent) -> String {
+        let m = &agent.machine;
         let connected =
-            self.connected_at.map_or(String::new(), |since| format!(" · connected {}", age(since)));
-        let lease = match self.lease_secs_left {
-            Some(left) if !self.online => {
+            agent.connected_at.map_or(String::new(), |since| format!(" · connected {}", age(since)));
+        let lease = match agent.lease_secs_left {
+            Some(left) if !agent.online => {
                 format!(" · its jobs start again unless it returns within {left:.0} s")
             }
             _ => String::new(),
@@ -127,7 +95,7 @@ impl AgentCard {
             let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
             format!(" · other machines reach it at {address}{interface}")
         });
-        let links = m.links_in_words().map_or(String::new(), |links| format!(" · {links}"));
+        let links = agent.links.as_ref().map_or(String::new(), |links| format!(" · {links}"));
         format!(
             "{} · {} · {} memory · version {}{address}{links}{connected}{lease}",
             m.cpu,
@@ -137,27 +105,36 @@ impl AgentCard {
         )
     }
 
-    fn gauges(&self) -> [Gauge; 5] {
-        gauges::machine_gauges(self.sample.as_ref())
+    fn gauges(&self, agent: &Agent) -> [Gauge; 5] {
+        gauges::machine_gauges(current_sample(agent))
     }
 
-    fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
-        let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
+    fn slot_gauges(&self, agent: &Agent, slot: &Slot) -> Vec<Gauge> {
+        let sample = current_sample(agent)
+            .into_iter()
+            .flat_map(|sample| &sample.gpus)
+            .find(|seen| seen.slot == slot.index);
         let all = gauges::slot_gauges(sample, slot.memory_bytes);
         // A slot of CPU cores has only the first two gauges, use and memory.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }
 
-    fn status(&self) -> String {
-        if self.online { "online".into() } else { format!("last seen {}", age(self.last_seen_at)) }
+    fn status(&self, agent: &Agent) -> String {
+        if agent.online { "online".into() } else { format!("last seen {}", age(agent.last_seen_at)) }
     }
+}
+
+/// The agent's newest sample, if it is not older than 30 s. Agents send a sample every 5 s.
+fn current_sample(agent: &Agent) -> Option<&MachineSample> {
+    agent.sample.as_ref().filter(|_| agent.online && agent.sample_age_secs.is_some_and(|age| age < 30.0))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::agent::GpuSample;
+    use jiff::Timestamp;
+    use lockstep_protocol::agent::{GpuSample, KeptFor, Machine, MachineWarning};
 
     #[test]
     fn slots_show_their_gpu_and_hide_names_of_private_jobs() {
@@ -176,9 +153,10 @@ mod tests {
             memory_bytes: 150_754_820_096,
             uuid: Some(format!("GPU-{index}")),
         };
-        let kept = |id: &str, name: &str| KeptFor { job_id: id.into(), job_name: name.into() };
-        let holder = Holder { job_id: String::new(), job_name: "private".into(), rank: 3 };
-        let card = AgentCard {
+        let (large, deleted) = (JobId::generate(), JobId::generate());
+        let kept_for =
+            |job: Option<&JobId>| Some(KeptFor { job: job.cloned(), since: Timestamp::UNIX_EPOCH });
+        let agent = Agent {
             id: "id-a".into(),
             name: "a".into(),
             online: true,
@@ -195,14 +173,27 @@ mod tests {
                 version: "0.1.0".into(),
                 ..Machine::default()
             },
+            links: None,
             sample: Some(sample),
+            sample_age_secs: Some(5.0),
             warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],
             slots: vec![
-                SlotCell { slot: slot(0), holder: Some(holder), kept_for: Some(kept("", "a private job")) },
-                SlotCell { slot: slot(1), holder: None, kept_for: Some(kept("j1", "<i>large")) },
+                SlotUse { slot: slot(0), job: None, rank: Some(3), kept_for: kept_for(None) },
+                SlotUse {
+                    slot: slot(1),
+                    job: Some(deleted),
+                    rank: Some(4),
+                    kept_for: kept_for(Some(&large)),
+                },
             ],
         };
-        let page = MachinesPage { agents: vec![card], join: Join::default(), user: CurrentUser::NOBODY };
+        let link = format!(r#"kept for <a href="/jobs/{large}">&#60;i&#62;large</a>"#);
+        let page = MachinesPage {
+            agents: vec![agent],
+            job_names: HashMap::from([(large, "<i>large".into())]),
+            join: Join::default(),
+            user: CurrentUser::NOBODY,
+        };
         let html = page.render().expect("renders");
         for expected in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {
             assert!(html.contains(expected), "{expected}: {html}");
@@ -214,8 +205,8 @@ mod tests {
             "{html}"
         );
         assert!(one.contains("kept for a private job"), "{one}");
-        assert!(other.contains(r#"kept for <a href="/jobs/j1">&#60;i&#62;large</a>"#), "{other}");
-        assert!(!other.contains(">free<"), "{other}");
+        assert!(other.contains(&link), "{other}");
+        assert!(!other.contains(">free<") && !other.contains("rank 4"), "{other}");
         assert!(
             !other.contains("97 %") && other.contains("<b>–</b>"),
             "the second GPU has no measurements: {other}"

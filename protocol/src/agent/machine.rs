@@ -1,5 +1,7 @@
-//! A machine: its description, its agent's measurements every few seconds, and `doctor`'s findings.
+//! A machine: its description, its agent's measurements every few seconds, `doctor`'s findings, and its state in the list of machines.
 
+use super::Slot;
+use crate::job::JobId;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -104,6 +106,53 @@ pub struct MachineWarning {
     pub problem: bool,
     /// Sentences for people: what was found, and what to do.
     pub text: String,
+}
+
+/// A machine.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Agent {
+    pub id: String,
+    pub name: String,
+    pub online: bool,
+    /// Whether the machine is drained and gets no new work.
+    pub draining: bool,
+    pub last_seen_at: Timestamp,
+    /// Start of the current connection; absent if the machine is offline.
+    pub connected_at: Option<Timestamp>,
+    /// Seconds until the machine's attempts end if its agent sends no message; absent without attempts.
+    pub lease_secs_left: Option<f64>,
+    pub machine: Machine,
+    /// Connections of the machine's ranks, as text: the network's speed, and the GPUs that NVLink connects; absent if neither is known.
+    pub links: Option<String>,
+    /// The newest sample since the server's start; absent if the machine has sent none.
+    pub sample: Option<MachineSample>,
+    /// Age of the newest sample, in seconds.
+    pub sample_age_secs: Option<f64>,
+    /// Warnings about the machine, most severe first.
+    pub warnings: Vec<MachineWarning>,
+    pub slots: Vec<SlotUse>,
+}
+
+/// A slot, and the job that occupies it.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct SlotUse {
+    #[serde(flatten)]
+    pub slot: Slot,
+    #[schema(value_type = Option<String>)]
+    pub job: Option<JobId>,
+    /// The job's rank in the slot. For a private job of another person, only the rank is given.
+    pub rank: Option<u32>,
+    /// The waiting job for which the slot is reserved, even while another job still occupies it.
+    pub kept_for: Option<KeptFor>,
+}
+
+/// The reservation of a slot for a waiting job.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct KeptFor {
+    /// The job's id; absent for a private job of another person.
+    #[schema(value_type = Option<String>)]
+    pub job: Option<JobId>,
+    pub since: Timestamp,
 }
 
 #[cfg(test)]

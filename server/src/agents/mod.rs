@@ -6,6 +6,7 @@ pub(crate) mod machines;
 pub(crate) mod refusals;
 pub(crate) mod requests;
 pub(crate) mod rows;
+pub(crate) mod shared_requests;
 
 use crate::{store::AgentRow, util::lock};
 use inbox::Inbox;
@@ -100,6 +101,8 @@ pub(crate) enum RequestError {
     },
     /// The agent refused the request, with this text.
     Refused(String),
+    /// The server has no result, for the reason in this text. Another request may succeed.
+    Unavailable(String),
 }
 
 impl RequestError {
@@ -125,7 +128,7 @@ impl RequestError {
                     "{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent"
                 )
             }
-            Self::Refused(detail) => detail,
+            Self::Refused(detail) | Self::Unavailable(detail) => detail,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Requests to agents about models and data. A request goes to the least busy of the agents that have its files.
 
-use super::{Agents, OnlineAgent, PendingReply, RequestError};
+use super::{Agents, OnlineAgent, RequestError, shared_requests::Sent};
 use futures_util::future::join_all;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
@@ -18,17 +18,21 @@ pub(crate) async fn call(
     request: AgentRequest,
     timeout: Duration,
 ) -> Result<AgentReply, RequestError> {
-    let waiting = send(agents, request).await?;
-    agents.wait_for_reply(waiting, timeout).await
+    call_shared(agents, request, timeout, &Sent::default()).await
 }
 
-/// Sends a request to the agent that [`choose_agent`] chooses. `Agents::wait_for_reply` waits for the reply.
-///
-/// # Errors
-/// No agent is online, or no agent has the files.
-pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<PendingReply, RequestError> {
+/// Same as [`call`], and sets `sent` once the request is sent.
+pub(crate) async fn call_shared(
+    agents: &Agents,
+    request: AgentRequest,
+    timeout: Duration,
+    sent: &Sent,
+) -> Result<AgentReply, RequestError> {
     let agent = choose_agent(agents, &request).await?;
-    Ok(agents.send_request(&agent, request))
+    let waiting = agents.send_request(&agent, request);
+    // Cannot fail, because each request has its own `sent`.
+    let _ = sent.set((agent, waiting.id));
+    agents.wait_for_reply(waiting, timeout).await
 }
 
 /// Chooses the agent for a request: of the agents that have the request's files, the agent with the fewest pending requests of the same
@@ -36,10 +40,7 @@ pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<Pendi
 ///
 /// # Errors
 /// No agent is online, or no agent has the files.
-pub(crate) async fn choose_agent(
-    agents: &Agents,
-    request: &AgentRequest,
-) -> Result<OnlineAgent, RequestError> {
+async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Result<OnlineAgent, RequestError> {
     let mut online = agents.online();
     online.retain(|agent| agent.leave_reason.is_none());
     if online.len() > 1 {

@@ -420,14 +420,11 @@ pub(crate) async fn submit(
 /// The form of messages or an event is unknown.
 fn read_form(fields: &[(String, String)]) -> Result<NewWebhook> {
     let unknown = |pointer: &str| Error::invalid(pointer, "is not a choice of this page");
-    let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field(fields, "form"));
     let chosen = fields.iter().filter(|(key, _)| key == "event");
-    let events = chosen.map(|(_, value)| {
-        WebhookEvent::ALL.into_iter().find(|event| event.as_str() == value).ok_or_else(|| unknown("/events"))
-    });
+    let events = chosen.map(|(_, value)| value.parse::<WebhookEvent>().map_err(|_| unknown("/events")));
     Ok(NewWebhook {
         url: field(fields, "url"),
-        form: form.ok_or_else(|| unknown("/form"))?,
+        form: field(fields, "form").parse().map_err(|_| unknown("/form"))?,
         project: Some(field(fields, "project")),
         events: Some(events.collect::<Result<_>>()?),
         enabled: None,

@@ -9,14 +9,12 @@ use crate::{
 };
 use hashlink::LinkedHashSet;
 use lockstep_protocol::{JobId, backoff::Backoff};
-use serde::Serialize;
 use std::{
     collections::{HashMap, HashSet},
     sync::Mutex,
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, Semaphore, watch};
-use utoipa::ToSchema;
 
 /// Minimum pauses between a failed fetch and the next: after the first failure, and the longest. Each failure doubles the pause.
 const FETCH_RETRY: Backoff = Backoff::new(Duration::from_secs(3), Duration::from_secs(60));
@@ -25,16 +23,6 @@ const CONCURRENT_FETCHES: usize = 2;
 /// Maximum number of copies on the disk that are checked at the same time. A check reads every byte. After an outage, hundreds of jobs
 /// restart, and the first of them should not wait until all checkpoints are checked.
 const CONCURRENT_CHECKS: usize = 2;
-
-/// The state of a checkpoint's copy in the object store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum StoredState {
-    /// The checkpoint is being uploaded, or waits for its upload.
-    Uploading,
-    /// The checkpoint is in the object store.
-    Stored,
-}
 
 /// Why a checkpoint could not be fetched from the object store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -4,7 +4,6 @@ pub(crate) mod artifact_checks;
 pub(crate) mod artifact_fetches;
 pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
-pub(crate) mod evaluations;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
 pub(crate) mod uploads;
@@ -14,7 +13,7 @@ mod waits;
 pub(crate) use waits::Wait;
 
 use crate::{
-    agents::Agents,
+    agents::{Agents, shared_requests::SharedRequests},
     config::ServeConfig,
     events::Events,
     lifecycle,
@@ -22,11 +21,11 @@ use crate::{
     util::{blocking, if_exists, tasks::Tasks},
 };
 use artifact_fetches::{Availability, find_availability};
-use artifact_store::{ArtifactStore, StoredState};
-use evaluations::Evaluations;
+use artifact_store::ArtifactStore;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef, CheckpointInfo},
+    checkpoint::{Checkpoint, StoredState},
     checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
@@ -57,7 +56,8 @@ pub(crate) struct Checkpoints {
     pub(crate) waits: CheckpointWaits,
     /// Files of checkpoints whose checksum was found correct.
     pub(crate) verified_files: VerifiedFiles,
-    pub(crate) evaluations: Evaluations,
+    /// Running evaluations, by the file of their result.
+    pub(crate) evaluations: Arc<SharedRequests<PathBuf, ()>>,
     /// Held while old checkpoints are removed, and while a checkpoint is registered as a model version, which must not be removed.
     pub(crate) removal_lock: tokio::sync::Mutex<()>,
 }
@@ -77,10 +77,10 @@ impl Checkpoints {
             events,
             agents,
             artifact_store,
+            evaluations: SharedRequests::new(tasks.clone(), Duration::ZERO),
             tasks,
             waits: CheckpointWaits::default(),
             verified_files: VerifiedFiles::default(),
-            evaluations: Evaluations::default(),
             removal_lock: tokio::sync::Mutex::default(),
         }
     }
@@ -105,9 +105,18 @@ impl Checkpoints {
         self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
+    /// A checkpoint as clients see it.
+    pub(crate) fn describe(&self, row: CheckpointRow, copies: Option<&Copies>) -> Checkpoint {
+        let uploading_from =
+            self.holders_if_missing(&row, copies).into_iter().next().map(|holder| holder.agent);
+        let stored = self.stored_state(&row, copies);
+        let CheckpointRow { id, attempt, info, created_at, .. } = row;
+        Checkpoint { id, attempt, info, created_at, uploading_from, stored }
+    }
+
     /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the
     /// disk has an undamaged copy.
-    pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
+    fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
         let is_damaged_on_server = copies.is_some_and(|copies| copies.is_damaged_on_server);
         let is_uploading = match copies.and_then(|copies| copies.object_store) {

@@ -4,25 +4,33 @@
 pub(crate) mod changes;
 pub(crate) mod copies;
 pub(crate) mod files;
-pub(crate) mod inspections;
 pub(crate) mod notes;
 pub(crate) mod roots;
 pub(crate) mod uploads;
 
-use crate::{agents::Agents, config::ServeConfig, events::Events, store::Store, util::tasks::Tasks};
+use crate::{
+    agents::{Agents, shared_requests::SharedRequests},
+    config::ServeConfig,
+    events::Events,
+    store::Store,
+    util::tasks::Tasks,
+};
 use copies::CopyProgress;
-use inspections::Inspections;
+use lockstep_protocol::dataset::DatasetInfo;
 use roots::DatasetRoots;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
+
+/// Time for which the result of an inspection is kept if no request waits for it.
+const INSPECTION_LIFE: Duration = Duration::from_secs(10);
 
 /// The server's state about datasets, in addition to the rows in the store.
 pub(crate) struct Datasets {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,
     pub(crate) agents: Arc<Agents>,
-    pub(crate) tasks: Tasks,
     pub(crate) roots: DatasetRoots,
-    pub(crate) inspections: Inspections,
+    /// Running inspections, by the path of the dataset. Their results are the path with its links resolved and the dataset's description.
+    pub(crate) inspections: Arc<SharedRequests<String, (String, DatasetInfo)>>,
     /// Progress of copies to machines, as last written into the logs of jobs.
     pub(crate) copies: CopyProgress,
 }
@@ -35,8 +43,8 @@ impl Datasets {
         agents: Arc<Agents>,
         tasks: Tasks,
     ) -> Self {
-        let (roots, inspections, copies) =
-            (DatasetRoots::new(config), Inspections::default(), CopyProgress::default());
-        Self { store, events, agents, tasks, roots, inspections, copies }
+        let inspections = SharedRequests::new(tasks, INSPECTION_LIFE);
+        let (roots, copies) = (DatasetRoots::new(config), CopyProgress::default());
+        Self { store, events, agents, roots, inspections, copies }
     }
 }

@@ -67,13 +67,6 @@ pub enum CopyState {
 
 words!(CopyState, "copy state": Copying = "copying", Complete = "complete", Damaged = "damaged");
 
-impl CopyState {
-    /// Parses a state of the database; `None` if another version wrote it.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|state| state.as_str() == text)
-    }
-}
-
 /// The copies of a checkpoint. Whether the server's disk has a copy is not stored, because only the copy's folder shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Copies {

@@ -19,9 +19,9 @@ use crate::{
     scheduler::{Reservation, Scheduler},
     store::{AgentRow, Store},
 };
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use lockstep_protocol::{
-    agent::{Machine, MachineSample, MachineWarning, Slot},
+    agent::{Agent, KeptFor, MachineWarning, SlotUse},
     job::JobId,
 };
 
@@ -46,53 +46,6 @@ const LIST: List<Agent> = List {
     id: |agent| &agent.id,
     created: None,
 };
-
-/// A machine.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Agent {
-    pub(super) id: String,
-    pub(super) name: String,
-    pub(super) online: bool,
-    /// Whether the machine is drained and gets no new work.
-    pub(super) draining: bool,
-    pub(super) last_seen_at: Timestamp,
-    /// Start of the current connection; absent if the machine is offline.
-    pub(super) connected_at: Option<Timestamp>,
-    /// Seconds until the machine's attempts end if its agent sends no message; absent without attempts.
-    pub(super) lease_secs_left: Option<f64>,
-    pub(super) machine: Machine,
-    /// Connections of the machine's ranks, as text: the network's speed, and the GPUs that NVLink connects; absent if neither is known.
-    pub(super) links: Option<String>,
-    /// The newest sample since the server's start; absent if the machine has sent none.
-    pub(super) sample: Option<MachineSample>,
-    /// Age of the newest sample, in seconds.
-    pub(super) sample_age_secs: Option<f64>,
-    /// Warnings about the machine, most severe first.
-    pub(super) warnings: Vec<MachineWarning>,
-    pub(super) slots: Vec<SlotUse>,
-}
-
-/// A slot, and the job that occupies it.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct SlotUse {
-    #[serde(flatten)]
-    pub(super) slot: Slot,
-    #[schema(value_type = Option<String>)]
-    pub(super) job: Option<JobId>,
-    /// The job's rank in the slot. For a private job of another person, only the rank is given.
-    pub(super) rank: Option<u32>,
-    /// The waiting job for which the slot is reserved, even while another job still occupies it.
-    pub(super) kept_for: Option<KeptFor>,
-}
-
-/// The reservation of a slot for a waiting job.
-#[derive(Debug, Clone, Serialize, ToSchema)]
-pub(crate) struct KeptFor {
-    /// The job's id; absent for a private job of another person.
-    #[schema(value_type = Option<String>)]
-    pub(super) job: Option<JobId>,
-    pub(super) since: Timestamp,
-}
 
 /// List machines
 ///

@@ -3,7 +3,7 @@
 
 use crate::api::prelude::*;
 use crate::{
-    agents::{Agents, QueuePosition, RequestError, requests},
+    agents::{Agents, QueuePosition, RequestError, requests, shared_requests::Sent},
     api::{
         checkpoints::{self, Weights},
         datasets,
@@ -13,13 +13,12 @@ use crate::{
             submission,
         },
     },
-    checkpoints::evaluations::{Failure, RunningEvaluation},
     datasets::Datasets,
     http::extract::{self, parse_job_id},
     lifecycle::external::refuse_external,
     scheduler::Scheduler,
     store::{CheckpointRow, StoreError},
-    util::{lock, regular_files},
+    util::regular_files,
 };
 use lockstep_protocol::{
     Job, JobSpec,
@@ -31,8 +30,7 @@ use lockstep_protocol::{
     },
     spec::Validation,
 };
-use std::{path::PathBuf, sync::OnceLock, time::Duration};
-use tokio::sync::watch;
+use std::time::Duration;
 
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
 const EVALUATION_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -48,10 +46,10 @@ pub(crate) struct UnderWay {
     ahead: usize,
 }
 
-impl RunningEvaluation {
-    fn progress(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
+impl UnderWay {
+    fn of(sent: &Sent, agents: &Agents, row: &CheckpointRow) -> Self {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
-        let position = self.request.get().and_then(|request| agents.queue_position(*request));
+        let position = sent.get().and_then(|(_, request)| agents.queue_position(*request));
         let detail = match &position {
             None => format!("{name} is about to be evaluated; ask again"),
             Some(QueuePosition { agent, ahead }) if *ahead < MAX_CONCURRENT_REQUESTS => {
@@ -65,7 +63,7 @@ impl RunningEvaluation {
             }
         };
         let (agent, ahead) = position.map_or((None, 0), |position| (Some(position.agent), position.ahead));
-        UnderWay { detail, agent, ahead }
+        Self { detail, agent, ahead }
     }
 }
 
@@ -192,18 +190,28 @@ async fn find(
     }
 
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await?;
-    let mut running = start(scheduler, &row, query.weights, other, neighbours, file.clone()).await?;
-    let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    let Ok(outcome) = tokio::time::timeout(scheduler.config.evaluation_wait, done).await else {
-        let progress = running.progress(&scheduler.agents, &row);
-        return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
+    let request = agent_request(scheduler, &row, query.weights, other, neighbours).await?;
+    let work = |sent: Sent| {
+        let (agents, file) = (scheduler.agents.clone(), file.clone());
+        async move {
+            match requests::call_shared(&agents, request, EVALUATION_TIMEOUT, &sent).await? {
+                AgentReply::Evaluation(result) if neighbours.is_none() => save(&file, &result).await,
+                AgentReply::Neighbours(result) if neighbours.is_some() => save(&file, &result).await,
+                _ => {
+                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines";
+                    Err(RequestError::Refused(detail.to_owned()))
+                }
+            }
+        }
     };
-    match outcome.ok().flatten() {
-        Some(Ok(())) => Ok(response(regular_files::read(&file).await?)),
-        Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
-        Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
-        // The evaluation has no outcome if the server stops.
-        None => Err(Error::Unavailable("the server is stopping; ask again".into())),
+    let evaluations = &scheduler.checkpoints.evaluations;
+    match evaluations.join_or_start(file.clone(), scheduler.config.evaluation_wait, work).await {
+        Ok(Ok(())) => Ok(response(regular_files::read(&file).await?)),
+        Ok(Err(error)) => Err(error.without_pointer()),
+        Err(sent) => {
+            let progress = UnderWay::of(&sent, &scheduler.agents, &row);
+            Ok((StatusCode::ACCEPTED, Json(progress)).into_response())
+        }
     }
 }
 
@@ -264,15 +272,14 @@ async fn resolve_dataset(
     Ok((spec, dataset))
 }
 
-/// Joins an evaluation in progress, or begins a new evaluation.
-async fn start(
-    scheduler: &Arc<Scheduler>,
+/// Returns the request to an agent for an evaluation.
+async fn agent_request(
+    scheduler: &Scheduler,
     row: &CheckpointRow,
     weights: Weights,
     other: Option<Dataset>,
     neighbours: Option<u32>,
-    file: PathBuf,
-) -> Result<RunningEvaluation> {
+) -> Result<AgentRequest> {
     let model = weights.path(&scheduler.checkpoints.folder(row))?;
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
@@ -284,51 +291,13 @@ async fn start(
     {
         return Err(Error::unprocessable(detail));
     }
-    let agent_request = AgentRequest::Evaluate(EvaluateModel {
+    Ok(AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
         allowed: scheduler.datasets.roots.allowed_folders(),
         neighbours,
-    });
-    let (sender, outcome) = watch::channel(None);
-    let request = Arc::new(OnceLock::new());
-    let new_evaluation = RunningEvaluation { request: request.clone(), outcome };
-    {
-        let mut running = lock(&scheduler.checkpoints.evaluations.0);
-        if let Some(known) = running.get(&file) {
-            return Ok(known.clone());
-        }
-        running.insert(file.clone(), new_evaluation.clone());
-    }
-    let scheduler = Arc::clone(scheduler);
-    tokio::spawn(async move {
-        let work = async {
-            let reply = async {
-                let waiting = requests::send(&scheduler.agents, agent_request).await?;
-                // Cannot fail, because only this task sets the id.
-                let _ = request.set(waiting.id);
-                scheduler.agents.wait_for_reply(waiting, EVALUATION_TIMEOUT).await
-            };
-            match reply.await {
-                Ok(AgentReply::Evaluation(result)) if neighbours.is_none() => save(&file, &result).await,
-                Ok(AgentReply::Neighbours(result)) if neighbours.is_some() => save(&file, &result).await,
-                Ok(_) => {
-                    let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines";
-                    Err(Failure::Agent(RequestError::Refused(detail.to_owned())))
-                }
-                Err(error) => Err(Failure::Agent(error)),
-            }
-        };
-        tokio::select! {
-            outcome = work => {
-                lock(&scheduler.checkpoints.evaluations.0).remove(&file);
-                let _ = sender.send(Some(outcome));
-            }
-            () = scheduler.tasks.stopping.cancelled() => {}
-        }
-    });
-    Ok(new_evaluation)
+    }))
 }
 
 /// Checks that a dataset other than the job's has a split for validation.
@@ -356,7 +325,7 @@ fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::Result<(), Failure> {
+async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::Result<(), RequestError> {
     let written = async {
         let json = serde_json::to_vec(result).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {
@@ -369,6 +338,8 @@ async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::R
         tokio::fs::write(&partial, json).await?;
         tokio::fs::rename(&partial, file).await
     };
-    let failed = |error| Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()));
+    let failed = |error| {
+        RequestError::Unavailable(format!("{} cannot be written: {error}; ask again", file.display()))
+    };
     written.await.map_err(failed)
 }

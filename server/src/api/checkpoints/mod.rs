@@ -11,18 +11,17 @@ use crate::{
     api::jobs,
     checkpoints::{
         Checkpoints, artifact_fetches,
-        artifact_store::{Fetch, NotFetched, StoredState},
+        artifact_store::{Fetch, NotFetched},
     },
     config::ServeConfig,
     http::{conditional::json_with_etag, error::Code},
     scheduler::Scheduler,
-    store::{CheckpointRow, Copies, Store},
+    store::{CheckpointRow, Store},
     util::regular_files,
 };
 use axum::http::HeaderMap;
-use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::CheckpointInfo,
+    checkpoint::Checkpoint,
     checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
 };
 use serde_json::Value;
@@ -94,22 +93,6 @@ const LIST: List<Checkpoint> = List {
     created: Some(|checkpoint| checkpoint.created_at),
 };
 
-/// A complete checkpoint.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Checkpoint {
-    id: String,
-    attempt: u32,
-    #[serde(flatten)]
-    info: CheckpointInfo,
-    created_at: Timestamp,
-    /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    uploading_from: Option<String>,
-    /// State of the copy in the object store; absent if the server has no object store (`serve --artifacts`).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    stored: Option<StoredState>,
-}
-
 /// A checkpoint with its files.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CheckpointDetail {
@@ -118,16 +101,6 @@ pub(crate) struct CheckpointDetail {
     job: String,
     /// Size and SHA-256 of each file, from `MANIFEST.json`.
     files: Value,
-}
-
-impl Checkpoint {
-    fn of(checkpoints: &Checkpoints, row: CheckpointRow, copies: Option<&Copies>) -> Self {
-        let uploading_from =
-            checkpoints.holders_if_missing(&row, copies).into_iter().next().map(|holder| holder.agent);
-        let stored = checkpoints.stored_state(&row, copies);
-        let CheckpointRow { id, attempt, info, created_at, .. } = row;
-        Self { id, attempt, info, created_at, uploading_from, stored }
-    }
 }
 
 /// List a job's checkpoints
@@ -146,7 +119,7 @@ pub(crate) async fn list(
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     let to_checkpoint = |row: CheckpointRow| {
         let copies = copies.get(&row.id);
-        Checkpoint::of(&scheduler.checkpoints, row, copies)
+        scheduler.checkpoints.describe(row, copies)
     };
     let checkpoints = rows.into_iter().map(to_checkpoint).collect();
     json_with_etag(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
@@ -165,7 +138,7 @@ pub(crate) async fn show(
     let copies = checkpoints.copies_of(&row).await?;
     Ok(Json(CheckpointDetail {
         job: row.job.to_string(),
-        checkpoint: Checkpoint::of(&checkpoints, row, Some(&copies)),
+        checkpoint: checkpoints.describe(row, Some(&copies)),
         files,
     }))
 }

@@ -2,8 +2,8 @@
 //! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
 use crate::{
-    agents::{OnlineAgent, RequestError, requests},
-    datasets::{Datasets, inspections::Inspection},
+    agents::{OnlineAgent, RequestError, requests, shared_requests::Sent},
+    datasets::Datasets,
     http::error::{Error, Result},
 };
 use axum::{
@@ -17,19 +17,13 @@ use lockstep_protocol::{
     inspect::MAX_CONCURRENT_REQUESTS,
 };
 use serde::{Deserialize, Serialize};
-use std::{
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
-use tokio::sync::watch;
+use std::{sync::Arc, time::Duration};
 use utoipa::{IntoParams, ToSchema};
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum of `wait_secs`, which is also the default. The maximum is less than the time limit of handlers.
 const MAX_WAIT_SECS: u64 = 120;
-/// Time for which a result is kept if no request waits for it. A waiting or repeated request takes the result.
-const RESULT_LIFE: Duration = Duration::from_secs(10);
 /// Time limit for an agent's reply to `InspectProgress`.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -107,41 +101,13 @@ pub(crate) async fn inspect(
     path: String,
     max_wait: Duration,
 ) -> Inspected<(String, DatasetInfo)> {
-    let Inspection { request, mut outcome } = join_or_start(datasets, &path);
-    let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
-    match tokio::time::timeout(max_wait, done).await {
-        Err(_) => Err(NotInspected::UnderWay(progress_of(datasets, request.get(), path).await)),
-        Ok(outcome) => {
-            datasets.inspections.forget(&path);
-            let stopping = || Error::Unavailable("the server is stopping; ask again".into());
-            Ok(outcome.ok().flatten().ok_or_else(stopping)??)
-        }
-    }
-}
-
-/// Returns the running or recent inspection of `path`, or starts a new inspection.
-fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
-    let mut known = datasets.inspections.lock();
-    if let Some(existing) = known.get(path) {
-        return existing.clone();
-    }
-    let (sender, outcome) = watch::channel(None);
-    let sent = Arc::new(OnceLock::new());
-    let inspection = Inspection { request: sent.clone(), outcome };
-    known.insert(path.to_owned(), inspection.clone());
-    let (datasets, path) = (Arc::clone(datasets), path.to_owned());
-    let tasks = datasets.tasks.tracker.clone();
-    // Tracked, because a stopping server waits for tracked tasks.
-    tasks.spawn(async move {
-        let work = async {
+    let work = |sent: Sent| {
+        let (datasets, path) = (Arc::clone(datasets), path.clone());
+        async move {
             let started_at = jiff::Timestamp::now();
             let allowed = datasets.roots.allowed_folders_for_new(&path);
-            let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
-            let chosen = requests::choose_agent(&datasets.agents, &request).await?;
-            let waiting = datasets.agents.send_request(&chosen, request);
-            // Cannot fail, because only this task sets the request.
-            let _ = sent.set((chosen, waiting.id));
-            match datasets.agents.wait_for_reply(waiting, INSPECTION_TIMEOUT).await? {
+            let request = AgentRequest::InspectDataset { path, allowed };
+            match requests::call_shared(&datasets.agents, request, INSPECTION_TIMEOUT, &sent).await? {
                 AgentReply::Dataset { path, info } => {
                     Ok((path, DatasetInfo { inspected_at: Some(started_at), ..info }))
                 }
@@ -149,18 +115,12 @@ fn join_or_start(datasets: &Arc<Datasets>, path: &str) -> Inspection {
                     Err(RequestError::Refused("an agent replied with something other than a dataset".into()))
                 }
             }
-        };
-        let inspect_and_keep_result = async {
-            let _ = sender.send(Some(work.await));
-            tokio::time::sleep(RESULT_LIFE).await;
-            datasets.inspections.forget(&path);
-        };
-        tokio::select! {
-            () = inspect_and_keep_result => {}
-            () = datasets.tasks.stopping.cancelled() => {}
         }
-    });
-    inspection
+    };
+    match datasets.inspections.join_or_start(path.clone(), max_wait, work).await {
+        Ok(outcome) => Ok(outcome?),
+        Err(sent) => Err(NotInspected::UnderWay(progress_of(datasets, sent.get(), path).await)),
+    }
 }
 
 /// Returns the progress of the inspection of `path`. `request`: the agent that inspects and the id of the request; `None` if no agent is

@@ -33,8 +33,7 @@ pub(crate) struct Histograms {
 }
 
 fn parse_kind(text: &str) -> Result<HistogramKind> {
-    let kind = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
-    kind.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
+    text.parse().map_err(|_| Error::BadRequest("kind must be weight or gradient".into()))
 }
 
 /// Show histograms of weights and gradients

@@ -10,7 +10,6 @@ use crate::{
         server_url::ServerUrl,
     },
     auth::Auth,
-    checkpoints::artifact_store::StoredState,
     http::{
         error::PageError,
         extract::{Body, PageQuery, parse_job_id},
@@ -231,12 +230,8 @@ pub(crate) async fn job(
     let checkpoints = rows
         .into_iter()
         .map(|row| {
-            let stored = scheduler.checkpoints.stored_state(&row, copies.get(&row.id));
-            let stored = stored.map(|state| match state {
-                StoredState::Uploading => "uploading",
-                StoredState::Stored => "stored",
-            });
-            job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
+            let copies = copies.get(&row.id);
+            scheduler.checkpoints.describe(row, copies)
         })
         .collect();
     let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());

@@ -66,7 +66,8 @@ impl SqlStore {
             if location == Copies::SERVER {
                 copies.is_damaged_on_server = true;
             } else if location == object_store {
-                copies.object_store = CopyState::parse(row.try_get("state")?);
+                // A state that another version wrote counts as no copy.
+                copies.object_store = row.try_get::<&str, _>("state")?.parse().ok();
             } else if let Some(agent_id) = location.strip_prefix(AGENT_PREFIX) {
                 let attempt: i64 = row.try_get("attempt")?;
                 copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());

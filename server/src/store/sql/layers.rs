@@ -113,8 +113,7 @@ async fn put_network(
 }
 
 fn parse_kind(text: &str) -> Result<HistogramKind> {
-    let known = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
-    known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
+    text.parse().map_err(StoreError::Corrupt)
 }
 
 fn histogram(row: &DbRow) -> Result<Histogram> {

@@ -27,9 +27,8 @@ const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, sett
 fn sweep(row: &DbRow) -> Result<SweepRow> {
     let id: String = row.try_get("id")?;
     let state: String = row.try_get("state")?;
-    let known = SweepState::ALL.into_iter().find(|known| known.as_str() == state);
     Ok(SweepRow {
-        state: known.ok_or_else(|| StoreError::Corrupt(format!("sweep {id}: the state {state:?}")))?,
+        state: state.parse().map_err(|_| StoreError::Corrupt(format!("sweep {id}: the state {state:?}")))?,
         id,
         name: row.try_get("name")?,
         project: row.try_get("project")?,

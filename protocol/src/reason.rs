@@ -463,20 +463,18 @@ impl SlotWait {
     }
 
     fn write_waiting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let on = match self.machines {
-            Some(machines) => format!("{machines} machines"),
-            None => format!("{:?}", self.agent.as_deref().unwrap_or_default()),
-        };
-        write!(
-            f,
-            "waits for {}: {} of {} on {on} free{}{}{}",
-            slots(self.device, self.slots_needed),
-            self.slots_free,
-            self.slots_total,
-            self.kept_in_words(),
-            self.free_by_machine(),
-            with_separator("; ", &self.detail)
-        )
+        let (free, total, kept) = (self.slots_free, self.slots_total, self.kept_in_words());
+        write!(f, "waits for {}", slots(self.device, self.slots_needed))?;
+        match self.machines {
+            Some(machines) => write!(f, ": {free} of {total} on {machines} machines free{kept}")?,
+            // The list of machines has this machine, too.
+            None if kept.is_empty() && !self.slots_on.is_empty() => {}
+            None => {
+                let agent = self.agent.as_deref().unwrap_or_default();
+                write!(f, ": {free} of {total} on {agent:?} free{kept}")?;
+            }
+        }
+        write!(f, "{}{}", self.free_by_machine(), with_separator("; ", &self.detail))
     }
 
     /// `, 1 of them kept for "a"`: the jobs for which free slots are kept. Empty without such jobs.
@@ -752,7 +750,7 @@ mod tests {
         let machines = "; free on each machine: 1 of 2 on \"a\", 0 of 2 on \"b\"";
         for (kind, message) in [
             (WaitingForSlots(two.clone()), "waits for 4 slots: 1 of 4 on 2 machines free"),
-            (WaitingForSlots(one.clone()), "waits for 4 slots: 1 of 4 on \"a\" free"),
+            (WaitingForSlots(one.clone()), "waits for 4 slots"),
             (TooFewSlots(two.clone()), "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
             (TooFewSlots(one), "needs 4 slots; the largest online machine, \"a\", has 4"),
         ] {

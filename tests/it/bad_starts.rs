@@ -101,7 +101,15 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     let output = server.cli(&["validate", &path]);
     output.ok();
     assert!(output.stderr.contains("no longer exists on the server's machine"), "{}", output.stderr);
+    // The name gets the new path only if the pictures are the same.
+    let others = pictures::idx_dataset(&server.folder().path().join("others"), 32, 16);
+    let add =
+        |path: &Path| server.cli(&["dataset", "add", "fashion", path.to_str().expect("UTF-8"), "--json"]);
+    add(&others).assert_usage_error(&["differ from its pictures"]);
+    let canonical = moved.canonicalize().expect("exists");
+    assert_eq!(add(&moved).json()["path"], serde_json::json!(canonical));
     fs::rename(&moved, &pictures).expect("moves");
+    add(&pictures).ok();
     let output = server.cli(&["validate", &path]);
     assert!(
         output.ok().ends_with(

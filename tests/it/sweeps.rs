@@ -229,6 +229,17 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
     let mut server = Server::start_training(64, 64).await;
     let section = "method = \"asha\"\n[sweep.parameters]\n\
         train.lr = { values = [0.000001, 0.001, 0.05] }\ntrain.momentum = { values = [0.0, 0.9] }\n";
+    let add = [
+        "webhook",
+        "add",
+        "https://hooks.example/a",
+        "--event",
+        "job.started",
+        "--event",
+        "job.cancelled",
+        "--json",
+    ];
+    let webhook = server.cli(&add).json()["id"].as_str().expect("an id").to_owned();
     let mut ends = Vec::new();
     for is_killed in [false, true] {
         let id = submit_sweep(&server, &sweep_file(3, section));
@@ -257,6 +268,11 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         if is_killed {
             continue;
         }
+        // Each trial sends that it has started once, and nothing when the sweep pauses, resumes or ends it.
+        let messages = server.get(&format!("/webhooks/{webhook}/deliveries")).await;
+        let messages = messages["deliveries"].as_array().expect("messages");
+        let started = messages.iter().filter(|message| message["event"] == "job.started");
+        assert_eq!((started.count(), messages.len()), (6, 6), "{messages:#?}");
         // A trial that paused has the weights of a job that did not pause.
         let job = server.job(finished[0]["job"].as_str().expect("an id")).await;
         assert_eq!((number(&job["attempt"]), &job["trial"]["sweep"]), (2, &json!(id)));
@@ -318,6 +334,25 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
     server.cli(&["sweep", "delete", &id, "--jobs", "--yes"]).ok();
     assert_eq!(started(&server).await, 0, "the second trial's job is deleted with the sweep");
+    // The dataset's folder was moved: the first trial fails, and the sweep starts no other.
+    assert_eq!(server.post(&format!("/agents/{agent}/undrain"), &json!({})).await.status.as_u16(), 204);
+    let data = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
+    let moved = format!("{data}-moved");
+    std::fs::rename(&data, &moved).expect("moves");
+    let section =
+        "method = \"grid\"\nmax_concurrent = 1\n[sweep.parameters]\ntrain.seed = { values = [1, 2] }\n";
+    let id = submit_sweep(&server, &sweep_file(1, section));
+    let path = format!("/sweeps/{id}");
+    let is_paused = async |server: &Server| server.get(&path).await["state"] == "paused";
+    server.until("the sweep is paused", is_paused).await;
+    let sweep = server.get(&path).await;
+    assert!(sweep["reason"].as_str().is_some_and(|why| why.contains("does not exist")), "{sweep:#}");
+    assert!(trials(&sweep)[1]["job"].is_null(), "{sweep:#}");
+    std::fs::rename(&moved, &data).expect("moves");
+    server.cli(&["retry", trials(&sweep)[0]["job"].as_str().expect("an id")]).ok();
+    server.cli(&["sweep", "resume", &id]).ok();
+    let sweep = sweep_ended(&server, &id).await;
+    assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
     server.cli(&["submit", "wrong.toml"]).assert_usage_error(&["sweep.run_cap: no key is called"]);
     server.stop().await;

@@ -24,7 +24,7 @@ use artifact_fetches::{Availability, find_availability};
 use artifact_store::ArtifactStore;
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef, CheckpointInfo},
+    agent::{AttemptEvent, AttemptRef},
     checkpoint::{Checkpoint, StoredState},
     checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
@@ -280,12 +280,12 @@ impl Checkpoints {
         Ok(Some((rows, old)))
     }
 
-    /// Removes the rows of the checkpoints `removed`, each given by epoch and step, and adds rows of the checkpoints `added`.
+    /// Removes the rows of the checkpoints `removed`, each given by epoch and step, and applies the records `added`.
     pub(crate) async fn change_rows(
         &self,
         job: &JobId,
         removed: Vec<(u32, u64)>,
-        added: Vec<CheckpointInfo>,
+        added: Vec<AttemptEvent>,
     ) -> Result<()> {
         if removed.is_empty() && added.is_empty() {
             return Ok(());
@@ -295,7 +295,7 @@ impl Checkpoints {
                 .iter()
                 .map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
             let mut events = Vec::new();
-            for event in removed.chain(added.iter().cloned().map(AttemptEvent::Checkpoint)) {
+            for event in removed.chain(added.iter().cloned()) {
                 events.extend(lifecycle::report(row, event, None, crate::now())?);
             }
             Ok(events)

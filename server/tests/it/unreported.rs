@@ -3,8 +3,13 @@
 use crate::{
     agent::{checkpoint, losses, running, start_job},
     artifacts::write_checkpoint,
+    uploads::{manifest, sum},
 };
-use lockstep_protocol::agent::{Ending, Source};
+use lockstep_protocol::{
+    agent::{Ending, Source},
+    job::Measured,
+};
+use serde_json::{Value, json};
 use std::fs;
 
 /// Ranks keep several checkpoints, and never remove the best. So reported checkpoints may be left.
@@ -43,7 +48,7 @@ async fn an_unreported_checkpoint_is_used_if_it_is_newer_than_the_reported_ones_
     server.stop().await;
 }
 
-/// While the server or the agent is down, ranks continue, and remove old checkpoints.
+/// While the server or the agent is down, ranks continue, and remove old checkpoints. The job gets the validation of the checkpoint.
 #[tokio::test]
 async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
@@ -51,6 +56,13 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let checkpoints = server.job_dir(&id).join("checkpoints");
     let [.., incomplete] = [40, 60, 80].map(|step| write_checkpoint(server.job_dir(&id), step));
     fs::remove_file(incomplete.join("model.safetensors")).unwrap();
+    let state = json!({"val_accuracy": 0.75, "val_loss": 0.5, "validation": {"pictures": 200, "fingerprint": "ab"},
+        "best": {"epoch": 1, "step": 60}});
+    let state = state.to_string().into_bytes();
+    let mut files: Value = serde_json::from_slice(&manifest(1, 60)).unwrap();
+    files["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sum(&state)});
+    fs::write(checkpoints.join("1-60/state.json"), state).unwrap();
+    fs::write(checkpoints.join("1-60/MANIFEST.json"), files.to_string()).unwrap();
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
     let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
     agent.end(&first, failed()).await;
@@ -61,7 +73,12 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
         log.to_string().contains(text)
     };
     assert!(is_logged("checkpoint 1-60 was written and never reported").await);
-    assert!(is_logged("there are no points of steps 4 to 60").await);
+    assert!(is_logged("there are no training metrics of steps 4 to 60").await);
+    let job = server.job(&id).await;
+    let best = Measured { value: 0.75, loss: Some(0.5), step: 60, epoch: 1 };
+    assert_eq!((job.best, job.last.val_pictures), (Some(best), Some(200)));
+    let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=val_accuracy")).await;
+    assert_eq!(metrics["series"][0]["mean"], json!([0.75]), "{metrics}");
     assert_eq!(server.checkpoint_steps(&id).await, [60], "the deleted checkpoint is not listed");
 
     let message = "the known checkpoints are no longer on the server's disk";

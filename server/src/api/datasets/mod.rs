@@ -77,7 +77,8 @@ pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Resu
 /// Register a dataset
 ///
 /// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes. A response 202 contains the
-/// progress; repeat the request until the response is 201.
+/// progress; repeat the request until the response is 201. If the folder of a registered dataset was moved, its name with the new path
+/// changes the dataset's path, provided that the pictures are the same.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
@@ -113,24 +114,44 @@ pub(crate) async fn register(
     if let Some(existing) = datasets.store.dataset(&new.name).await?
         && caller.sees(existing.private, existing.owner.as_deref())
     {
-        let Dataset { name, path, .. } = &existing;
+        let Dataset { name, path, owner, .. } = &existing;
         if *path == new.path {
             let detail = format!(
                 "the dataset {name:?} is already registered at this path; `lockstep dataset inspect` shows it"
             );
             return Err(Error::WithCode(Code::NameTaken, detail).into());
         }
-        if matches!(changes::compare(&existing).await, Comparison::Missing) {
-            let detail = format!(
-                "a dataset is already called {name:?}, but its folder {path} no longer exists: if the folder was moved, run \
-                 `lockstep dataset remove {name}`, then register the new path"
-            );
-            return Err(Error::WithCode(Code::NameTaken, detail).into());
+        if (caller.sees_all() || caller.owns(owner.as_deref()))
+            && matches!(changes::compare(&existing).await, Comparison::Missing)
+        {
+            return replace_path(datasets, existing, new.path, max_wait).await;
         }
     }
     check_free(datasets, &new.name).await?;
     let dataset = inspect_new(datasets, caller, new, max_wait).await?;
     datasets.store.add_dataset(&dataset).await?;
+    Ok(dataset)
+}
+
+/// Stores the new path of a dataset whose folder was moved. Jobs need not end first, because they train on the same pictures.
+async fn replace_path(
+    datasets: &Arc<Datasets>,
+    dataset: Dataset,
+    new_path: String,
+    max_wait: Duration,
+) -> Inspected<Dataset> {
+    let (new_path, info) = inspections::inspect(datasets, new_path, max_wait).await?;
+    let info = check_info(datasets, &new_path, info)?;
+    if info.fingerprint.is_none() || info.fingerprint != dataset.info.fingerprint {
+        let Dataset { name, path, .. } = &dataset;
+        let detail = format!(
+            "a dataset is already called {name:?}; its folder {path} no longer exists, and the pictures at {new_path} differ from its \
+             pictures: choose another name, or run `lockstep dataset remove {name}` first"
+        );
+        return Err(Error::WithCode(Code::NameTaken, detail).into());
+    }
+    let dataset = Dataset { path: new_path, info, ..dataset };
+    datasets.store.update_dataset(&dataset).await?;
     Ok(dataset)
 }
 
@@ -265,8 +286,9 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
         Comparison::Missing => {
             return Some(format!(
                 "the folder of the dataset {:?}, {}, no longer exists on the server's machine: the job fails unless the machine that \
-                 trains has the folder. If the folder was moved, remove the dataset and register the new path",
-                dataset.name, dataset.path
+                 trains has the folder. If the folder was moved, register the new path under the same name: \
+                 `lockstep dataset add {} NEWPATH`",
+                dataset.name, dataset.path, dataset.name
             ));
         }
         Comparison::Changed => {}

@@ -69,7 +69,7 @@ pub(super) async fn remove_missing_checkpoints(
             newest.epoch, newest.step
         );
         if newest.step > job.step {
-            text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
+            text += &format!("; there are no training metrics of steps {} to {}", job.step + 1, newest.step);
         }
         Some(text)
     } else if missing.len() < count || missing.is_empty() {
@@ -85,7 +85,8 @@ pub(super) async fn remove_missing_checkpoints(
         let names: Vec<_> = holder_names.into_iter().collect();
         Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    scheduler.checkpoints.change_rows(&job.id, missing, found).await?;
+    let added = found.into_iter().flat_map(|checkpoint| unreported::report(job, checkpoint)).collect();
+    scheduler.checkpoints.change_rows(&job.id, missing, added).await?;
     if let Some(text) = text {
         scheduler.events.log(&job.id, text).await;
     }

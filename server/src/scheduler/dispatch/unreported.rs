@@ -6,10 +6,12 @@ use crate::checkpoints::{
     manifest::{self, MANIFEST},
 };
 use lockstep_protocol::{
-    agent::CheckpointInfo,
+    agent::{AttemptEvent, CheckpointInfo, Evaluation},
     checkpoint_files::{folder_name, parse_folder_name},
     dataset::ValidationSet,
+    job::Job,
     limits::STATE_FILE_BYTES,
+    metric::MetricColumn,
 };
 use serde::Deserialize;
 use std::{
@@ -62,6 +64,30 @@ pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo>
         best.into_iter().chain([newest]).collect()
     };
     tokio::task::spawn_blocking(work).await.unwrap_or_default()
+}
+
+/// The records that a rank would have sent about an unreported checkpoint. The checkpoint's validation is among them, unless the ranks have
+/// reported it: it is the newest validation, or they have reported later steps.
+pub(super) fn report(job: &Job, checkpoint: CheckpointInfo) -> Vec<AttemptEvent> {
+    let mut events = Vec::new();
+    if let (Some(accuracy), Some(loss), Some(validation)) =
+        (checkpoint.val_accuracy, checkpoint.val_loss, &checkpoint.validation)
+        && checkpoint.step >= job.step
+        && (job.last.val_accuracy, job.last.val_loss) != (Some(accuracy), Some(loss))
+    {
+        let CheckpointInfo { epoch, step, .. } = checkpoint;
+        let columns = [("val_loss", loss), ("val_accuracy", accuracy)].map(|(name, value)| MetricColumn {
+            name: name.into(),
+            steps: vec![step],
+            values: vec![value as f32],
+        });
+        events.push(AttemptEvent::Metrics { rank: 0, columns: columns.into() });
+        let samples = validation.pictures;
+        // The duration is unknown.
+        events.push(AttemptEvent::Evaluation(Evaluation { epoch, step, samples, accuracy, loss, secs: 0.0 }));
+    }
+    events.push(AttemptEvent::Checkpoint(checkpoint));
+    events
 }
 
 fn read_checkpoint(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {

@@ -18,7 +18,8 @@ use decide::{Action, Rules, TrialState, decide};
 use lockstep_protocol::{
     JobId,
     backoff::Backoff,
-    job::{JobState, TrialOf},
+    job::{Job, JobState, TrialOf},
+    reason::{Reason, ReasonKind},
     spec::Setting,
     sweep::{Sweep, SweepState, Trial},
 };
@@ -76,6 +77,17 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
         }
     };
     let rows = store.trials(&sweep.id).await?;
+    if sweep.state != SweepState::Cancelled
+        && let Some(job) = rows.iter().map(|row| &row.job).find(|job| failed_by_dataset(job))
+    {
+        // The other trials would fail, too. A person must solve the problem, retry this trial and resume the sweep.
+        let reason = job.reason.as_deref().unwrap_or_default();
+        let (name, id) = (&job.name, &job.id);
+        let why = format!(
+            "the job {name} failed: {reason}. Before you resume the sweep, run `lockstep retry {id}`"
+        );
+        return pause(scheduler, sweep, &why).await;
+    }
     let trials: Vec<_> = rows.iter().filter_map(|row| TrialState::of(&rules, row)).collect();
     let mut specs = None;
     for action in decide(&rules, &trials) {
@@ -134,6 +146,16 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a job failed because its dataset is missing, or could not be read when the ranks were to be started.
+fn failed_by_dataset(job: &Job) -> bool {
+    let kind = job.cause.as_ref().map(Reason::kind);
+    job.state == JobState::Failed
+        && matches!(
+            kind,
+            Some(ReasonKind::DatasetUnusable { rank: None, .. } | ReasonKind::DatasetMissing { .. })
+        )
 }
 
 /// Pauses a running sweep, so that no trial starts until somebody resumes the sweep.

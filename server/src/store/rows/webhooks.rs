@@ -66,7 +66,9 @@ impl WebhookEvent {
             JobState::Restarting => Some(WebhookEvent::Restarting),
             JobState::Succeeded => Some(WebhookEvent::Succeeded),
             JobState::Failed => Some(WebhookEvent::Failed),
-            JobState::Cancelled => Some(WebhookEvent::Cancelled),
+            JobState::Cancelled => cause
+                .is_none_or(|cause| !matches!(cause.kind(), ReasonKind::EndedBySweep))
+                .then_some(WebhookEvent::Cancelled),
             // After `Lost`, another state follows at once and has an event.
             JobState::Lost | JobState::Starting | JobState::Pausing => None,
         }

@@ -59,10 +59,11 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
-        let query = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
+        let query = sqlx::query("UPDATE datasets SET info = $1, path = $4 WHERE name = $2 AND added_at = $3")
             .bind(json(&dataset.info)?)
             .bind(strip_nul(&dataset.name))
-            .bind(dataset.added_at.as_millisecond());
+            .bind(dataset.added_at.as_millisecond())
+            .bind(strip_nul(&dataset.path));
         self.execute_or(query, StoreError::NotFound("dataset")).await
     }
 

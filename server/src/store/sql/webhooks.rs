@@ -8,7 +8,7 @@ use crate::store::{
     values::{from_json, json, time},
 };
 use jiff::{SignedDuration, Timestamp};
-use lockstep_protocol::{JobId, stream::EventBody};
+use lockstep_protocol::{JobId, job::JobState, stream::EventBody};
 use serde_json::{Value, json};
 use sqlx::Row;
 
@@ -32,7 +32,10 @@ pub(super) fn create_notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
             let has_changed = std::mem::replace(&mut row.announced_state, *state) != *state;
-            let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_changed)?;
+            // A trial that its sweep has paused and resumed starts without a message.
+            let is_resumed_trial = *state == JobState::Running && !row.progress.rungs.is_empty();
+            let event = WebhookEvent::for_state(*state, cause.as_ref())
+                .filter(|_| has_changed && !is_resumed_trial)?;
             (event, state, reason, cause, attempt)
         }
         EventBody::Alert { attempt, .. } => {

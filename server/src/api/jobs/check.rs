@@ -18,7 +18,7 @@ use lockstep_protocol::{
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Arch, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened,
+        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened,
         split_sweep, trial_document,
     },
     throughput::Throughput,
@@ -569,6 +569,13 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     }
     if let Some(detail) = spec.parallel.too_many_ranks(info.classes.len()) {
         mistake("/parallel/model", detail);
+    }
+    let sizes = spec.data.image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
+    let rows = sizes.first().map_or(info.height, |smallest| smallest.size);
+    if rows > 0
+        && let Some(detail) = spec.parallel.too_few_rows(rows)
+    {
+        mistake("/parallel/height", detail);
     }
     if spec.model.arch != Arch::CifarNet
         && let Some(detail) = spec.parallel.too_few_channels(info.channels)

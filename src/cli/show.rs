@@ -234,8 +234,10 @@ mod tests {
         let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, 8, None)).collect();
         let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
-        let expected =
-            [line(1, "hibernating at step 41; it had 4 of 8 ranks"), line(3, "failed: too dark; it began from checkpoint j-1-40")];
+        let expected = [
+            line(1, "hibernating at step 41; it had 4 of 8 ranks"),
+            line(3, "failed: too dark; it began from checkpoint j-1-40"),
+        ];
         assert_eq!(lines, expected);
         let repeated = describe_attempt(&attempts[1], 8, Some("too dark"));
         assert_eq!(repeated, line(3, "failed; it began from checkpoint j-1-40"));

@@ -18,8 +18,8 @@ use lockstep_protocol::{
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened,
-        split_sweep, trial_document,
+        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep,
+        shortened, split_sweep, trial_document,
     },
     throughput::Throughput,
 };
@@ -141,7 +141,8 @@ fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
         && has_same_size
         && (spec.model.arch, spec.model.stem) == (other.model.arch, other.model.stem)
         && spec.train.precision == other.train.precision
-        && (spec.global_batch_size(), spec.train.accumulate) == (other.global_batch_size(), other.train.accumulate)
+        && (spec.global_batch_size(), spec.train.accumulate)
+            == (other.global_batch_size(), other.train.accumulate)
         && spec.parallel == other.parallel
 }
 

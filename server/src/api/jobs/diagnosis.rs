@@ -221,9 +221,8 @@ impl Course<'_> {
         let has_hardly_trained = self.training.is_some_and(|training| {
             training < LOW_ACCURACY && (self.epochs < MIN_EPOCHS || training < self.chance + USUAL_GAP)
         });
-        let overfitted = self
-            .training
-            .filter(|training| !has_hardly_trained && training - last > USUAL_GAP.max(margin));
+        let overfitted =
+            self.training.filter(|training| !has_hardly_trained && training - last > USUAL_GAP.max(margin));
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
         let mut findings = Vec::new();

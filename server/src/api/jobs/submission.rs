@@ -163,7 +163,8 @@ pub(crate) async fn check_pretrained(
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
                 let source = scheduler.store.job(&row.job).await?.map(|source| source.job);
-                let arch = source.filter(|source| source.unreadable.is_none()).map(|source| source.spec.model.arch);
+                let arch =
+                    source.filter(|source| source.unreadable.is_none()).map(|source| source.spec.model.arch);
                 if let Some(arch) = arch.filter(|arch| *arch != spec.model.arch) {
                     let (arch, other) = (arch.as_str(), spec.model.arch.as_str());
                     return mistake(format!(

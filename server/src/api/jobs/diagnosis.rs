@@ -97,8 +97,11 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let is_from_scratch = job.spec.model.pretrained.is_none() && job.parent.is_none();
     let needs_weights = is_from_scratch && training_pictures < FEW_TRAINING_PICTURES;
     let spec = &job.spec;
-    let info = store.dataset(&spec.data.dataset).await?.map(|dataset| dataset.info).unwrap_or_default();
-    let pictures_side = info.height.min(info.width).max(info.median_side);
+    let dataset = store.dataset(&spec.data.dataset).await?;
+    let pictures_side = dataset.as_ref().map_or(0, |dataset| {
+        let info = &dataset.info;
+        info.height.min(info.width).max(info.median_side)
+    });
     let larger_side = spec.data.image_size.as_ref().map(ImageSize::last).and_then(|side| {
         let usual = pictures_side.min(USUAL_SIDE);
         (2 * side <= usual).then_some([side, pictures_side, usual])
@@ -115,7 +118,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         needs_weights,
         larger_side,
         epochs: job.step / job.steps_per_epoch.max(1),
-        chance: 1.0 / info.classes.len().max(2) as f64,
+        chance: dataset.map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
         validations,
         pictures,
         has_trained_validation: trained_validation.is_some(),
@@ -195,11 +198,12 @@ struct Course<'a> {
     is_augmented: bool,
     /// Whether the job has few pictures and began with random weights, so that it should begin with trained weights.
     needs_weights: bool,
-    /// If the network sees far fewer pixels than the pictures have: side of the network's input, median side of the pictures, suggested side.
+    /// If the network sees far fewer pixels than the pictures have: the side of the network's input, the median side of the pictures, the
+    /// suggested side.
     larger_side: Option<[u32; 3]>,
     /// Number of epochs that the job has trained.
     epochs: u64,
-    /// Accuracy of a guess.
+    /// Accuracy of a guess; 0 if the dataset is no longer registered.
     chance: f64,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,

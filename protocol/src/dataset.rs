@@ -146,7 +146,7 @@ impl DatasetInfo {
         let have = if rest.is_empty() { "has no labels and is" } else { "have no labels and are" };
         let other = self.splits.iter().find(|split| split.name != "train");
         let instead = other.map_or_else(
-            || "pictures held out of the training split (data.validation = 0.1)".to_owned(),
+            || "pictures held out of the training split (data.validation = 0.2)".to_owned(),
             |split| format!("{} (data.validation = \"{}\")", split.name, split.name),
         );
         Some(format!("{names} {have} left out: measure jobs by {instead}"))
@@ -312,9 +312,13 @@ pub fn default_validation<'a>(preferred: &str, splits: impl IntoIterator<Item = 
 }
 
 /// The share of the training pictures that validates a job without a validation split, if the dataset has `samples` pictures, all
-/// for training. Each picture is chosen independently, so a tenth of very few pictures may be empty.
+/// for training. The accuracy of fewer than about 100 validation pictures is uncertain, so few pictures have a larger share.
 pub fn held_out_share(samples: u64) -> f64 {
-    if samples < 50 { 0.3 } else { 0.1 }
+    match samples {
+        ..50 => 0.3,
+        50..1000 => 0.2,
+        _ => 0.1,
+    }
 }
 
 /// Maximum number of class names in a sentence.

@@ -34,7 +34,7 @@ pub struct Suggestion {
 /// Pictures with a shorter side than this, in pixels, are small, such as CIFAR's and MNIST's.
 const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
-const USUAL_SIDE: u32 = 224;
+pub const USUAL_SIDE: u32 = 224;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY_PICTURES: u64 = 100_000;
 
@@ -365,7 +365,7 @@ mod tests {
                     let spec =
                         suggestion.spec("a \"b\" \\ c").unwrap_or_else(|| panic!("{side} {samples}: {text}"));
                     assert_eq!(spec.data.dataset, "a \"b\" \\ c");
-                    let share = if samples < 50 { 0.3 } else { 0.1 };
+                    let share = held_out_share(samples);
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * share).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
@@ -417,9 +417,9 @@ mod tests {
         for (splits, expected, amount) in [
             (&[("train", 100), ("val", 10)][..], "validation = \"val\"", "100 pictures: 6 steps an epoch"),
             (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\"", "100 pictures: "),
-            (&[("train", 100), ("test", 0)], "validation = 0.1", "About 90 pictures: "),
-            (&[("train", 100), ("holdout", 10)], "validation = 0.1", "About 90 pictures: "),
-            (&[("train", 100)], "validation = 0.1", "About 90 pictures: about 5 steps an epoch"),
+            (&[("train", 100), ("test", 0)], "validation = 0.2", "About 80 pictures: "),
+            (&[("train", 100), ("holdout", 10)], "validation = 0.2", "About 80 pictures: "),
+            (&[("train", 100)], "validation = 0.2", "About 80 pictures: about 5 steps an epoch"),
         ] {
             let suggestion = Suggestion::of(&info(28, splits)).unwrap();
             assert_eq!(suggestion.data[0].toml, expected);
@@ -437,7 +437,7 @@ mod tests {
         assert!(!suggestion.data[0].comment.contains("evenly"), "{suggestion:?}");
         let counted = DatasetInfo { held_out: held_out([6, 5]), ..info(28, &[("train", 100)]) };
         let suggestion = Suggestion::of(&counted).unwrap();
-        assert_eq!(suggestion.data[0].toml, "validation = 0.1\nvalidation_seed = 7");
+        assert_eq!(suggestion.data[0].toml, "validation = 0.2\nvalidation_seed = 7");
         assert!(suggestion.data[0].comment.contains("so 11 of the 100 training pictures"), "{suggestion:?}");
         assert!(suggestion.train[0].comment.starts_with("89 pictures: 5 steps an epoch"), "{suggestion:?}");
         // Without its broken files, the dataset has another share.

@@ -113,7 +113,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let about = if plan.is_expected { "about " } else { "" };
     let trial_note = if trials.is_some() { " for the first trial" } else { "" };
     let estimate = plan.estimate.map(|Estimate { secs, name }| {
-        format!(", about {} of training{trial_note}, as fast as {name}", format_duration(secs.round() as i64))
+        format!(
+            ", about {} of training{trial_note}, as fast as the job {name:?}",
+            format_duration(secs.round() as i64)
+        )
     });
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}{}",

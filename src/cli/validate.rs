@@ -188,9 +188,8 @@ fn mistake_with_pictures(spec: &JobSpec, gives_validation: bool) -> Option<SpecE
         // The error names the key, or files.
         Err(error) => return Some(SpecError { pointer: String::new(), detail: error.to_string() }),
     };
-    let is_global = spec.train.global_batch_size.is_some();
     (spec.steps_per_epoch(samples) == 0).then(|| SpecError {
-        pointer: if is_global { "/train/global_batch_size" } else { "/train/batch_size" }.into(),
+        pointer: format!("/train/{}", spec.train.batch_key()),
         detail: format!(
             "{} are fewer than one step uses ({}): lower this, or set data.drop_remainder = false",
             plural(samples, "training picture"),

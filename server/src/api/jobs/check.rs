@@ -607,14 +607,9 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     }
     let samples = training_samples(spec, dataset);
     if spec.data.drop_remainder && samples < spec.global_batch_size() {
-        let pointer = if spec.train.global_batch_size.is_some() {
-            "/train/global_batch_size"
-        } else {
-            "/train/batch_size"
-        };
         let about = if has_expected_samples(spec, dataset) { "about " } else { "" };
         mistake(
-            pointer,
+            &format!("/train/{}", spec.train.batch_key()),
             format!(
                 "one step takes {} over all ranks, but {} has {about}{samples} to train on: lower the batch size, or set \
                  data.drop_remainder = false",

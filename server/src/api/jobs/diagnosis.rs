@@ -8,7 +8,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobSpec, JobState,
-    dataset::held_out_share,
+    dataset::{DatasetInfo, held_out_share},
     inspect::TRAINED_VALIDATION,
     numbers::{accuracy_of, confidence_interval, exact, percent, plural, value},
     reason::ReasonKind,
@@ -29,6 +29,8 @@ const LOW_ACCURACY: f64 = 0.9;
 const MAX_MARGIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
+/// With fewer validation pictures than this, a low validation accuracy is no sign of overfitting.
+const MIN_PICTURES: u64 = 7;
 /// Minimum rise of the accuracy that is not noise.
 const MIN_RISE: f64 = 0.01;
 /// A training loss has exploded if it is more than this many times as high as at the start.
@@ -118,7 +120,8 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         needs_weights,
         larger_side,
         epochs: job.step / job.steps_per_epoch.max(1),
-        chance: dataset.map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
+        chance: dataset.as_ref().map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
+        majority: dataset.as_ref().and_then(|dataset| majority(spec, &dataset.info, pictures?)),
         validations,
         pictures,
         has_trained_validation: trained_validation.is_some(),
@@ -126,6 +129,21 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     };
     let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
+}
+
+/// The most frequent class of the validation pictures and its share of them. `None` if the pictures of the classes are not counted, or the
+/// dataset has changed since the job.
+fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<(&'a str, f64)> {
+    let per_class = match &spec.data.validation {
+        _ if spec.data.folds.is_some() => return None,
+        Validation::Split(name) => &info.splits.iter().find(|split| split.name == *name)?.per_class,
+        fraction => {
+            info.count_held_out(fraction, spec.data.validation_seed)?;
+            &info.held_out.as_ref()?.per_class
+        }
+    };
+    let (class, count) = info.classes.iter().zip(per_class).max_by_key(|(_, count)| **count)?;
+    (per_class.iter().sum::<u64>() == pictures).then(|| (class.as_str(), *count as f64 / pictures as f64))
 }
 
 /// A tenth of a learning rate that was too high, or the usual rate if that is lower.
@@ -205,6 +223,8 @@ struct Course<'a> {
     epochs: u64,
     /// Accuracy of a guess; 0 if the dataset is no longer registered.
     chance: f64,
+    /// See [`majority`].
+    majority: Option<(&'a str, f64)>,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
@@ -225,15 +245,34 @@ impl Course<'_> {
         let has_hardly_trained = self.training.is_some_and(|training| {
             training < LOW_ACCURACY && (self.epochs < MIN_EPOCHS || training < self.chance + USUAL_GAP)
         });
-        let overfitted =
-            self.training.filter(|training| !has_hardly_trained && training - last > USUAL_GAP.max(margin));
+        let is_measured = self.pictures.is_none_or(|pictures| pictures >= MIN_PICTURES);
+        let overfitted = self
+            .training
+            .filter(|training| !has_hardly_trained && is_measured && training - last > USUAL_GAP.max(margin));
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
+        let one_picture = self.pictures.map_or(0.0, |pictures| 1.5 / pictures.max(1) as f64);
+        if let Some((class, share)) = self.majority
+            && share > self.chance + USUAL_GAP
+            && (last - share).abs() <= MIN_RISE.max(one_picture)
+            && overfitted.is_none()
+            && self.training.is_none_or(|training| training < LEARNED_ACCURACY)
+        {
+            let advice = match self.spec.loss.class_weights {
+                None => "Set loss.class_weights = \"balanced\", or add",
+                Some(_) => "Add",
+            };
+            return Some(format!(
+                "{} of the validation pictures are of the class {class:?}, and validation accuracy is {}: the network may predict only \
+                 this class. {advice} pictures of the other classes.",
+                percent(share),
+                accuracy_of(last, self.pictures)
+            ));
+        }
         let mut findings = Vec::new();
         // Chance alone changes the accuracy by its standard error, and by one picture.
-        let min_rise = self.pictures.map_or(MIN_RISE, |pictures| {
-            MIN_RISE.max(standard_error(last, pictures)).max(1.5 / pictures.max(1) as f64)
-        });
+        let error = self.pictures.map_or(0.0, |pictures| standard_error(last, pictures));
+        let min_rise = MIN_RISE.max(error).max(one_picture);
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
         let exploded_loss = self.exploded_loss.filter(|_| !is_learned);
         let may_rise = !is_learned && exploded_loss.is_none();
@@ -374,6 +413,7 @@ mod tests {
             larger_side: None,
             epochs: 10,
             chance: 0.1,
+            majority: None,
             validations: validations.to_vec(),
             pictures,
             exploded_loss: None,
@@ -457,6 +497,12 @@ mod tests {
                     "Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7 of 30 pictures: the network overfits",
                 ),
             ),
+            (
+                Some(0.95),
+                &[0.2],
+                Some(5),
+                Some("The validation accuracy, 20.0 % ± 17.9 of 5 pictures, is uncertain"),
+            ),
             (Some(0.5), &[0.5], Some(100), Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             // A clear rise after few epochs comes first. A rise of one standard error, or of one picture, is chance.
@@ -529,6 +575,23 @@ mod tests {
             let causes = Course { needs_weights: true, larger_side: Some([32, 300, 224]), ..course };
             let found = Course { epochs, chance, ..causes }.diagnosis();
             assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{epochs}: {found:?}");
+        }
+        // An accuracy that equals the share of the largest class.
+        for (training, last, expected) in [
+            (
+                Some(0.951),
+                0.952,
+                "95.2 % of the validation pictures are of the class \"dog\", and validation accuracy is 95.2 % ± 2.3 of 84 pictures: the \
+                 network may predict only this class. Set loss.class_weights = \"balanced\", or add",
+            ),
+            (None, 0.952, "may predict only this class"),
+            (Some(0.995), 0.952, "no sign of overfitting"),
+            (Some(0.951), 0.9, "no sign of overfitting"),
+        ] {
+            let spec = JobSpec::default();
+            let course = course(&spec, training, false, &[last], Some(84));
+            let found = Course { majority: Some(("dog", 80.0 / 84.0)), ..course }.diagnosis();
+            assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{last}: {found:?}");
         }
         // After an explosion of the loss, a higher learning rate or more epochs do not help.
         for (training, expected) in [

@@ -106,7 +106,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         && info.broken_count > 0
     {
         output::warn(format_args!(
-            "note: {} of {name} cannot be read, and training leaves out such files; `lockstep dataset inspect {name}` lists them",
+            "note: {} of {name} cannot be used, and training leaves out such files; `lockstep dataset inspect {name}` lists them",
             plural(info.broken_count, "file")
         ));
     }

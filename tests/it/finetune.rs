@@ -86,7 +86,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     };
 
     let added = run_line(&pages::line("docs/training.md", "lockstep dataset add flowers "));
-    assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
+    assert!(added.ok().contains("131") && added.stdout.contains("3 unusable files"), "{}", added.stdout);
     server.cli(&["validate", "finetune.toml"]).ok();
     let submit = pages::line("docs/training.md", "lockstep submit finetune.toml");
     // Weights of another network, a missing file and a file without weights are refused at submission.

@@ -217,7 +217,7 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// A suggested division of the training split, with the fraction 0.1 (0.3 if there are fewer than 50 pictures).
+/// A suggested division of the training split, with the fraction 0.1 (0.2 of fewer than 1,000 pictures, 0.3 of fewer than 50).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HeldOut {
     /// Of the seeds 0 to 99, the seed whose held-out pictures cover the classes most evenly.

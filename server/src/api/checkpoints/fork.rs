@@ -180,7 +180,7 @@ fn renumbered_step(parent_job: &Job, step: u64, spec: &JobSpec, steps_per_epoch:
     let is_same = (old_steps, old_batch) == (steps_per_epoch, spec.global_batch_size());
     // A parent that never ran has not counted its steps.
     let Some(epoch) = step.checked_div(old_steps).filter(|_| !is_same) else { return step };
-    let step_in_epoch = step % old_steps * old_batch / spec.global_batch_size();
+    let step_in_epoch = step % old_steps * old_batch / spec.global_batch_size().max(1);
     epoch * steps_per_epoch + step_in_epoch.min(steps_per_epoch.saturating_sub(1))
 }
 

@@ -167,7 +167,7 @@ const NEXT_VALUE = {
 function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
   const failure = state === "failed" && reason?.match(/\bSet (?:train|data)\.[a-z_]+ = "[a-z_]+"/)?.[0];
   const advice = `${diagnosis} ${failure || ""}`, named = new Map();
-  for (const [, key, value] of advice.matchAll(/((?:train|data)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+))?/g)) named.set(key, named.get(key) ?? value);
+  for (const [, key, value] of advice.matchAll(/((?:train|data|model|loss)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+\d*))?/g)) named.set(key, named.get(key) ?? value);
   const links = (document.body.dataset.readsOnly === undefined ? [...named] : []).flatMap(([key, given]) => {
     const value = given ?? NEXT_VALUE[key]?.(spec);
     return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];

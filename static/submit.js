@@ -250,9 +250,11 @@ function showPlan(response) {
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
+  const remainder = data?.drop_remainder ? samples % global_batch_size : 0;
+  if (remainder > samples / 10) parts.push(`${about}${plural(remainder, "picture")} left out of each epoch (an incomplete step)`);
   const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each";
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
-  if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as ${estimate.name}`);
+  if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as the job "${estimate.name}"`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
   const split = data?.validation, field = fieldOf(DATASET_DEFAULT);
   // If the dataset lacks the default split, the server chooses another split.

@@ -52,6 +52,8 @@ pub struct Attempt {
     pub step: Option<u64>,
     /// Names of the agents that had the attempt's ranks, in rank order, without repetition.
     pub agents: Vec<String>,
+    /// Number of the attempt's ranks, which is smaller than the job's if `recovery.min_ranks` allowed it; 0 for a run from elsewhere.
+    pub ranks: u32,
     pub started_at: jiff::Timestamp,
     pub ended_at: Option<jiff::Timestamp>,
 }

@@ -146,7 +146,7 @@ impl DatasetInfo {
         let have = if rest.is_empty() { "has no labels and is" } else { "have no labels and are" };
         let other = self.splits.iter().find(|split| split.name != "train");
         let instead = other.map_or_else(
-            || "pictures held out of the training split (data.validation = 0.1)".to_owned(),
+            || "pictures held out of the training split (data.validation = 0.2)".to_owned(),
             |split| format!("{} (data.validation = \"{}\")", split.name, split.name),
         );
         Some(format!("{names} {have} left out: measure jobs by {instead}"))
@@ -217,7 +217,7 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// A suggested division of the training split, with the fraction 0.1 (0.3 if there are fewer than 50 pictures).
+/// A suggested division of the training split, with the fraction 0.1 (0.2 of fewer than 1,000 pictures, 0.3 of fewer than 50).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HeldOut {
     /// Of the seeds 0 to 99, the seed whose held-out pictures cover the classes most evenly.
@@ -312,9 +312,13 @@ pub fn default_validation<'a>(preferred: &str, splits: impl IntoIterator<Item = 
 }
 
 /// The share of the training pictures that validates a job without a validation split, if the dataset has `samples` pictures, all
-/// for training. Each picture is chosen independently, so a tenth of very few pictures may be empty.
+/// for training. The accuracy of fewer than about 100 validation pictures is uncertain, so few pictures have a larger share.
 pub fn held_out_share(samples: u64) -> f64 {
-    if samples < 50 { 0.3 } else { 0.1 }
+    match samples {
+        ..50 => 0.3,
+        50..1000 => 0.2,
+        _ => 0.1,
+    }
 }
 
 /// Maximum number of class names in a sentence.

@@ -271,8 +271,8 @@ impl fmt::Display for ReasonKind {
             }
             OutOfMemory { signal: Some(_), detail, .. } => write!(
                 f,
-                "killed: out of memory ({detail}). Lower train.batch_size or parallel.ranks, or use a machine with more \
-                 memory"
+                "killed: out of memory ({detail}). Lower train.batch_size (or train.global_batch_size) or parallel.ranks, or use a \
+                 machine with more memory"
             ),
             Stalled { rank, step, secs: None, detail } => {
                 write!(f, "rank {rank} failed at step {step}{}", with_separator(": ", detail))
@@ -527,7 +527,8 @@ pub enum Next {
 
 impl fmt::Display for Next {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let from = |step: &Option<u64>| step.map_or("the start".to_owned(), |step| format!("step {step}"));
+        let from =
+            |step: &Option<u64>| step.map_or("the beginning".to_owned(), |step| format!("step {step}"));
         match self {
             Next::Restart { attempt, from_step, or_newer } => {
                 let newer = if *or_newer { ", or from a newer checkpoint if one was written" } else { "" };

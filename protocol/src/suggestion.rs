@@ -34,7 +34,9 @@ pub struct Suggestion {
 /// Pictures with a shorter side than this, in pixels, are small, such as CIFAR's and MNIST's.
 const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
-const USUAL_SIDE: u32 = 224;
+pub const USUAL_SIDE: u32 = 224;
+/// If the pictures are at least this many times as long as they are short, most of each picture is cut away.
+const ELONGATED: u32 = 3;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY_PICTURES: u64 = 100_000;
 
@@ -126,27 +128,36 @@ fn data(
 ) -> Vec<CommentedKeys> {
     let side = sides.map(|(side, _)| side);
     let mut data = vec![validation];
+    let (short, long) = (info.height.min(info.width), info.height.max(info.width));
+    let cut = if short > 0 && long / short >= ELONGATED {
+        " That is a square, so most of each picture is cut away, and no key changes this: if the whole picture matters, pad the files to \
+         squares."
+    } else {
+        ""
+    };
     let why = match input {
         USUAL_SIDE => "the usual size for photographs".to_owned(),
         _ => format!("fewer than the usual {USUAL_SIDE}, which is faster"),
     };
-    data.push(CommentedKeys {
-        comment: match (side, info.height, info.width) {
-            (Some(side), height, width) if height == side && width == side => {
-                format!("All pictures have {side} x {side} pixels; the network sees them unchanged.")
-            }
-            (Some(side), ..) => {
-                format!("The network sees {side} x {side} pixels of each picture, the median of their shorter sides.")
-            }
-            (None, 0, _) => {
-                format!("Pictures have several sizes: the network sees {input} x {input} pixels of each, {why}.")
-            }
-            (None, height, width) => {
-                format!("All pictures have {width} x {height} pixels; the network sees {input} x {input} pixels of each, {why}.")
-            }
-        },
-        toml: format!("image_size = {}", side.unwrap_or(input)),
-    });
+    let size = match (side, info.height, info.width) {
+        (Some(side), height, width) if height == side && width == side => {
+            format!("All pictures have {side} x {side} pixels; the network sees them unchanged.")
+        }
+        (Some(side), ..) => {
+            format!(
+                "The network sees {side} x {side} pixels of each picture, the median of their shorter sides."
+            )
+        }
+        (None, 0, _) => {
+            format!("Pictures have several sizes: the network sees {input} x {input} pixels of each, {why}.")
+        }
+        (None, height, width) => {
+            format!(
+                "All pictures have {width} x {height} pixels; the network sees {input} x {input} pixels of each, {why}."
+            )
+        }
+    };
+    data.push(CommentedKeys { comment: size + cut, toml: format!("image_size = {}", side.unwrap_or(input)) });
     data.push(match sides {
         Some((side, own_side)) if side < SMALL_SIDE => {
             // About an eighth of a side. CIFAR's usual padding is 4.
@@ -250,15 +261,17 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
         )
     } else if is_small {
         (
-            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
+            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling. A step takes longer than with \
+             pictures of 120 pixels and the usual stem.",
             "resnet18",
         )
     } else if prefers_large_network {
         ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
     } else {
         (
-            "A small network for photographs, which suits this number of pictures. With trained weights (pretrained = \
-             \"FILE.safetensors\" here and recipe = \"finetune\" below) a few hundred pictures suffice.",
+            "A small network for photographs, which suits this number of pictures. With trained weights, a few hundred pictures suffice: \
+             write pretrained = \"resnet18\" here (`lockstep weights get resnet18` downloads the weights) and recipe = \"finetune\" under \
+             [train], and delete the lines epochs, schedule, lr, momentum and weight_decay there, which would replace the recipe's values.",
             "resnet18",
         )
     };
@@ -365,7 +378,7 @@ mod tests {
                     let spec =
                         suggestion.spec("a \"b\" \\ c").unwrap_or_else(|| panic!("{side} {samples}: {text}"));
                     assert_eq!(spec.data.dataset, "a \"b\" \\ c");
-                    let share = if samples < 50 { 0.3 } else { 0.1 };
+                    let share = held_out_share(samples);
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * share).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
@@ -389,12 +402,16 @@ mod tests {
     #[test]
     fn the_input_is_no_larger_than_the_median_picture() {
         for (height, width, median_side, image_size) in
-            [(0, 0, 32, 32), (0, 0, 300, 224), (80, 100, 80, 80), (0, 0, 0, 224)]
+            [(0, 0, 32, 32), (0, 0, 300, 224), (80, 90, 80, 80), (20, 100, 20, 20), (0, 0, 0, 224)]
         {
             let info = DatasetInfo { height, width, median_side, ..info(0, &[("train", 100)]) };
             let suggestion = Suggestion::of(&info).unwrap();
             assert_eq!(suggestion.data[1].toml, format!("image_size = {image_size}"));
-            assert!(!suggestion.data[1].comment.contains("unchanged"), "{suggestion:?}");
+            let comment = &suggestion.data[1].comment;
+            assert!(
+                !comment.contains("unchanged") && comment.contains("cut away") == (width == 100),
+                "{comment}"
+            );
         }
     }
 
@@ -417,9 +434,9 @@ mod tests {
         for (splits, expected, amount) in [
             (&[("train", 100), ("val", 10)][..], "validation = \"val\"", "100 pictures: 6 steps an epoch"),
             (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\"", "100 pictures: "),
-            (&[("train", 100), ("test", 0)], "validation = 0.1", "About 90 pictures: "),
-            (&[("train", 100), ("holdout", 10)], "validation = 0.1", "About 90 pictures: "),
-            (&[("train", 100)], "validation = 0.1", "About 90 pictures: about 5 steps an epoch"),
+            (&[("train", 100), ("test", 0)], "validation = 0.2", "About 80 pictures: "),
+            (&[("train", 100), ("holdout", 10)], "validation = 0.2", "About 80 pictures: "),
+            (&[("train", 100)], "validation = 0.2", "About 80 pictures: about 5 steps an epoch"),
         ] {
             let suggestion = Suggestion::of(&info(28, splits)).unwrap();
             assert_eq!(suggestion.data[0].toml, expected);
@@ -437,7 +454,7 @@ mod tests {
         assert!(!suggestion.data[0].comment.contains("evenly"), "{suggestion:?}");
         let counted = DatasetInfo { held_out: held_out([6, 5]), ..info(28, &[("train", 100)]) };
         let suggestion = Suggestion::of(&counted).unwrap();
-        assert_eq!(suggestion.data[0].toml, "validation = 0.1\nvalidation_seed = 7");
+        assert_eq!(suggestion.data[0].toml, "validation = 0.2\nvalidation_seed = 7");
         assert!(suggestion.data[0].comment.contains("so 11 of the 100 training pictures"), "{suggestion:?}");
         assert!(suggestion.train[0].comment.starts_with("89 pictures: 5 steps an epoch"), "{suggestion:?}");
         // Without its broken files, the dataset has another share.

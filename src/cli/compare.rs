@@ -99,13 +99,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     caution(&jobs).into_iter().try_for_each(output::line)
 }
 
-/// A job's best validation accuracy.
-struct Measured {
-    title: String,
-    accuracy: f64,
+/// The best validation accuracy of a job, or of a trial.
+pub(crate) struct Measured {
+    pub(crate) title: String,
+    pub(crate) accuracy: f64,
     /// Number of validation pictures.
-    pictures: u64,
-    division: ValidationDivision,
+    pub(crate) pictures: u64,
 }
 
 /// Explains why the jobs' order by best validation accuracy may mean nothing. The same as `caution` in `static/compare/caution.js`.
@@ -132,7 +131,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         } else if division.fold.is_some() {
             division.validation = Validation::Split("none".into());
         }
-        measured.push(Measured { title: title(job), accuracy: best.value, pictures, division });
+        measured.push((Measured { title: title(job), accuracy: best.value, pictures }, division));
     }
     let mut sentences = Vec::new();
     if !uncertain.is_empty() {
@@ -141,27 +140,36 @@ fn caution(jobs: &[Job]) -> Vec<String> {
             uncertain.join(", ")
         ));
     }
-    measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
-    let [first, second, ..] = measured.as_slice() else { return sentences };
-    if measured.iter().any(|other| other.pictures != first.pictures) {
+    measured.sort_by(|(a, _), (b, _)| b.accuracy.total_cmp(&a.accuracy));
+    let [(first, division), (second, _), ..] = measured.as_slice() else { return sentences };
+    if measured.iter().any(|(other, _)| other.pictures != first.pictures) {
         sentences.push("These accuracies were not measured on the same validation pictures.".to_owned());
-    } else if measured.iter().any(|other| other.division != first.division) {
+        return sentences;
+    }
+    if measured.iter().any(|(_, other)| other != division) {
         sentences
             .push("These accuracies may not have been measured on the same validation pictures.".to_owned());
     }
+    sentences.extend(describe_chance(first, second));
+    sentences
+}
+
+/// Explains why the order of `first` and `second` may be chance. `None` if `first` is clearly better. Both have the same pictures.
+pub(crate) fn describe_chance(first: &Measured, second: &Measured) -> Option<String> {
     // The variance of a proportion.
     let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
     let difference = first.accuracy - second.accuracy;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference <= 0.0 {
-        sentences.push(format!(
+        return Some(format!(
             "The best accuracies of {} and {} are equal ({}), so these results do not show which is better.",
             first.title,
             second.title,
             percent(first.accuracy)
         ));
-    } else if difference < two_errors {
-        sentences.push(format!(
+    }
+    (difference < two_errors).then(|| {
+        format!(
             "{} ({}) and {} ({}) differ by {:.1} points, which is less than two standard errors of the difference \
              ({:.1} points), so these results do not show which is better.",
             first.title,
@@ -170,9 +178,8 @@ fn caution(jobs: &[Job]) -> Vec<String> {
             percent(second.accuracy),
             100.0 * difference,
             100.0 * two_errors
-        ));
-    }
-    sentences
+        )
+    })
 }
 
 /// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among the jobs

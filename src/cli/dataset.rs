@@ -14,11 +14,12 @@ use super::{
 };
 use indicatif::ProgressBar;
 use lockstep_data::PrepareSettings;
-use lockstep_protocol::dataset::{Dataset, DatasetInfo, SplitInfo};
+use lockstep_protocol::dataset::{BrokenFile, Dataset, DatasetInfo, SplitInfo};
 use lockstep_protocol::numbers::plural;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
     io::ErrorKind,
     path::{Path, PathBuf},
     sync::mpsc::{self, RecvTimeoutError},
@@ -316,21 +317,32 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     print_broken_files(&info)
 }
 
-/// Prints the files that are left out, each with the reason.
+/// Maximum number of files that are named with a reason.
+const MAX_NAMES: usize = 3;
+
+/// Prints a line for each reason why files cannot be used.
 pub(super) fn print_broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     if let Some(note) = info.unlabelled_note() {
         output::line(note)?;
     }
-    for broken in &info.broken {
-        let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
-        output::line(format_args!("broken: {file}: {detail}"))?;
+    let mut files_by_detail = BTreeMap::<&str, Vec<String>>::new();
+    for BrokenFile { file, detail } in &info.broken {
+        files_by_detail.entry(detail).or_default().push(output::one_line(file));
+    }
+    for (detail, files) in files_by_detail {
+        let named = files.iter().take(MAX_NAMES).map(String::as_str).collect::<Vec<_>>().join(", ");
+        let more = match files.len().saturating_sub(MAX_NAMES) {
+            0 => String::new(),
+            count => format!(" and {count} more"),
+        };
+        output::line(format_args!("unusable: {named}{more}: {}", output::one_line(detail)))?;
     }
     print_more_broken_files(info.broken_count.saturating_sub(info.broken.len() as u64))
 }
 
 fn print_more_broken_files(count: u64) -> anyhow::Result<()> {
     if count > 0 {
-        output::line(format_args!("and {}", plural(count, "more broken file")))?;
+        output::line(format_args!("and {}", plural(count, "more unusable file")))?;
     }
     Ok(())
 }
@@ -347,7 +359,7 @@ pub(super) fn describe(info: &DatasetInfo) -> String {
     };
     let broken = match info.broken_count {
         0 => String::new(),
-        n => format!(", {}", plural(n, "broken file")),
+        n => format!(", {}", plural(n, "unusable file")),
     };
     format!(
         "{}, {}, pictures {size}, {}: {}{broken}",

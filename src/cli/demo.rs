@@ -105,7 +105,7 @@ async fn run_on(
         server.running.url(),
     ))?;
     let as_json = false;
-    *outcome = watch::follow_to_end(&api, job, as_json).await;
+    *outcome = watch::show_to_end(&api, job, as_json).await.map(drop);
     if args.exit_when_done {
         return Ok(());
     }

@@ -27,7 +27,8 @@ const MAX_CONFUSIONS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     choice: CheckpointArgs,
-    /// Another registered dataset, which must have the same classes unless --knn is given [default: the job's own]
+    /// Another registered dataset, which must have the same classes unless --knn is given; if it has only one split, all of its pictures are
+    /// evaluated [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
     /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other

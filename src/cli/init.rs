@@ -24,6 +24,9 @@ use std::{
 /// Maximum number of classes that a comment lists.
 const MAX_CLASSES_NAMED: usize = 12;
 
+/// If the largest class has at least this many times the pictures of the smallest, a comment suggests weights of the classes.
+const IMBALANCED: u64 = 5;
+
 /// Number of steps in the measurement. The first step is left out, because it includes preparations that later steps reuse.
 const STEPS: u64 = 5;
 /// Maximum number of pictures in a step of the measurement.
@@ -245,13 +248,32 @@ fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> Stri
          number of ranks. For the CIFAR family even the bits are the same if each rank's part of the batch is a multiple of 8.",
     );
     text += "ranks = 1\n";
+    let counts = || training_counts(info).iter().copied().filter(|count| *count > 0);
+    if let (Some(smallest), Some(largest)) = (counts().min(), counts().max())
+        && largest / smallest >= IMBALANCED
+    {
+        text.push('\n');
+        write_comment(
+            &mut text,
+            &format!(
+                "The largest class has {largest} training pictures, the smallest {smallest}. To give all classes the same weight in the \
+                 loss, remove the # of the next two lines."
+            ),
+        );
+        text += "# [loss]\n# class_weights = \"balanced\"\n";
+    }
     text
+}
+
+/// Returns the number of training pictures of each class.
+fn training_counts(info: &DatasetInfo) -> &[u64] {
+    let train = info.splits.iter().find(|split| split.name == "train");
+    train.map(|split| &*split.per_class).unwrap_or_default()
 }
 
 /// Lists the classes with their numbers of training pictures.
 fn describe_classes(info: &DatasetInfo) -> String {
-    let train = info.splits.iter().find(|split| split.name == "train");
-    let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
+    let count = |index: usize| training_counts(info).get(index).copied().unwrap_or(0);
     let named = info.classes.iter().enumerate().take(MAX_CLASSES_NAMED);
     let named = named.map(|(index, class)| format!("{} ({})", output::one_line(class), count(index)));
     let named = named.collect::<Vec<_>>().join(", ");

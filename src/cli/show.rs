@@ -48,7 +48,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     for (key, value) in describe_job(&job, &checkpoints)
         .into_iter()
         .chain(plan)
-        .chain(attempts.iter().map(|attempt| describe_attempt(attempt, job.reason.as_deref())))
+        .chain(attempts.iter().map(|attempt| describe_attempt(attempt, job.ranks, job.reason.as_deref())))
     {
         output::line(format_args!("{key:<19} {value}"))?;
     }
@@ -76,6 +76,7 @@ pub(super) struct AttemptRow {
     pub(super) reason: Option<Reason>,
     checkpoint: Option<String>,
     step: Option<u64>,
+    ranks: Option<u32>,
 }
 
 /// A job as the server sent it, and its attempts.
@@ -87,8 +88,8 @@ struct JobWithAttempts {
 }
 
 /// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from checkpoint
-/// 1-40`. Leaves out a reason that is the job's reason, because the job's state shows it.
-fn describe_attempt(attempt: &AttemptRow, reason_of_job: Option<&str>) -> (String, String) {
+/// 1-40; it had 4 of 8 ranks`. Leaves out a reason that is the job's reason, because the job's state shows it.
+fn describe_attempt(attempt: &AttemptRow, job_ranks: u32, reason_of_job: Option<&str>) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = attempt.reason.as_ref().filter(|reason| reason_of_job != Some(reason.words())) {
         text += &format!(": {}", reason.words());
@@ -97,6 +98,9 @@ fn describe_attempt(attempt: &AttemptRow, reason_of_job: Option<&str>) -> (Strin
     }
     if let Some(checkpoint) = &attempt.checkpoint {
         text += &format!("; it began from checkpoint {checkpoint}");
+    }
+    if let Some(ranks) = attempt.ranks.filter(|ranks| (1..job_ranks).contains(ranks)) {
+        text += &format!("; it had {ranks} of {job_ranks} ranks");
     }
     (format!("attempt {}", attempt.attempt), text)
 }
@@ -124,14 +128,19 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         let reason = reason.map(|words| format!(": {words}")).unwrap_or_default();
         format!("place {}{reason}", queue.place)
     });
+    let mut spec = job.spec.clone();
     let ranks = match job.rank_count_now() {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
-        fewer if fewer < job.ranks => format!("{fewer} of {}", job.ranks),
+        fewer if fewer < job.ranks => {
+            spec = spec.on_ranks(fewer);
+            format!("{fewer} of {}", job.ranks)
+        }
         ranks => ranks.to_string(),
     };
-    let parallel = &job.spec.parallel;
+    let parallel = &spec.parallel;
     let (mut pictures, mut pipeline) = (None, None);
-    if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
+    if job.batch.is_some() {
+        let Batch { batch_size, accumulate, global_batch_size, .. } = Batch::of(&spec);
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = parallel.sets_in_words();
         pictures = Some(format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}"));
@@ -218,17 +227,19 @@ mod tests {
     #[test]
     fn unknown_states_of_attempts_are_shown_as_sent() {
         let response = json!({"attempts": [
-            {"attempt": 1, "state": "hibernating", "reason": null, "checkpoint": null, "step": 41, "moons": 2},
+            {"attempt": 1, "state": "hibernating", "reason": null, "checkpoint": null, "step": 41, "ranks": 4, "moons": 2},
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
         let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
-        let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, None)).collect();
+        let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, 8, None)).collect();
         let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
-        let expected =
-            [line(1, "hibernating at step 41"), line(3, "failed: too dark; it began from checkpoint j-1-40")];
+        let expected = [
+            line(1, "hibernating at step 41; it had 4 of 8 ranks"),
+            line(3, "failed: too dark; it began from checkpoint j-1-40"),
+        ];
         assert_eq!(lines, expected);
-        let repeated = describe_attempt(&attempts[1], Some("too dark"));
+        let repeated = describe_attempt(&attempts[1], 8, Some("too dark"));
         assert_eq!(repeated, line(3, "failed; it began from checkpoint j-1-40"));
     }
 }

@@ -4,6 +4,7 @@ use super::{
     age::age,
     api::{Api, Outage, ServerArgs},
     block_on,
+    compare::{Measured, describe_chance},
     confirm::confirm,
     delete::delete_all,
     output,
@@ -85,6 +86,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             )?;
             output::line(describe(&sweep))?;
             mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
+            caution(&sweep).map_or(Ok(()), output::line)?;
             sweep.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(args) => change_state(&args, "pause"),
@@ -204,6 +206,22 @@ fn mean_of_folds(sweep: &Sweep) -> Option<String> {
     };
     let (metric, folds) = (&sweep.metric, plural(u64::from(sweep.trial_count), "fold"));
     Some(format!("{metric} {result} (mean ± standard deviation of {count} of {folds})"))
+}
+
+/// Explains why the order of the two best trials may be chance. `None` if the best trial is clearly better, or the trials have different
+/// validation pictures.
+fn caution(sweep: &Sweep) -> Option<String> {
+    let measure = |trial: &Trial| {
+        let (title, pictures) =
+            (format!("trial {}", trial.number), trial.val_pictures.filter(|count| *count > 0)?);
+        Some(Measured { title, accuracy: trial.metric?, pictures })
+    };
+    let mut measured: Vec<Measured> = sweep.trials.iter().filter_map(measure).collect();
+    measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
+    let [first, second, ..] = measured.as_slice() else { return None };
+    let is_comparable =
+        sweep.metric == "val_accuracy" && !is_cross_validation(sweep) && first.pictures == second.pictures;
+    if is_comparable { describe_chance(first, second) } else { None }
 }
 
 /// Formats a trial: `trial 3 (train.lr=0.1): succeeded, best val_accuracy 84.2 % ± 2.6 of 200`.

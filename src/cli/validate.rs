@@ -106,14 +106,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         && info.broken_count > 0
     {
         output::warn(format_args!(
-            "note: {} of {name} cannot be read, and training leaves out such files; `lockstep dataset inspect {name}` lists them",
+            "note: {} of {name} cannot be used, and training leaves out such files; `lockstep dataset inspect {name}` lists them",
             plural(info.broken_count, "file")
         ));
     }
     let about = if plan.is_expected { "about " } else { "" };
     let trial_note = if trials.is_some() { " for the first trial" } else { "" };
     let estimate = plan.estimate.map(|Estimate { secs, name }| {
-        format!(", about {} of training{trial_note}, as fast as {name}", format_duration(secs.round() as i64))
+        format!(
+            ", about {} of training{trial_note}, as fast as the job {name:?}",
+            format_duration(secs.round() as i64)
+        )
     });
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}{}",
@@ -185,9 +188,8 @@ fn mistake_with_pictures(spec: &JobSpec, gives_validation: bool) -> Option<SpecE
         // The error names the key, or files.
         Err(error) => return Some(SpecError { pointer: String::new(), detail: error.to_string() }),
     };
-    let is_global = spec.train.global_batch_size.is_some();
     (spec.steps_per_epoch(samples) == 0).then(|| SpecError {
-        pointer: if is_global { "/train/global_batch_size" } else { "/train/batch_size" }.into(),
+        pointer: format!("/train/{}", spec.train.batch_key()),
         detail: format!(
             "{} are fewer than one step uses ({}): lower this, or set data.drop_remainder = false",
             plural(samples, "training picture"),

@@ -49,12 +49,27 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
+/// As [`show_to_end`], then prints the diagnosis of a job that succeeded, and a command that uses its network.
+///
+/// # Errors
+/// As [`show_to_end`].
+pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
+    let job = show_to_end(api, job, as_json).await?;
+    if !as_json && job.external.is_none() {
+        if let Some(diagnosis) = &job.diagnosis {
+            output::warn(diagnosis);
+        }
+        output::warn(format_args!("next: `lockstep predict {} IMAGE` classifies pictures", job.id));
+    }
+    Ok(())
+}
+
 /// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
-/// instead.
+/// instead. Returns the job that succeeded.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
-pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn show_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<Job> {
     let mut progress = Progress::new(&job, as_json);
     progress.show_place(&job)?;
     let job = follow(api, job, &mut progress).await?;
@@ -68,7 +83,7 @@ pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow:
         output::line(describe_outcome(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {
-        JobState::Succeeded => Ok(()),
+        JobState::Succeeded => Ok(job),
         // The line above contains the reason.
         state => Err(anyhow::anyhow!("the job {}", state.predicate())),
     }

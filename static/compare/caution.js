@@ -19,8 +19,8 @@ export function caution(jobs) {
   if (measured.length < 2) return sentences.join(" ");
   const [first, second] = measured;
   const differs = (key) => measured.some((job) => job[key] !== first[key]);
-  if (differs("pictures")) sentences.push("These accuracies were not measured on the same validation pictures.");
-  else if (differs("dataset") || differs("division")) sentences.push("These accuracies may not have been measured on the same validation pictures.");
+  if (differs("pictures")) return [...sentences, "These accuracies were not measured on the same validation pictures."].join(" ");
+  if (differs("dataset") || differs("division")) sentences.push("These accuracies may not have been measured on the same validation pictures.");
   const variance = ({ share, pictures }) => share * (1 - share) / pictures, difference = first.share - second.share, twoErrors = 2 * Math.sqrt(variance(first) + variance(second));
   if (difference === 0) sentences.push(`The best accuracies of ${first.name} and ${second.name} are equal (${percent(first.share)}), so these results do not show which is better.`);
   else if (difference < twoErrors) sentences.push(`${first.name} (${percent(first.share)}) and ${second.name} (${percent(second.share)}) differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points), so these results do not show which is better.`);

@@ -14,7 +14,7 @@ const WINDOW = 50;
 /** Factor by which a rank must be slower than the median of the other ranks to be reported in the banner. */
 const SLOW_FACTOR = 1.2;
 /** Fraction of a step's time. If ranks wait for pictures for a larger fraction, the list says that data loading limits the speed. */
-const MAX_DATA_SHARE = 0.05;
+const MAX_DATA_SHARE = 0.2;
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 

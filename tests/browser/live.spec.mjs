@@ -63,13 +63,13 @@ describe("a rank's lane", () => {
     });
     assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
     const note = page.locator("#ranks-note");
-    assert.equal(await note.textContent(), "last 50 steps · limited by data loading (14 % of a step)");
+    assert.equal(await note.textContent(), "last 50 steps · limited by computing");
     await agent.evaluate(async ([id, ranks]) => {
       const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
+      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 10.5)] }]);
     }, [job.id, RANKS]);
-    await until("data loading no longer limits the speed", async () => (await note.textContent()) === "last 50 steps · limited by computing");
+    await until("data loading limits the speed", async () => (await note.textContent()) === "last 50 steps · limited by data loading (26 % of a step)");
     /** Reports further steps of 40.5 ms, with the given times in all-reduce for each rank. */
     const reportWaits = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
       const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
@@ -262,12 +262,12 @@ describe("a page that stays open", () => {
     await end(job, 10);
     await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0);
     assert.deepEqual((await page.evaluate(() => window.notified)).map(([title]) => title), ["while you are away: succeeded"]);
-    await until("the diagnosis is shown", async () => /^Training accuracy is low \(50\.0 %\).* The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /.test(await page.locator("#diagnosis").textContent()));
+    await until("the diagnosis is shown", async () => /^The network began with random weights .* Training accuracy is low \(50\.0 %\).* The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /.test(await page.locator("#diagnosis").textContent()));
     // The job has no epochs to double.
     const links = () => page.locator("#diagnosis a").evaluateAll((all) => all.map((link) => `${link.textContent}: ${link.getAttribute("href")}`));
     for (const reload of [false, true]) {
       if (reload) await page.reload();
-      await until("a link leads to a clone with another learning rate", async () => (await links()).join() === `try train.lr = 0.02: /jobs/new?from=${job.id}&set=train.lr=0.02`);
+      await until("links lead to clones with trained weights and with another learning rate", async () => (await links()).join() === `try model.pretrained = resnet18: /jobs/new?from=${job.id}&set=model.pretrained=resnet18,try train.lr = 0.02: /jobs/new?from=${job.id}&set=train.lr=0.02`);
     }
     await page.end();
   });

@@ -75,7 +75,7 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let path = pictures::truncated_cifar10(server.folder().path());
     let path = path.to_str().expect("UTF-8");
     // The other batches are intact: the dataset is registered with a warning about the truncated batch.
-    assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 broken file"));
+    assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 unusable file"));
     for dataset in [path, "cifar10"] {
         let inspected = server.cli(&["dataset", "inspect", dataset]);
         let named = inspected.ok().lines().find(|l| l.contains("data_batch_2.bin")).expect("its name");
@@ -151,7 +151,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     ];
     let path = images.to_str().expect("UTF-8");
     let added = server.cli(&["dataset", "add", "folder", path]);
-    assert!(added.ok().contains("40 train, 40 val, 5 broken files"), "{}", added.stdout);
+    assert!(added.ok().contains("40 train, 40 val, 5 unusable files"), "{}", added.stdout);
     let inspected = server.cli(&["dataset", "inspect", "folder"]);
     for (name, why) in broken {
         for output in [added.ok(), inspected.ok()] {
@@ -170,6 +170,12 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
         assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
     }
     server.train(&spec("skip")).await;
+    // Files with the same reason share a line, which names three of them.
+    for name in ["a.png", "b.png", "c.png", "d.png"] {
+        fs::write(boot.join(name), "").expect("an empty file");
+    }
+    let inspected = server.cli(&["dataset", "inspect", path]);
+    assert!(inspected.ok().contains(" and 1 more: is empty\n"), "{}", inspected.stdout);
     server.stop().await;
 }
 

@@ -56,9 +56,16 @@ async fn init_writes_a_file_for_train_and_submit() {
     // A class without validation pictures is named.
     let lacking = pictures::image_folder(&server.folder().path().join("lacking"), 8);
     fs::remove_dir_all(lacking.join("val/trouser")).expect("removes");
+    for file in fs::read_dir(lacking.join("train/trouser")).expect("a folder").skip(1) {
+        fs::remove_file(file.expect("a file").path()).expect("removes");
+    }
     let warned = server.cli(&["init", lacking.to_str().expect("UTF-8"), "-o", "lacking.toml"]);
     let warning = "warning: 1 class has no validation picture: \"trouser\".";
     assert!(warned.ok().contains("lacking.toml") && warned.stderr.contains(warning), "{}", warned.stderr);
+    // The largest class has 8 times the pictures of the smallest.
+    let balanced = "\n# [loss]\n# class_weights = \"balanced\"\n";
+    let lacking = fs::read_to_string(server.folder().path().join("lacking.toml")).expect("a file");
+    assert!(lacking.ends_with(balanced) && !text.contains(balanced), "{lacking}");
     // Without a validation split, the seed in the file holds out pictures of each class, however few there are.
     let few = pictures::image_folder(&server.folder().path().join("few"), 3);
     fs::remove_dir_all(few.join("val")).expect("removes");

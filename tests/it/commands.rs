@@ -63,6 +63,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
             && last.ends_with(" of 40 pictures (best checkpoint 1-12)"),
         "{last}"
     );
+    assert!(watched.stderr.contains("\nnext: `lockstep predict j"), "{}", watched.stderr);
 
     let listed = server.cli(&["list"]);
     assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);

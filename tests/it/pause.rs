@@ -169,6 +169,9 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         .assert_invalid(&[("/model/arch", &["resnet20", "another network"])]);
     fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.assert_invalid(&[("/train/lr", &[])]);
     fork(json!({})).await.assert_invalid(&[("/train/steps", &["no steps are left"])]);
+    fork(json!({"set": {"train.batch_size": 16, "train.steps": 60}}))
+        .await
+        .assert_invalid(&[("/train/steps", &["counts as step 60 of the fork", "no steps are left"])]);
     let further = server.create(&path, &json!({"set": {"train.steps": STEPS + 10}})).await;
     assert_eq!(number(&server.wait_for_success(&further).await["step"]), STEPS + 10);
     // With twice the batch size, step 100 becomes step 50, which is also in the middle of the third epoch.

@@ -217,7 +217,7 @@ mod tests {
     use lockstep_protocol::{
         JobSpec,
         dataset::{DatasetInfo, SplitInfo},
-        spec::{ClassWeights, ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
+        spec::{Arch, ClassWeights, ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
     };
 
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
@@ -254,7 +254,7 @@ mod tests {
         for form in [fresh(Some("flowers")), fresh(None)] {
             for (key, value) in [
                 ("data.dataset", "flowers"),
-                ("data.validation", "0.1"),
+                ("data.validation", "0.2"),
                 ("data.image_size", "224"),
                 ("data.random_resized_crop", "true"),
                 ("model.arch", "resnet18"),
@@ -357,6 +357,16 @@ mod tests {
         let own = from_json(&form.document()).expect("a specification");
         assert_eq!((own.data.image_size, own.data.mean), (Some(ImageSize::Fixed(32)), Some(vec![0.5; 3])));
         assert_eq!((own.train.epochs, own.train.lr, own.train.mixup), (Some(10), 0.01 * 32.0 / 256.0, 0.0));
+
+        // Public weights have their own network, and pictures as in the recipe.
+        let mut small = spec.clone();
+        (small.model.arch, small.data.image_size) = (Arch::ResNet20, Some(ImageSize::Fixed(32)));
+        let public =
+            from_json(&Form::finetuning(small, "resnet18", Some(&info)).document()).expect("a specification");
+        assert_eq!(
+            (public.model.arch, public.data.image_size),
+            (Arch::ResNet18, Some(ImageSize::Fixed(224)))
+        );
 
         // Values of the recipe are left out, and other values are sent.
         let mut form = Form::from_spec(&spec);

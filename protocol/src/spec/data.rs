@@ -12,7 +12,8 @@ pub struct DataSpec {
     pub dataset: String,
     /// Source of the validation pictures. When absent: the split `test` (with some recipes: `val`), if the dataset has it; otherwise
     /// the first of these splits that the dataset has: `val`, `validation`, `valid`, `dev`, `test`, `eval`, `evaluation`. If the
-    /// dataset has only training pictures, a tenth of them is held out, or three tenths if they are fewer than 50.
+    /// dataset has only training pictures, a tenth of them is held out; a fifth if they are fewer than 1,000, three tenths if fewer
+    /// than 50.
     pub validation: Validation,
     /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, whether a
     /// picture is held out depends only on this seed and on the picture: its class and file name in a folder of pictures, its content in

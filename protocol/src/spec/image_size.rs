@@ -95,6 +95,13 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
     let list = match value {
         Value::Array(list) => list,
         value if within(value, SIDES).is_some() => return Ok(()),
+        // The form of a new job sends text that it cannot read.
+        Value::String(_) => {
+            return Err(format!(
+                "{form} (in the form of a new job: 1: 128, 14: 192); is {}",
+                describe_value(value)
+            ));
+        }
         value => return Err(format!("{form}; is {}", describe_value(value))),
     };
     if !(1..=MAX_SIZES).contains(&list.len()) {

@@ -353,11 +353,17 @@ impl Kind {
                 {
                     Ok(())
                 }
-                _ => must_be(&format!(
-                    "a number {} {min} and {} {max}",
-                    if excludes_min { "above" } else { "of at least" },
-                    if excludes_max { "below" } else { "of at most" }
-                )),
+                _ => {
+                    let decimal = value.as_str().map(|text| text.replace(',', "."));
+                    let decimal = decimal.filter(|text| text.parse().is_ok_and(f64::is_finite));
+                    Err(format!(
+                        "must be a number {} {min} and {} {max}, is {}{}",
+                        if excludes_min { "above" } else { "of at least" },
+                        if excludes_max { "below" } else { "of at most" },
+                        describe_value(value),
+                        decimal.map(|number| format!("; write {number}")).unwrap_or_default()
+                    ))
+                }
             },
             Kind::Channels { positive } => {
                 let fits =

@@ -176,7 +176,7 @@ impl Recipe {
                 keys: json!({
                     "data": {
                         "image_size": 224, "random_resized_crop": true, "horizontal_flip": true, "mean": MEAN, "std": STD,
-                        "validation": 0.1, "broken_files": "skip",
+                        "broken_files": "skip",
                     },
                     "train": {
                         "epochs": 10, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,

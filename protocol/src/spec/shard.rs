@@ -171,6 +171,17 @@ impl ParallelSpec {
         })
     }
 
+    /// The error for pictures with fewer `rows` than ranks that share them; `None` if every rank has a row. GPUs also need a row of each
+    /// activation, which the ranks check.
+    pub fn too_few_rows(&self, rows: u32) -> Option<String> {
+        (self.height > rows).then(|| {
+            format!(
+                "{} ranks cannot share the {rows} rows of a picture: give at most {rows}, or a larger data.image_size",
+                self.height
+            )
+        })
+    }
+
     /// Whether `rank` counts its pictures: among the ranks of a stage that have the same pictures, only the first does.
     pub fn counts_pictures(&self, rank: u32) -> bool {
         (rank / self.model.max(1)).is_multiple_of(self.height.max(1))

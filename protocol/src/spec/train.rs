@@ -109,6 +109,11 @@ impl TrainSpec {
     pub fn epochs(&self) -> u32 {
         self.epochs.unwrap_or(DEFAULT_EPOCHS)
     }
+
+    /// The key of this section that gives the batch size.
+    pub fn batch_key(&self) -> &'static str {
+        if self.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" }
+    }
 }
 
 /// The update rule of the weights.

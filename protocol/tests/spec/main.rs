@@ -72,6 +72,7 @@ fn image_size_is_one_number_or_a_schedule() {
         (&entries(9)["image_size = ".len()..], &["1 to 8 sizes, has 9"]),
         ("[128, 192]", &["entry 1 is not [epoch, pixels]", "[epoch, pixels]", "[[1, 128], [14, 192]]"]),
         ("[[1]]", &["entry 1 is not [epoch, pixels]"]),
+        ("\"128, 192\"", &["(in the form of a new job: 1: 128, 14: 192)"]),
         ("[[1, 128, 1]]", &["entry 1 is not [epoch, pixels]"]),
         ("[{ epoch = 1 }]", &["entry 1 is not [epoch, pixels]"]),
         ("[[1, 128], { epoch = 13, size = 192 }]", &["entry 2 is a table: write [13, 192]"]),
@@ -135,6 +136,7 @@ fn errors_say_what_is_allowed() {
         ("train", "epochs = 1.5", "epochs", &["whole number", "1.5"]),
         ("train", "lr = 0", "lr", &["above 0"]),
         ("train", "lr = nan", "lr", &["a number"]),
+        ("train", "lr = \"0,01\"", "lr", &["is \"0,01\"; write 0.01"]),
         ("train", "momentum = 1.0", "momentum", &["below 1"]),
         (
             "train",

@@ -172,10 +172,7 @@ fn errors_name_the_recipes_and_the_keys_that_a_recipe_needs() {
         &["trained weights", "safetensors"],
     );
     let spec = job("finetune", "", "").expect("a job");
-    assert_eq!(
-        (spec.data.validation, spec.data.broken_files),
-        (Validation::Fraction(0.1), BrokenFiles::Skip)
-    );
+    assert_eq!(spec.data.broken_files, BrokenFiles::Skip);
     // 0.1 for 256 pictures is 10,000 for 25,600,000.
     let at_limit = "batch_size = 25000\n[parallel]\nranks = 1024";
     assert_eq!(job("imagenet", "", at_limit).expect("at the limit").train.lr, 10_000.0);

@@ -45,7 +45,7 @@ pub fn report(
         {
             let job = &mut row.job;
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
-            job.epoch = epoch_of(start_step + 1, steps_per_epoch);
+            job.epoch = epoch_of((start_step + 1).min(total_steps), steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);
             row.progress.speed = Throughput::new(&job.spec, train_samples);
             if let Some(batch) = &mut job.batch {

@@ -67,7 +67,9 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     let restarting = stored.iter().find(|e| e["state"] == "restarting").unwrap();
     let words = restarting["reason"].as_str().unwrap();
     assert!(
-        words.ends_with("; attempt 2 starts from the start, or from a newer checkpoint if one was written"),
+        words.ends_with(
+            "; attempt 2 starts from the beginning, or from a newer checkpoint if one was written"
+        ),
         "{words}"
     );
 
@@ -127,7 +129,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     agent.end(&first, Ending::Stopped).await;
     agent.disconnect();
     for id in [&one, &two] {
-        let reason = "agent \"a\" was shut down (the agent was stopped); continues from the start";
+        let reason = "agent \"a\" was shut down (the agent was stopped); continues from the beginning";
         assert_eq!(server.wait_for_reason(id, "continues").await, reason);
         assert_eq!(server.job(id).await.state, JobState::Queued);
     }

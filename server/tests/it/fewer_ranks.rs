@@ -89,6 +89,10 @@ async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     assert_eq!((starts.len(), &starts[0]), (2, &Value::Null), "{history:#}");
     assert_eq!((&starts[1]["code"], &starts[1]["ranks"]), (&json!("fewer_ranks"), &json!(2)), "{history:#}");
     assert_eq!(starts[1]["words"], json!(reason));
+    let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
+    let ranks: Vec<_> =
+        list["attempts"].as_array().unwrap().iter().map(|attempt| &attempt["ranks"]).collect();
+    assert_eq!(ranks, [&json!(4), &json!(2)], "{list:#}");
 
     // A new machine does not change the running attempt. The next attempt has all ranks.
     let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();

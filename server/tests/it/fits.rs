@@ -123,10 +123,13 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
-    let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    let untested = DatasetInfo { splits: only_train, ..dataset_info() };
-    let plain = DatasetInfo { format: "image_folder".into(), ..untested.clone() };
+    let splits = |names: &[&str]| {
+        let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 9, per_class: vec![4, 5] };
+        names.iter().map(split).collect()
+    };
+    let untested = DatasetInfo { splits: splits(&["train", "extra"]), ..dataset_info() };
     agent.register_as(&server, "untested", untested).await;
+    let plain = DatasetInfo { splits: splits(&["train"]), ..dataset_info() };
     agent.register_as(&server, "plain", plain).await;
     agent
         .register_as(&server, "others", DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() })
@@ -135,11 +138,11 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     for (name, messages) in [
         (
             "untested",
-            &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
-        ),
-        (
-            "plain",
-            &["into a folder of their own, as val/<class>/", "without --dataset, the held-out pictures"],
+            &[
+                "untested has no split for an evaluation: it has train, extra",
+                "a split called test, val",
+                "without --dataset, the held-out pictures",
+            ][..],
         ),
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
         ("colour", &["trained on pictures of 1 channel, but pictures of colour have 3"]),
@@ -152,6 +155,9 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
             assert_refused(refusal.clone(), 422, message);
         }
     }
+    // An evaluation is on the only split, whose pictures cannot also be compared with themselves.
+    let neighbours = server.get(&format!("/jobs/{id}/evaluation/neighbours?dataset=plain")).await;
+    assert_refused(neighbours, 422, "plain has only training pictures");
     server.stop().await;
 }
 

@@ -130,7 +130,10 @@ async fn test_models(server: TestServer) {
         assert!(errors[0]["detail"].as_str().unwrap().contains(message), "{problem}");
     }
     let mut document = spec();
-    document["model"]["pretrained"] = json!("shoes");
+    document["model"] = json!({"arch": "resnet18", "pretrained": checkpoint});
+    let (_, refused) = server.post("/jobs", &document).await;
+    assert!(refused.to_string().contains("has the weights of a resnet20, not of a resnet18"), "{refused}");
+    document["model"] = json!({"arch": "resnet20", "pretrained": "shoes"});
     let no_file = AgentReply::Weights { mistake: Some("shoes: no such file".into()) };
     let ((_, problem), _) = tokio::join!(server.post("/jobs", &document), agent.answer_fit_weights(no_file));
     let detail = "shoes: no such file; did you mean \"models:/shoes/3\"?";

@@ -130,7 +130,7 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     }
     let reason = server.job(jobs[2].0.id.as_str()).await.reason.unwrap();
     let expected = format!(
-        "preempted by job {} of priority 1 (rank 0 was killed by signal 9); continues from the start",
+        "preempted by job {} of priority 1 (rank 0 was killed by signal 9); continues from the beginning",
         high.id
     );
     assert_eq!(reason, expected);
@@ -283,7 +283,7 @@ async fn a_private_preempting_job_is_not_named() {
     agent.end(&attempt, Ending::Stopped).await;
     agent.expect_start().await;
     let reason = server.job(low.id.as_str()).await.reason.unwrap();
-    assert_eq!(reason, "preempted by a job of priority 5; continues from the start");
+    assert_eq!(reason, "preempted by a job of priority 5; continues from the beginning");
     for path in ["", "/history"] {
         let (_, reported) = server.get(&format!("/jobs/{}{path}", low.id)).await;
         assert!(!reported.to_string().contains(high.id.as_str()), "{reported}");

@@ -30,6 +30,11 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         ),
         (
             "/parallel",
+            json!({"ranks": 64, "mode": "hybrid", "height": 64}),
+            "64 ranks cannot share the 28 rows of a picture: give at most 28",
+        ),
+        (
+            "/parallel",
             json!({
                 "ranks": 2, "mode": "hybrid", "model": 2, "sync_batch_norm": true, "shard": [{"match": "conv1", "split": "in"}],
             }),

@@ -82,9 +82,9 @@ async fn jobs_use_the_available_validation_split_by_default() {
             }
         }
     }
-    // Without a split, a tenth of the training pictures is held out, unless the job sets data.validation.
+    // Without a split, a fifth of the 100 training pictures is held out, unless the job sets data.validation.
     agent.register_as(&server, "plain", with_splits(&["train"])).await;
-    for (validation, expected) in [(None, json!(0.1)), (Some(json!("none")), json!("none"))] {
+    for (validation, expected) in [(None, json!(0.2)), (Some(json!("none")), json!("none"))] {
         let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!("plain");
         let (status, plan) = server.post("/jobs/validate", &document).await;
@@ -131,7 +131,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     no_dogs.splits[1].per_class = vec![200, 0];
     agent.register_as(&server, "no-dogs", no_dogs).await;
     let train = SplitInfo { name: "train".into(), samples: 400, per_class: vec![200, 200] };
-    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![21, 21] });
+    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![42, 42] });
     let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
     agent.register_as(&server, "photos", photos).await;
     let on = |name: &str, broken_files: &str| {
@@ -174,10 +174,10 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     // Pictures held out at random are an expected number, unless the inspection has counted them. A step that may take more than are left
     // causes a warning.
     for (seed, batch, samples, warning) in
-        [(7, 358, 358, None), (0, 342, 360, None), (0, 360, 360, Some("a step of at most 342 is safe"))]
+        [(7, 316, 316, None), (0, 296, 320, None), (0, 320, 320, Some("a step of at most 296 is safe"))]
     {
         let mut spec = spec();
-        spec["data"] = json!({"dataset": "photos", "validation": 0.1, "validation_seed": seed});
+        spec["data"] = json!({"dataset": "photos", "validation": 0.2, "validation_seed": seed});
         spec["train"] = json!({"epochs": 1, "global_batch_size": batch});
         let (status, response) = server.post("/jobs/validate", &spec).await;
         assert_eq!((status, &response["samples"]), (200, &json!(samples)), "{response}");

@@ -173,9 +173,10 @@ fn determine_outcome(ranks: &Ranks, display: &TrainingDisplay, is_interrupted: b
         (None, Some(Exit::Signal(signal))) => {
             // Only agents know whether the kernel has killed processes since the start.
             let hint = if *signal == 9 {
-                "; if memory was exhausted, lower train.batch_size or parallel.ranks"
+                let batch_key = display.spec.train.batch_key();
+                format!("; if memory was exhausted, lower train.{batch_key} or parallel.ranks")
             } else {
-                ""
+                String::new()
             };
             format!("rank {rank} was killed by signal {signal} at step {step}{hint}")
         }

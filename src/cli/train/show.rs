@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// The state of the display, from the ranks' reports so far.
 pub(super) struct TrainingDisplay {
-    spec: JobSpec,
+    pub(super) spec: JobSpec,
     /// The bar, with the step of the rank that is furthest ahead, and the mean loss of the ranks whose records this process reads.
     pub(super) bar: TrainingBar,
     /// Names the ranks whose records this process reads: ` (rank 1 of 4)`. Empty if they are all ranks of the job.

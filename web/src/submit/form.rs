@@ -5,7 +5,7 @@ use crate::numbers::setting;
 use lockstep_protocol::{
     JobSpec,
     dataset::DatasetInfo,
-    spec::{ImageSize, Kind, Recipe, TrainSpec, set_key},
+    spec::{ImageSize, KNOWN_WEIGHTS, Kind, Recipe, TrainSpec, set_key},
 };
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::LazyLock};
@@ -57,10 +57,12 @@ impl Form {
     }
 
     /// Creates the form of a job with the recipe finetune that begins with `weights` of the job `spec`. Pictures are prepared as for that job,
-    /// because its network expects them; `info` describes its dataset, if it is still registered.
+    /// because its network expects them; `info` describes its dataset, if it is still registered. Public weights, such as `resnet18`, have
+    /// their own network, and pictures are prepared as in the recipe.
     pub fn finetuning(mut spec: JobSpec, weights: &str, info: Option<&DatasetInfo>) -> Self {
+        let is_public = KNOWN_WEIGHTS.contains(&weights);
         // An empty field would mean the recipe's value.
-        if let Some(info) = info {
+        if let Some(info) = info.filter(|_| !is_public) {
             spec.data.mean.get_or_insert_with(|| info.mean.clone());
             spec.data.std.get_or_insert_with(|| info.std.clone());
             spec.data.image_size = spec.data.image_size.or(Some(ImageSize::Fixed(info.height)));
@@ -71,9 +73,13 @@ impl Form {
         let mut form = Self::from_spec(&spec);
         let recipe = Recipe::Finetune.as_str();
         for (key, value) in recipe_values(recipe) {
-            if key.starts_with("train.") || key == "data.broken_files" {
+            if is_public || key.starts_with("train.") || key == "data.broken_files" {
                 form.set(&key, value);
             }
+        }
+        if is_public {
+            form.set("model.arch", weights);
+            form.set("model.stem", "auto");
         }
         form.set("train.recipe", recipe);
         form.set("model.pretrained", weights);

@@ -82,7 +82,7 @@ fn not_a_picture_detail(bytes: &[u8]) -> String {
     match bytes {
         [] => "is empty".into(),
         [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..] => {
-            format!("is a HEIF or AVIF picture, which is not supported; convert it to {FORMATS}")
+            format!("has the format HEIF or AVIF, which is not supported; convert it to {FORMATS}")
         }
         _ if is_text => format!("is text, not a {FORMATS} picture"),
         _ => format!("is not a {FORMATS} picture"),
@@ -102,7 +102,8 @@ fn check_supported(path: &Path, bytes: &[u8]) -> Result<(), String> {
     let is_known = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
     if !is_known && UNSUPPORTED.contains(&extension.as_str()) {
-        return Err(format!("is a {extension} file, which is not supported; convert it to {FORMATS}"));
+        let format = extension.to_uppercase();
+        return Err(format!("has the format {format}, which is not supported; convert it to {FORMATS}"));
     }
     Ok(())
 }

@@ -84,8 +84,7 @@ impl RequiredMemory {
             1 => String::new(),
             ranks => format!(", {} for the {ranks} ranks of this machine", gigabytes(machine_bytes as f64)),
         };
-        let batch_key =
-            if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" };
+        let batch_key = spec.train.batch_key();
         Err(TrainError::Memory(format!(
             "a rank's {} pictures of {side} x {side} pixels take at least {} in {}{for_ranks}, and this machine has {}: lower \
              data.image_size or train.{batch_key}, or split the batch (train.accumulate)",

@@ -71,7 +71,7 @@ impl RunPlan {
                 plural(replicas.into(), "rank"),
                 spec.micro_batch_size(),
                 spec.train.accumulate,
-                if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" }
+                spec.train.batch_key()
             ));
         }
         let config = EngineConfig {

@@ -78,7 +78,7 @@ pub(crate) struct EvaluationQuery {
     #[param(inline)]
     weights: Weights,
     /// Name of a registered dataset with the same classes, in place of the job's dataset. The evaluation is on the split that a new job on
-    /// that dataset would use for validation.
+    /// that dataset would use for validation, or on all pictures of a dataset that has only a training split.
     dataset: Option<String>,
 }
 
@@ -258,7 +258,7 @@ async fn resolve_dataset(
             spec.data.validation = JobSpec::default().data.validation;
             (spec.data.folds, spec.data.fold) = (None, None);
             submission::choose_validation(&mut spec, &other);
-            check_has_validation(&spec, &other)?;
+            choose_split(&mut spec, &other)?;
             other
         }
         None => {
@@ -284,6 +284,12 @@ async fn agent_request(
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
     let (spec, dataset) = resolve_dataset(&scheduler.datasets, &job, other).await?;
+    if neighbours.is_some() && spec.data.validation == Validation::Split("train".into()) {
+        return Err(Error::unprocessable(format!(
+            "{} has only training pictures, and nearest neighbours are counted for validation pictures: add a split called val",
+            dataset.name
+        )));
+    }
     // Refuses different classes before an agent is asked. Nearest neighbours need no common classes.
     if neighbours.is_none()
         && let Some(trained) = TrainingPictures::of(&scheduler.checkpoints.folder(row)).await
@@ -300,28 +306,27 @@ async fn agent_request(
     }))
 }
 
-/// Checks that a dataset other than the job's has a split for validation.
-fn check_has_validation(spec: &JobSpec, other: &Dataset) -> Result<()> {
-    let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
-    if let Validation::Split(name) = &spec.data.validation
-        && splits.iter().any(|split| split.name == *name)
-    {
-        return Ok(());
-    }
-    let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
-    let advice = match &names[..] {
-        ["train"] if other.info.format == "image_folder" => {
-            "put the pictures for the evaluation into a folder of their own, as val/<class>/, link train to val in it (`ln -s val \
-             train`), because a dataset needs training pictures, and register that folder"
+/// Chooses the split of a dataset other than the job's for an evaluation: the split for validation, or the only split.
+///
+/// # Errors
+/// The dataset has several splits, and none for validation.
+fn choose_split(spec: &mut JobSpec, other: &Dataset) -> Result<()> {
+    let splits = other.info.splits.iter().filter(|split| split.samples > 0);
+    let names: Vec<_> = splits.map(|split| split.name.as_str()).collect();
+    match &spec.data.validation {
+        Validation::Split(name) if names.contains(&name.as_str()) => Ok(()),
+        _ if names == ["train"] => {
+            spec.data.validation = Validation::Split("train".into());
+            Ok(())
         }
-        _ => "give the split one of these names, and register the dataset again",
-    };
-    Err(Error::unprocessable(format!(
-        "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
-         or eval: {advice}; without --dataset, the held-out pictures are evaluated",
-        other.name,
-        names.join(", ")
-    )))
+        _ => Err(Error::unprocessable(format!(
+            "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
+             or eval: give the split one of these names, and register the dataset again; without --dataset, the held-out pictures are \
+             evaluated",
+            other.name,
+            names.join(", ")
+        ))),
+    }
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.

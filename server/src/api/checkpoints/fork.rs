@@ -119,11 +119,18 @@ async fn prepare(
     let trained = TrainingPictures::of(&scheduler.checkpoints.folder(&source)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &parent_job.spec, spec, dataset);
     let (steps_per_epoch, total_steps) = step_counts(&parent_job, &checked);
-    if spec.global_batch_size() == parent_job.spec.global_batch_size() && source.info.step >= total_steps {
+    let (step, new_step) =
+        (source.info.step, renumbered_step(&parent_job, source.info.step, spec, steps_per_epoch));
+    if new_step >= total_steps {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
+        let renumbered = if new_step == step {
+            String::new()
+        } else {
+            format!(", which counts as step {new_step} of the fork,")
+        };
         let detail = format!(
-            "the checkpoint is of step {} and the training ends at step {total_steps}: no steps are left; set a larger number",
-            source.info.step
+            "the checkpoint is of step {step}{renumbered} and the training ends at step {total_steps}: no steps are left; set a larger \
+             number"
         );
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
@@ -132,7 +139,7 @@ async fn prepare(
         return Err(Error::Invalid(mistakes));
     }
     let warnings = [
-        schedule_warning(&parent_job, &source, spec, steps_per_epoch, total_steps),
+        schedule_warning(&parent_job, spec, (step, new_step), steps_per_epoch, total_steps),
         validation_warning(&parent_job.spec, spec),
     ];
     checked.warnings.extend(warnings.into_iter().flatten());
@@ -167,19 +174,28 @@ fn step_counts(parent_job: &Job, CheckedSpec { spec, dataset, .. }: &CheckedSpec
     (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
 }
 
-/// Returns a warning if the schedule of the learning rate changes.
+/// Returns the fork's step at the position in the data of the parent's step `step`, as the ranks compute it.
+fn renumbered_step(parent_job: &Job, step: u64, spec: &JobSpec, steps_per_epoch: u64) -> u64 {
+    let (old_steps, old_batch) = (parent_job.steps_per_epoch, parent_job.spec.global_batch_size());
+    let is_same = (old_steps, old_batch) == (steps_per_epoch, spec.global_batch_size());
+    // A parent that never ran has not counted its steps.
+    let Some(epoch) = step.checked_div(old_steps).filter(|_| !is_same) else { return step };
+    let step_in_epoch = step % old_steps * old_batch / spec.global_batch_size().max(1);
+    epoch * steps_per_epoch + step_in_epoch.min(steps_per_epoch.saturating_sub(1))
+}
+
+/// Returns a warning if the schedule of the learning rate changes. `step` is the checkpoint's step, and `new_step` the fork's step at the
+/// same position in the data.
 fn schedule_warning(
     parent_job: &Job,
-    source: &CheckpointRow,
     spec: &JobSpec,
+    (step, new_step): (u64, u64),
     steps_per_epoch: u64,
     total_steps: u64,
 ) -> Option<String> {
     let old = Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
     let new = Schedule::new(&spec.train, steps_per_epoch, total_steps);
-    // The fork's step at the same position in the epoch, also with another batch size.
-    let new_step = (source.info.step * steps_per_epoch).checked_div(parent_job.steps_per_epoch)?;
-    schedule::describe_change(&old, source.info.step, &new, new_step)
+    schedule::describe_change(&old, step, &new, new_step)
 }
 
 /// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.

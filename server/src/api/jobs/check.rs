@@ -13,13 +13,13 @@ use crate::{
     store::JobFilter,
 };
 use lockstep_protocol::{
-    Job, JobId, JobSpec,
+    Job, JobId, JobSpec, JobState,
     dataset::Dataset,
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Arch, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened,
-        split_sweep, trial_document,
+        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep,
+        shortened, split_sweep, trial_document,
     },
     throughput::Throughput,
 };
@@ -62,8 +62,8 @@ pub(crate) struct CheckReport {
     estimate: Option<Estimate>,
 }
 
-/// Estimated time of a job's steps, from the speed of an earlier job with the same network, image size, precision, global batch size and
-/// number of ranks, whose machines are online.
+/// Estimated time of a job's steps, from the speed of an earlier job with the same network, image size, precision, batch sizes and number
+/// of ranks, which has not failed and whose machines are online.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Estimate {
     /// Estimated seconds, without the time in the queue and the time of evaluations and checkpoints.
@@ -115,7 +115,8 @@ async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &CheckedSpec)
     let is_online =
         |job: &Job| job.agents.iter().all(|name| online.iter().any(|agent| agent.row.name == *name));
     let measured = jobs.into_iter().filter_map(|job| {
-        let is_measured = job.step >= MIN_MEASURED_STEPS && !job.agents.is_empty();
+        let is_measured =
+            job.state != JobState::Failed && job.step >= MIN_MEASURED_STEPS && !job.agents.is_empty();
         let speed = job.images_per_second.filter(|speed| is_measured && *speed > 0.0)?;
         (is_as_fast(spec, &job) && is_online(&job)).then_some((job, speed))
     });
@@ -140,7 +141,8 @@ fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
         && has_same_size
         && (spec.model.arch, spec.model.stem) == (other.model.arch, other.model.stem)
         && spec.train.precision == other.train.precision
-        && spec.global_batch_size() == other.global_batch_size()
+        && (spec.global_batch_size(), spec.train.accumulate)
+            == (other.global_batch_size(), other.train.accumulate)
         && spec.parallel == other.parallel
 }
 
@@ -569,6 +571,13 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     if let Some(detail) = spec.parallel.too_many_ranks(info.classes.len()) {
         mistake("/parallel/model", detail);
     }
+    let sizes = spec.data.image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
+    let rows = sizes.first().map_or(info.height, |smallest| smallest.size);
+    if rows > 0
+        && let Some(detail) = spec.parallel.too_few_rows(rows)
+    {
+        mistake("/parallel/height", detail);
+    }
     if spec.model.arch != Arch::CifarNet
         && let Some(detail) = spec.parallel.too_few_channels(info.channels)
     {
@@ -598,14 +607,9 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     }
     let samples = training_samples(spec, dataset);
     if spec.data.drop_remainder && samples < spec.global_batch_size() {
-        let pointer = if spec.train.global_batch_size.is_some() {
-            "/train/global_batch_size"
-        } else {
-            "/train/batch_size"
-        };
         let about = if has_expected_samples(spec, dataset) { "about " } else { "" };
         mistake(
-            pointer,
+            &format!("/train/{}", spec.train.batch_key()),
             format!(
                 "one step takes {} over all ranks, but {} has {about}{samples} to train on: lower the batch size, or set \
                  data.drop_remainder = false",

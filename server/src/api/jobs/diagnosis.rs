@@ -8,11 +8,12 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobSpec, JobState,
+    dataset::{DatasetInfo, held_out_share},
     inspect::TRAINED_VALIDATION,
     numbers::{accuracy_of, confidence_interval, exact, percent, plural, value},
     reason::ReasonKind,
-    spec::{Augment, LossSpec, Validation},
-    suggestion::usual_lr,
+    spec::{Augment, ImageSize, KNOWN_WEIGHTS, LossSpec, Validation},
+    suggestion::{USUAL_SIDE, usual_lr},
 };
 use std::collections::BTreeMap;
 
@@ -28,14 +29,16 @@ const LOW_ACCURACY: f64 = 0.9;
 const MAX_MARGIN: f64 = 0.1;
 /// Usual difference between training and validation accuracy.
 const USUAL_GAP: f64 = 0.08;
+/// With fewer validation pictures than this, a low validation accuracy is no sign of overfitting.
+const MIN_PICTURES: u64 = 7;
 /// Minimum rise of the accuracy that is not noise.
 const MIN_RISE: f64 = 0.01;
 /// A training loss has exploded if it is more than this many times as high as at the start.
 const EXPLODED: f64 = 3.0;
 /// Minimum loss at the start that counts: the loss of a guess among 10 classes. Trained weights may start near 0.
 const MIN_START_LOSS: f64 = 2.3;
-/// Maximum share of the training pictures that advice holds out.
-const MAX_HELD_OUT: f64 = 0.2;
+/// With fewer epochs, a network with a low training accuracy has hardly trained.
+const MIN_EPOCHS: u64 = 3;
 /// With fewer training pictures than this, trained weights are worthwhile.
 const FEW_TRAINING_PICTURES: u64 = 5000;
 
@@ -96,6 +99,15 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let is_from_scratch = job.spec.model.pretrained.is_none() && job.parent.is_none();
     let needs_weights = is_from_scratch && training_pictures < FEW_TRAINING_PICTURES;
     let spec = &job.spec;
+    let dataset = store.dataset(&spec.data.dataset).await?;
+    let pictures_side = dataset.as_ref().map_or(0, |dataset| {
+        let info = &dataset.info;
+        info.height.min(info.width).max(info.median_side)
+    });
+    let larger_side = spec.data.image_size.as_ref().map(ImageSize::last).and_then(|side| {
+        let usual = pictures_side.min(USUAL_SIDE);
+        (2 * side <= usual).then_some([side, pictures_side, usual])
+    });
     let trained_validation = if is_from_scratch {
         None
     } else {
@@ -106,6 +118,10 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         training,
         is_augmented,
         needs_weights,
+        larger_side,
+        epochs: job.step / job.steps_per_epoch.max(1),
+        chance: dataset.as_ref().map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
+        majority: dataset.as_ref().and_then(|dataset| majority(spec, &dataset.info, pictures?)),
         validations,
         pictures,
         has_trained_validation: trained_validation.is_some(),
@@ -113,6 +129,21 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     };
     let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
+}
+
+/// The most frequent class of the validation pictures and its share of them. `None` if the pictures of the classes are not counted, or the
+/// dataset has changed since the job.
+fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<(&'a str, f64)> {
+    let per_class = match &spec.data.validation {
+        _ if spec.data.folds.is_some() => return None,
+        Validation::Split(name) => &info.splits.iter().find(|split| split.name == *name)?.per_class,
+        fraction => {
+            info.count_held_out(fraction, spec.data.validation_seed)?;
+            &info.held_out.as_ref()?.per_class
+        }
+    };
+    let (class, count) = info.classes.iter().zip(per_class).max_by_key(|(_, count)| **count)?;
+    (per_class.iter().sum::<u64>() == pictures).then(|| (class.as_str(), *count as f64 / pictures as f64))
 }
 
 /// A tenth of a learning rate that was too high, or the usual rate if that is lower.
@@ -185,6 +216,15 @@ struct Course<'a> {
     is_augmented: bool,
     /// Whether the job has few pictures and began with random weights, so that it should begin with trained weights.
     needs_weights: bool,
+    /// If the network sees far fewer pixels than the pictures have: the side of the network's input, the median side of the pictures, the
+    /// suggested side.
+    larger_side: Option<[u32; 3]>,
+    /// Number of epochs that the job has trained.
+    epochs: u64,
+    /// Accuracy of a guess; 0 if the dataset is no longer registered.
+    chance: f64,
+    /// See [`majority`].
+    majority: Option<(&'a str, f64)>,
     /// Accuracies of all validations, in the order of steps.
     validations: Vec<f64>,
     /// Number of validation pictures, if known.
@@ -202,17 +242,43 @@ impl Course<'_> {
             let [low, high] = confidence_interval(last, pictures);
             (high - low) / 2.0
         });
-        let overfitted = self.training.filter(|training| training - last > USUAL_GAP.max(margin));
+        let has_hardly_trained = self.training.is_some_and(|training| {
+            training < LOW_ACCURACY && (self.epochs < MIN_EPOCHS || training < self.chance + USUAL_GAP)
+        });
+        let is_measured = self.pictures.is_none_or(|pictures| pictures >= MIN_PICTURES);
+        let overfitted = self
+            .training
+            .filter(|training| !has_hardly_trained && is_measured && training - last > USUAL_GAP.max(margin));
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
+        let one_picture = self.pictures.map_or(0.0, |pictures| 1.5 / pictures.max(1) as f64);
+        if let Some((class, share)) = self.majority
+            && share > self.chance + USUAL_GAP
+            && (last - share).abs() <= MIN_RISE.max(one_picture)
+            && overfitted.is_none()
+            && self.training.is_none_or(|training| training < LEARNED_ACCURACY)
+        {
+            let advice = match self.spec.loss.class_weights {
+                None => "Set loss.class_weights = \"balanced\", or add",
+                Some(_) => "Add",
+            };
+            return Some(format!(
+                "{} of the validation pictures are of the class {class:?}, and validation accuracy is {}: the network may predict only \
+                 this class. {advice} pictures of the other classes.",
+                percent(share),
+                accuracy_of(last, self.pictures)
+            ));
+        }
         let mut findings = Vec::new();
         // Chance alone changes the accuracy by its standard error, and by one picture.
-        let min_rise = self.pictures.map_or(MIN_RISE, |pictures| {
-            MIN_RISE.max(standard_error(last, pictures)).max(1.5 / pictures.max(1) as f64)
-        });
+        let error = self.pictures.map_or(0.0, |pictures| standard_error(last, pictures));
+        let min_rise = MIN_RISE.max(error).max(one_picture);
         let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
         let exploded_loss = self.exploded_loss.filter(|_| !is_learned);
         let may_rise = !is_learned && exploded_loss.is_none();
+        if exploded_loss.is_none() && (overfitted.is_some() || last < LOW_ACCURACY) {
+            findings.extend(self.causes());
+        }
         let rise = late_rise(&self.validations).filter(|rise| may_rise && is_best && *rise > min_rise);
         if let Some(rise) = rise {
             findings.push(format!(
@@ -240,6 +306,16 @@ impl Course<'_> {
             ));
         } else if let Some(training) = self.training
             && rise.is_none()
+            && has_hardly_trained
+            && training - last > USUAL_GAP
+        {
+            findings.push(format!(
+                "Training accuracy is {}, validation accuracy {}: the network has hardly trained yet. Train more epochs (train.epochs).",
+                percent(training),
+                percent(last)
+            ));
+        } else if let Some(training) = self.training
+            && rise.is_none()
             && overfitted.is_none()
             && training < LOW_ACCURACY
             && last < LOW_ACCURACY
@@ -257,26 +333,23 @@ impl Course<'_> {
         let measured = accuracy_of(last, self.pictures);
         if let Some(training) = overfitted {
             let augment = if self.is_augmented { "Raise" } else { "Set data.augment = \"trivial\", raise" };
-            let weights = if self.needs_weights {
-                ", or start from trained weights (model.pretrained with the recipe finetune)"
-            } else {
-                ""
-            };
             findings.push(format!(
                 "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. {augment} \
-                 train.weight_decay, or add pictures{weights}.",
+                 train.weight_decay, or add pictures.",
                 percent(training)
             ));
         } else if margin > MAX_MARGIN {
             let data = &self.spec.data;
             let advice = match &data.validation {
                 _ if data.folds.is_some() => String::new(),
-                Validation::Fraction(share) if *share < MAX_HELD_OUT => format!(
-                    ", or hold out more of them (data.validation = {}), which leaves fewer to train on",
-                    MAX_HELD_OUT.min(2.0 * share)
-                ),
-                Validation::Fraction(_) => {
-                    ", or repeat the job with other seeds (data.validation_seed)".into()
+                Validation::Fraction(share) => {
+                    let pictures = self.pictures.unwrap_or_default() as f64 / share;
+                    match held_out_share(pictures.round() as u64) {
+                        usual if *share < usual => format!(
+                            ", or hold out more of them (data.validation = {usual}), which leaves fewer to train on"
+                        ),
+                        _ => ", or repeat the job with other seeds (data.validation_seed)".into(),
+                    }
                 }
                 Validation::Split(_) => " to the validation split".into(),
             };
@@ -290,6 +363,25 @@ impl Course<'_> {
             ));
         }
         Some(findings.join(" ")).filter(|text| !text.is_empty())
+    }
+
+    /// Properties of the job that usually lower the accuracy.
+    fn causes(&self) -> impl Iterator<Item = String> {
+        let weights = self.needs_weights.then(|| {
+            let arch = self.spec.model.arch.as_str();
+            let arch = KNOWN_WEIGHTS.into_iter().find(|known| *known == arch).unwrap_or(KNOWN_WEIGHTS[0]);
+            format!(
+                "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: start from trained \
+                 weights (model.pretrained = \"{arch}\")."
+            )
+        });
+        let side = self.larger_side.map(|[side, pictures_side, usual]| {
+            format!(
+                "The network sees {side} x {side} pixels of pictures whose median side has {pictures_side} pixels: set data.image_size = \
+                 {usual}."
+            )
+        });
+        weights.into_iter().chain(side)
     }
 }
 
@@ -318,6 +410,10 @@ mod tests {
             training,
             is_augmented,
             needs_weights: false,
+            larger_side: None,
+            epochs: 10,
+            chance: 0.1,
+            majority: None,
             validations: validations.to_vec(),
             pictures,
             exploded_loss: None,
@@ -401,6 +497,12 @@ mod tests {
                     "Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7 of 30 pictures: the network overfits",
                 ),
             ),
+            (
+                Some(0.95),
+                &[0.2],
+                Some(5),
+                Some("The validation accuracy, 20.0 % ± 17.9 of 5 pictures, is uncertain"),
+            ),
             (Some(0.5), &[0.5], Some(100), Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             // A clear rise after few epochs comes first. A rise of one standard error, or of one picture, is chance.
@@ -455,6 +557,42 @@ mod tests {
         ] {
             check(Some(training), true, validations, Some(5000), expected);
         }
+        // Few epochs, or an accuracy near chance, are no overfitting. Few pictures and small inputs come first.
+        for (epochs, chance, expected) in [
+            (1, 0.1, "31.0 %, validation accuracy 0.0 %: the network has hardly trained yet"),
+            (10, 0.3, "the network has hardly trained yet"),
+            (
+                10,
+                0.1,
+                "The network began with random weights and has fewer than 5000 training pictures: start from trained weights \
+                 (model.pretrained = \"resnet18\"). The network sees 32 x 32 pixels of pictures whose median side has 300 pixels: set \
+                 data.image_size = 224. Training accuracy is 31.0 %, validation accuracy 0.0 % (at most 22.8 %) of 13 pictures: the \
+                 network overfits",
+            ),
+        ] {
+            let spec = JobSpec::default();
+            let course = course(&spec, Some(0.31), false, &[0.0], Some(13));
+            let causes = Course { needs_weights: true, larger_side: Some([32, 300, 224]), ..course };
+            let found = Course { epochs, chance, ..causes }.diagnosis();
+            assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{epochs}: {found:?}");
+        }
+        // An accuracy that equals the share of the largest class.
+        for (training, last, expected) in [
+            (
+                Some(0.951),
+                0.952,
+                "95.2 % of the validation pictures are of the class \"dog\", and validation accuracy is 95.2 % ± 2.3 of 84 pictures: the \
+                 network may predict only this class. Set loss.class_weights = \"balanced\", or add",
+            ),
+            (None, 0.952, "may predict only this class"),
+            (Some(0.995), 0.952, "no sign of overfitting"),
+            (Some(0.951), 0.9, "no sign of overfitting"),
+        ] {
+            let spec = JobSpec::default();
+            let course = course(&spec, training, false, &[last], Some(84));
+            let found = Course { majority: Some(("dog", 80.0 / 84.0)), ..course }.diagnosis();
+            assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{last}: {found:?}");
+        }
         // After an explosion of the loss, a higher learning rate or more epochs do not help.
         for (training, expected) in [
             (
@@ -478,12 +616,14 @@ mod tests {
             spec.train.lr = lr;
             assert_eq!((lowered_lr(&spec), raised_lr(&spec)), (lowered, raised), "{lr}");
         }
-        for (share, advice) in
-            [(0.1, "(data.validation = 0.2)"), (0.15, "(data.validation = 0.2)"), (0.3, "with other seeds")]
-        {
+        for (share, pictures, advice) in [
+            (0.1, 42, "(data.validation = 0.2)"),
+            (0.1, 4, "(data.validation = 0.3)"),
+            (0.2, 84, "with other seeds"),
+        ] {
             let mut spec = JobSpec::default();
             spec.data.validation = Validation::Fraction(share);
-            let found = course(&spec, Some(0.8), false, &[0.75], Some(4)).diagnosis();
+            let found = course(&spec, Some(0.5), false, &[0.5], Some(pictures)).diagnosis();
             assert!(found.as_ref().is_some_and(|found| found.contains(advice)), "{share}: {found:?}");
         }
     }

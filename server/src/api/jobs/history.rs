@@ -135,8 +135,9 @@ fn fewer_ranks_reason(events: &[Event], attempt: u32) -> Option<Reason> {
 fn attempt_entries(attempts: &[Attempt], events: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
     for (index, attempt) in attempts.iter().enumerate() {
-        let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
-            attempt;
+        let Attempt {
+            attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at, ..
+        } = attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
         let what = What::Started {
             attempt: *number,

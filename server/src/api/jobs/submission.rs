@@ -162,6 +162,15 @@ pub(crate) async fn check_pretrained(
         match row.filter(|_| is_visible) {
             Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
+                let source = scheduler.store.job(&row.job).await?.map(|source| source.job);
+                let arch =
+                    source.filter(|source| source.unreadable.is_none()).map(|source| source.spec.model.arch);
+                if let Some(arch) = arch.filter(|arch| *arch != spec.model.arch) {
+                    let (arch, other) = (arch.as_str(), spec.model.arch.as_str());
+                    return mistake(format!(
+                        "{given} has the weights of a {arch}, not of a {other}: choose the network {arch} (model.arch)"
+                    ));
+                }
                 match checkpoints::ensure_on_disk(&scheduler.checkpoints, &row).await {
                     // The agent's check of the weights reports a checkpoint that is missing or damaged.
                     Ok(()) | Err(Error::NotFound(_) | Error::Conflict(_) | Error::WithCode(..)) => {}

@@ -272,6 +272,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
         checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),
         step: row.try_get::<Option<i64>, _>("step")?.map(uint),
         agents,
+        ranks: places.iter().map(|place| place.ranks.len() as u32).sum(),
         started_at: time(row.try_get("started_at")?)?,
         ended_at: ended_at.map(time).transpose()?,
     })

@@ -76,7 +76,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         if ended.iter().any(|ended| ended["reason"] == "OOMKilled") {
             return Some(format!(
                 "pod {name}: container {label} was killed because its memory was used up (OOMKilled): raise resources.limits.memory in \
-                 the template, or lower train.batch_size"
+                 the template, or lower train.batch_size or train.global_batch_size"
             ));
         }
         let waiting = &container["state"]["waiting"];

@@ -155,7 +155,11 @@ impl DataSource {
                 let chosen = all_positions(split.labels.len());
                 (identities, part(&Arc::new(split), chosen, resize.is_some()))
             }
-            None => (train_identities, part(&train, held_out, resize.is_some())),
+            None => {
+                // An evaluation of the training split is on all of its pictures.
+                let chosen = if has_validation_split { train_chosen.clone() } else { held_out };
+                (train_identities, part(&train, chosen, resize.is_some()))
+            }
         };
         let train = part(&train, train_chosen, spec.random_resized_crop);
         let validation_identities: Vec<Identity> =

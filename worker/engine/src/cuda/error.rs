@@ -21,7 +21,8 @@ pub(super) enum CudaError {
     /// The GPU does not have enough memory.
     #[error(
         "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
-         Lower train.batch_size (train.accumulate keeps the global batch), or end other programs that use this GPU"
+         Lower train.batch_size, or raise train.accumulate if the job gives train.global_batch_size, or end other programs that use \
+         this GPU"
     )]
     OutOfMemory { needed_mb: u64, free_mb: u64, total_mb: u64 },
     /// The engine does not support a shape or setting.

@@ -170,6 +170,10 @@ fn usual_names_of_splits_are_recognised_in_any_case() {
         };
         let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
         assert_eq!((shape.train_samples, shape.validation_samples), (8, 2), "{folders:?}");
+        // An evaluation of all training pictures.
+        let spec = DataSpec { validation: Validation::Split(splits[0].into()), ..spec };
+        let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
+        assert_eq!((shape.train_samples, shape.validation_samples), (8, 8), "{folders:?}");
     }
     let dir = TempDir::new().expect("a folder");
     write_folder(dir.path(), "train", &["cat"], 2, &[28]);

@@ -3,7 +3,7 @@
 
 import { ask, byId, confirmThen, errorText, setText } from "./page.js";
 import { caution } from "./compare/caution.js";
-import { assignLooks } from "./compare/colours.js";
+import { assignLooks, swatch } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
 import { morph, refresher } from "./machines/morph.js";
@@ -26,11 +26,23 @@ async function draw() {
   setText(byId("caution"), caution(jobs));
   assignLooks(jobs.map((job) => job.id));
   byId("settings-and-results").hidden = jobs.length < 2;
+  markTrials();
   if (jobs.length > 1) parallel.draw();
+}
+
+/** Shows the colour of each trial's line in the table. */
+function markTrials() {
+  if (jobs.length < 2) return;
+  for (const { id, trial } of jobs) {
+    const cell = sweep.querySelector(`[data-id="trials"] tr[data-id="${trial.number}"] td`);
+    cell?.querySelector(".swatch")?.remove();
+    cell?.prepend(swatch(id));
+  }
 }
 
 const refresh = refresher((page) => {
   morph(sweep, page.getElementById("sweep"));
+  markTrials();
   return draw();
 });
 

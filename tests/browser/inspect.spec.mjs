@@ -130,8 +130,10 @@ describe("a model", () => {
     const words = await version(1).innerText();
     for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(words.includes(part), `${part} in ${words}`);
     assert.equal(await version(1).getByRole("link", { name: "1-40 of looked at" }).getAttribute("href"), `/jobs/${job.id}?checkpoint=${job.id}-1-40`);
-    const weights = await version(1).getByRole("link", { name: "Download the weights of version 1" }).getAttribute("href");
-    assert.ok((await page.request.get(`${server.url}${weights}`)).ok());
+    for (const name of ["Download the weights of version 1", "Download version 1 as ONNX"]) {
+      const file = await version(1).getByRole("link", { name }).getAttribute("href");
+      assert.ok((await page.request.get(`${server.url}${file}`)).ok(), name);
+    }
     // The form suggests the alias champion.
     const setAlias = page.locator("#alias").getByRole("button", { name: "Set", exact: true }), alias = (n) => version(n).locator(".tag");
     await setAlias.click();
@@ -164,7 +166,7 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
-    for (const name of ["Weights", "Optimizer", "State"]) {
+    for (const name of ["Weights", "ONNX", "Optimizer", "State"]) {
       const link = new URL(await row.getByRole("link", { name }).getAttribute("href"), page.url());
       assert.ok((await page.request.get(link.href)).ok(), name);
     }

@@ -35,7 +35,7 @@ export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replac
 function describeFolder({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
-  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
+  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be used` : "";
   const leftOut = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
   return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${leftOut}.`;
 }

@@ -86,7 +86,7 @@ describe("the form", () => {
     await until("the form has the suggestions for the dataset", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pets" && (await broken.inputValue()) === "skip");
     assert.equal(await lr.inputValue(), suggested, "a value that the reader has typed stays, also if it was suggested before");
     assert.equal(await page.getByLabel("Validation", { exact: true }).inputValue(), "validation");
-    assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
+    assert.match(await page.locator("option[value=pets]").textContent(), /1 unusable file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
     await page.getByLabel("Image size", { exact: true }).fill("16");
     await page.getByLabel("Global batch size", { exact: true }).fill("2");

@@ -135,7 +135,7 @@ impl SubmitPage {
                 let pictures = train.map_or(0, |s| s.samples);
                 let broken = match d.info.broken_count {
                     0 => String::new(),
-                    n => format!(", {}", plural(n, "broken file")),
+                    n => format!(", {}", plural(n, "unusable file")),
                 };
                 let (pictures, classes) =
                     (plural(pictures, "picture"), plural(d.info.classes.len() as u64, "class"));

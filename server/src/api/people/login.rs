@@ -174,7 +174,8 @@ fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
 }
 
 fn login_form(page: LoginPage) -> Page {
-    let is_refused = [&page.link_error, &page.password_error, &page.token_error].iter().any(|e| !e.is_empty());
+    let is_refused =
+        [&page.link_error, &page.password_error, &page.token_error].iter().any(|e| !e.is_empty());
     let status = if is_refused { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
     Ok((status, html(page.render())?).into_response())
 }

@@ -36,6 +36,11 @@ export function setText(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
+/** Sets a message for a person. Parts between backticks are code. */
+export function setMessage(node, words) {
+  node?.replaceChildren(...words.split("`").map((part, i) => (i % 2 ? make("code", { textContent: part }) : part)));
+}
+
 /** Sets a short note, with the whole text as its tooltip. */
 export function setNote(node, value) {
   setText(node, value);
@@ -163,7 +168,7 @@ export function openForm(name, act, describe = errorText) {
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { setText(error, describe(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { setMessage(error, describe(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }

@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, fetchPage, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
+import { ask, byId, copy, fetchPage, make, markPressed, Problem, errorText, errorTexts, setMessage, setText } from "./page.js";
 import { count, duration, plural } from "./numbers.js";
 import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
@@ -114,7 +114,7 @@ async function readText() {
     if (signal.aborted || words !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
-    setText(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
+    setMessage(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
     return showPlan(null);
   }
   if (signal.aborted || words !== area.value) return;
@@ -206,14 +206,16 @@ function showMistakes(errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
     const key = swept.find(isAt), field = isAt("sweep") || key ? sweepField : fields.find((f) => isAt(f.name));
     if (field) detailsOf.get(field).push(key ? `${key}: ${error.detail}` : error.detail);
-    listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
+    const message = make("span");
+    setMessage(message, error.detail);
+    listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), message));
   }
   for (const [field, details] of detailsOf) {
     const shown = isSubmitted || touched.has(field) || field === sweepField ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
-    setText(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
+    setMessage(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
     if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
@@ -265,7 +267,7 @@ function showPlan(response) {
   if (bundled) bundled.hidden = valueOf(fieldOf("data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
-  setText(warnings.querySelector("span"), given.join(" "));
+  setMessage(warnings.querySelector("span"), given.join(" "));
 }
 
 let checkTimer = 0, checkRequest = null;
@@ -288,7 +290,7 @@ async function check() {
   } catch (error) {
     if (signal.aborted) return;
     // The file beside the form still has earlier values.
-    if (error.status !== 422) return setText(byId("spec-error"), errorText(error));
+    if (error.status !== 422) return setMessage(byId("spec-error"), errorText(error));
     showMistakes(error.errors);
     return showPlan(null);
   }
@@ -393,7 +395,7 @@ form.addEventListener("submit", async (event) => {
       showMistakes(error.errors);
       (form.querySelector(".field.wrong :is(input, select, textarea)") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
-    } else setText(byId("plan"), errorText(error));
+    } else setMessage(byId("plan"), errorText(error));
   }
 });
 

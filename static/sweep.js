@@ -1,7 +1,7 @@
 // The page of a sweep. The server renders the page; the script requests it again every few seconds until the sweep has ended, and changes
 // the parts that differ. The script also draws the parallel coordinates, like the page Compare.
 
-import { ask, byId, confirmThen, errorText, setText } from "./page.js";
+import { ask, byId, confirmThen, errorText, setMessage, setText } from "./page.js";
 import { caution } from "./compare/caution.js";
 import { assignLooks, swatch } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
@@ -56,8 +56,8 @@ sweep.addEventListener("click", (event) => {
   const action = event.target.closest("[data-act]")?.dataset.act;
   if (action === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(action) });
   else if (action === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(url, { method: "DELETE" }); location.href = "/sweeps"; } });
-  else if (action) act(action).catch((error) => setText(byId("sweep-error"), errorText(error)));
+  else if (action) act(action).catch((error) => setMessage(byId("sweep-error"), errorText(error)));
 });
 
-draw().catch((error) => setText(byId("sweep-error"), errorText(error)));
+draw().catch((error) => setMessage(byId("sweep-error"), errorText(error)));
 setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, REFRESH_INTERVAL_MS);

@@ -1,6 +1,6 @@
 // The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
-import { activityIn, ask, byId, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, Problem, errorText, setMessage } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
@@ -13,7 +13,7 @@ export function showFieldErrors(prefix, fields, errors) {
   for (const name of fields) {
     const node = byId(`${prefix}-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
-    setText(node, message);
+    setMessage(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
 }

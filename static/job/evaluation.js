@@ -60,7 +60,7 @@ export class Evaluation {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
     const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (activity) => setText(sum, activity));
-    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
+    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures, weighted by similarity; ${percent(found.majority, 2)} if all neighbours count the same`);
   }
 
   /**

@@ -135,7 +135,8 @@ impl Form {
         let texts = FIELDS.iter().filter(|field| !["name", "tags"].contains(&field.key));
         let texts = texts.map(|field| (field.label, cloned.text(field.key), self.text(field.key)));
         let changes = texts.filter(|(_, before, after)| before != after);
-        let changes = changes.map(|(label, before, after)| format!("{label} {} → {}", shown(before), shown(after)));
+        let changes =
+            changes.map(|(label, before, after)| format!("{label} {} → {}", shown(before), shown(after)));
         match changes.collect::<Vec<_>>().join(", ") {
             changes if changes.is_empty() => format!("As {job}."),
             changes => format!("As {job}, except {changes}."),

@@ -180,6 +180,7 @@ describe("the form", () => {
     await until("each trial has a line with its results", async () => (await lines.count()) === 2 && (await page.locator(`#parallel [data-job="${best.job}"]`).getAttribute("aria-label")).includes(`best accuracy ${accuracy}`));
     assert.deepEqual((await lines.evaluateAll((all) => all.map((line) => line.dataset.job))).sort(), trials.map(({ job }) => job).sort());
     assert.ok(await lines.first().isVisible());
+    assert.equal(await page.locator("#sweep tbody .swatch").count(), 2, "the table has the colours of the lines");
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
     assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), new RegExp(`^/compare\\?jobs=${best.job},j\\w+$`));
     await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));

@@ -140,7 +140,7 @@ export const isFailedRequest = (error) => error instanceof Problem || error inst
 /** Returns a text about an error. For a failed request: the details of all mistakes, or the problem's message. */
 export function errorText(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
-  if (error instanceof Unreachable) return "The server does not answer. It may be restarting: try again in a moment.";
+  if (error instanceof Unreachable) return navigator.onLine ? "The server does not answer. It may be restarting: try again in a moment." : "No connection. Try again when this machine is online.";
   console.error(error);
   return `This page's script has failed: ${error.message}. Reload the page; if the script fails again, report this message.`;
 }

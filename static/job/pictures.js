@@ -12,7 +12,7 @@ export function figure(png, alt, lines) {
 /** Makes a figure's picture a button, which shows the picture larger, with the path of its file. */
 function enlarge(figure, file) {
   const image = figure.querySelector("img"), { src, alt } = image;
-  const show = () => openDialog("picture", alt, [make("img", { src, alt, className: "picture large" }), make("p", { textContent: file ?? "", className: "small path" })]);
+  const show = () => openDialog("picture", alt, [make("img", { src, alt, className: "picture large" }), make("p", { textContent: `As the network sees it${file ? `; file ${file}` : ""}`, className: "small" })]);
   const button = makeButton("", show, { title: file ?? "", "aria-label": `Enlarge: ${alt}` });
   image.replaceWith(button);
   button.append(image);

@@ -1,6 +1,6 @@
 // The page of a model: moves aliases, and removes versions without an alias.
 
-import { ask, byId, confirmThen, errorText, setText } from "./page.js";
+import { ask, byId, confirmThen, errorText, setMessage, setText } from "./page.js";
 
 const name = byId("model").textContent, path = `/api/v1/models/${encodeURIComponent(name)}`;
 const aliasPath = (alias) => `${path}/aliases/${encodeURIComponent(alias)}`;
@@ -11,7 +11,7 @@ async function change(url, request, errorId = "model-error") {
   try {
     await ask(url, request);
     location.reload();
-  } catch (error) { setText(byId(errorId), errorText(error)); }
+  } catch (error) { setMessage(byId(errorId), errorText(error)); }
 }
 
 byId("alias")?.addEventListener("submit", (event) => {

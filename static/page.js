@@ -36,6 +36,11 @@ export function setText(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
+/** Sets a message for a person. Parts between backticks are code. */
+export function setMessage(node, words) {
+  node?.replaceChildren(...words.split("`").map((part, i) => (i % 2 ? make("code", { textContent: part }) : part)));
+}
+
 /** Sets a short note, with the whole text as its tooltip. */
 export function setNote(node, value) {
   setText(node, value);
@@ -135,7 +140,7 @@ export const isFailedRequest = (error) => error instanceof Problem || error inst
 /** Returns a text about an error. For a failed request: the details of all mistakes, or the problem's message. */
 export function errorText(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
-  if (error instanceof Unreachable) return "The server does not answer. It may be restarting: try again in a moment.";
+  if (error instanceof Unreachable) return navigator.onLine ? "The server does not answer. It may be restarting: try again in a moment." : "No connection. Try again when this machine is online.";
   console.error(error);
   return `This page's script has failed: ${error.message}. Reload the page; if the script fails again, report this message.`;
 }
@@ -163,7 +168,7 @@ export function openForm(name, act, describe = errorText) {
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { setText(error, describe(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { setMessage(error, describe(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }

@@ -1,7 +1,7 @@
 // The page Queue. The server renders the rows; the script requests the page again every few seconds and when jobs start and end, and updates
 // the rows. The reader can change the priority of waiting jobs, move them to the front, or cancel them.
 
-import { ask, byId, confirmThen, errorTexts, setText } from "./page.js";
+import { ask, byId, confirmThen, errorTexts, setMessage, setText } from "./page.js";
 import { frontPriority } from "./jobs/queue.js";
 import { followJobs, morph, refresher } from "./machines/morph.js";
 
@@ -20,7 +20,7 @@ async function setPriority(id, choose) {
   try {
     await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
     refreshSoon();
-  } catch (e) { setText(error, errorTexts(e)); }
+  } catch (e) { setMessage(error, errorTexts(e)); }
 }
 
 byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));

@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copy, fetchPage, make, markPressed, Problem, errorText, errorTexts, setText } from "./page.js";
+import { ask, byId, copy, fetchPage, make, markPressed, Problem, errorText, errorTexts, setMessage, setText } from "./page.js";
 import { count, duration, plural } from "./numbers.js";
 import { lineMistake, sweepSection, showSweep, sweptKeys } from "./submit/sweep.js";
 
@@ -114,7 +114,7 @@ async function readText() {
     if (signal.aborted || words !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
-    setText(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
+    setMessage(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
     return showPlan(null);
   }
   if (signal.aborted || words !== area.value) return;
@@ -200,20 +200,22 @@ const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.l
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys(), wrongLine = lineMistake();
-  // The server gets the parsed parameters and not the lines, so it cannot report a wrong line.
-  if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => !pointer.startsWith("/sweep"))];
+  // The server gets the parsed parameters and not the lines, so it cannot report a wrong line. It reports that the line's words are no key.
+  if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => fields.some(({ name }) => pointer.slice(1).replaceAll("/", ".").startsWith(name)))];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
     const key = swept.find(isAt), field = isAt("sweep") || key ? sweepField : fields.find((f) => isAt(f.name));
     if (field) detailsOf.get(field).push(key ? `${key}: ${error.detail}` : error.detail);
-    listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
+    const message = make("span");
+    setMessage(message, error.detail);
+    listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), message));
   }
   for (const [field, details] of detailsOf) {
     const shown = isSubmitted || touched.has(field) || field === sweepField ? details : [];
     const box = field.closest(".field");
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
-    setText(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
+    setMessage(byId(`${field.id}-error`), [...new Set(shown)].join("; "));
     if (!shown.length || !isSubmitted) continue;
     field.closest("details")?.setAttribute("open", "");
     if (box.hidden) findSettings("");
@@ -252,7 +254,7 @@ function showPlan(response) {
   if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
   const remainder = data?.drop_remainder ? samples % global_batch_size : 0;
   if (remainder > samples / 10) parts.push(`${about}${plural(remainder, "picture")} left out of each epoch (an incomplete step)`);
-  const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "in the first trial" : "steps each";
+  const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "steps in the first trial" : "steps each";
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as the job "${estimate.name}"`);
   else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; lockstep init measures it for a folder of pictures");
@@ -267,7 +269,7 @@ function showPlan(response) {
   if (bundled) bundled.hidden = valueOf(fieldOf("data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
-  setText(warnings.querySelector("span"), given.join(" "));
+  setMessage(warnings.querySelector("span"), given.join(" "));
 }
 
 let checkTimer = 0, checkRequest = null;
@@ -290,7 +292,7 @@ async function check() {
   } catch (error) {
     if (signal.aborted) return;
     // The file beside the form still has earlier values.
-    if (error.status !== 422) return setText(byId("spec-error"), errorText(error));
+    if (error.status !== 422) return setMessage(byId("spec-error"), errorText(error));
     showMistakes(error.errors);
     return showPlan(null);
   }
@@ -395,7 +397,7 @@ form.addEventListener("submit", async (event) => {
       showMistakes(error.errors);
       (form.querySelector(".field.wrong :is(input, select, textarea)") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
-    } else setText(byId("plan"), errorText(error));
+    } else setMessage(byId("plan"), errorText(error));
   }
 });
 

@@ -1,9 +1,9 @@
 // The page of a sweep. The server renders the page; the script requests it again every few seconds until the sweep has ended, and changes
 // the parts that differ. The script also draws the parallel coordinates, like the page Compare.
 
-import { ask, byId, confirmThen, errorText, setText } from "./page.js";
+import { ask, byId, confirmThen, errorText, setMessage, setText } from "./page.js";
 import { caution } from "./compare/caution.js";
-import { assignLooks } from "./compare/colours.js";
+import { assignLooks, swatch } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
 import { morph, refresher } from "./machines/morph.js";
@@ -26,11 +26,23 @@ async function draw() {
   setText(byId("caution"), caution(jobs));
   assignLooks(jobs.map((job) => job.id));
   byId("settings-and-results").hidden = jobs.length < 2;
+  markTrials();
   if (jobs.length > 1) parallel.draw();
+}
+
+/** Shows the colour of each trial's line in the table. */
+function markTrials() {
+  if (jobs.length < 2) return;
+  for (const { id, trial } of jobs) {
+    const cell = sweep.querySelector(`[data-id="trials"] tr[data-id="${trial.number}"] td`);
+    cell?.querySelector(".swatch")?.remove();
+    cell?.prepend(swatch(id));
+  }
 }
 
 const refresh = refresher((page) => {
   morph(sweep, page.getElementById("sweep"));
+  markTrials();
   return draw();
 });
 
@@ -44,8 +56,8 @@ sweep.addEventListener("click", (event) => {
   const action = event.target.closest("[data-act]")?.dataset.act;
   if (action === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(action) });
   else if (action === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(url, { method: "DELETE" }); location.href = "/sweeps"; } });
-  else if (action) act(action).catch((error) => setText(byId("sweep-error"), errorText(error)));
+  else if (action) act(action).catch((error) => setMessage(byId("sweep-error"), errorText(error)));
 });
 
-draw().catch((error) => setText(byId("sweep-error"), errorText(error)));
+draw().catch((error) => setMessage(byId("sweep-error"), errorText(error)));
 setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, REFRESH_INTERVAL_MS);

@@ -181,7 +181,7 @@ fn data(
             info.broken.first().map(|broken| format!(", the first {}", broken.file)).unwrap_or_default();
         data.push(CommentedKeys {
             comment: format!(
-                "{} could not be read{first}, and {} left out. With \"fail\" the job would end.",
+                "{} could not be used{first}, and {} left out. With \"fail\" the job would end.",
                 plural(info.broken_count, "file"),
                 if info.broken_count == 1 { "is" } else { "are" }
             ),

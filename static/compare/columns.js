@@ -45,12 +45,12 @@ function textColumn(key, name, values) {
 /** Whether a column distinguishes jobs: at least two have different values. */
 export const varies = (column) => (column.kinds ? column.kinds.length > 1 : column.high > column.low);
 
-/** Returns every column of these jobs: settings that differ, results, and other settings. */
+/** Returns every column of these jobs: settings that differ, results, and other settings. A job that diverged has no results. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
     const column = values.every((v) => typeof v === "number" || v == null) ? numberColumn(key, key, values.map((v) => v ?? NaN), plain) : textColumn(key, key, values.map(formatSetting));
     return { ...column, different };
   });
-  const results = RESULTS.map(({ key, name, get, format }) => ({ ...numberColumn(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));
+  const results = RESULTS.map(({ key, name, get, format }) => ({ ...numberColumn(`result:${key}`, name, jobs.map((j) => (j.cause?.code === "diverged" ? NaN : get(j) ?? NaN)), format, LOW_IS_GOOD.includes(key)), result: true }));
   return { settings: all, results, all: [...all.filter((c) => c.different), ...results, ...all.filter((c) => !c.different)] };
 }

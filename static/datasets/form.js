@@ -1,6 +1,6 @@
 // The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
-import { activityIn, ask, byId, Problem, errorText, setText } from "../page.js";
+import { activityIn, ask, byId, Problem, errorText, setMessage } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
@@ -13,7 +13,7 @@ export function showFieldErrors(prefix, fields, errors) {
   for (const name of fields) {
     const node = byId(`${prefix}-${name}-error`);
     const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
-    setText(node, message);
+    setMessage(node, message);
     node.closest(".field").classList.toggle("wrong", message !== "");
   }
 }
@@ -35,7 +35,7 @@ export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replac
 function describeFolder({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
-  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
+  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be used` : "";
   const leftOut = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
   return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${leftOut}.`;
 }

@@ -7,18 +7,24 @@ import { nameOf, postUntilInspected, showFieldErrors } from "./form.js";
 
 /** Size of a piece: the maximum that the server accepts. */
 const PIECE_BYTES = 8 * 2 ** 20;
-/** Maximum number of attempts to send a piece. */
+/** Maximum number of attempts to send a request. */
 const MAX_TRIES = 6;
 
-async function sendPiece(path, piece) {
-  for (let tries = 1; ; tries++) {
-    try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
+/** Sends a request again after a temporary failure. A browser without a connection waits for its return. */
+async function persist(send, showActivity) {
+  for (let tries = 1; ;) {
+    try { return await send(); } catch (error) {
       const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
       if (!isTemporary || tries === MAX_TRIES) throw error;
+      showActivity(navigator.onLine ? "The server does not answer. Trying again …" : "No connection. Trying again …");
+      if (navigator.onLine) tries++;
       await new Promise((done) => setTimeout(done, 1000 * tries));
     }
   }
 }
+
+/** Makes the browser ask before the page is left, because that would end the upload. */
+const keepPage = (event) => event.preventDefault();
 
 export function offerUpload(form) {
   const bar = byId("u-progress"), button = form.querySelector("button");
@@ -40,18 +46,22 @@ export function offerUpload(form) {
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
     bar.hidden = false;
+    addEventListener("beforeunload", keepPage);
     try {
       for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE_BYTES) {
         bar.value = offset / Math.max(1, file.size);
         showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
-        await sendPiece(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE_BYTES));
+        const body = file.slice(offset, offset + PIECE_BYTES);
+        await persist(() => ask(`${path}/archive?offset=${offset}`, { method: "PUT", body }), showActivity);
       }
       bar.value = 1;
       showActivity("Unpacking the files …");
-      await postUntilInspected(path, { body: {}, onProgress: showActivity });
+      await persist(() => postUntilInspected(path, { body: {}, onProgress: showActivity }), showActivity);
+      removeEventListener("beforeunload", keepPage);
       // With `for=job` in the URL, the reader came from the form for a new job.
       if (readUrl("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {
+      removeEventListener("beforeunload", keepPage);
       button.disabled = false;
       bar.hidden = true;
       showActivity("");

@@ -3,6 +3,7 @@
 import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { frontPriority } from "../jobs/queue.js";
+import { allVersions, namesOf } from "./register.js";
 import { APPLIES, isActive, isWaiting } from "./states.js";
 
 /**
@@ -84,9 +85,12 @@ export class Actions {
   async #delete() {
     const job = this.page.job(), { checkpoints } = this.page;
     const { size_bytes } = await ask(`/api/v1/jobs/${job.id}/size`).catch(() => ({ size_bytes: checkpoints.bytes }));
+    const registered = (await allVersions().catch(() => [])).filter((version) => version.job === job.id);
     confirmThen({
       title: `Delete ${job.name}?`, yes: "Delete the job",
-      detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
+      detail: registered.length
+        ? `Its checkpoints are registered as ${namesOf(registered)}. Remove ${registered.length === 1 ? "this version" : "these versions"} on the page Models first.`
+        : `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
       act: async () => {
         // The page must not report the deletion that it requested itself.
         this.page.beforeDelete();

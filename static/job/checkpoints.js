@@ -90,7 +90,7 @@ export class Checkpoints {
       const row = rows.get(c.id) ?? byId("checkpoint-row").content.firstElementChild.cloneNode(true);
       const element = (name) => row.querySelector(`[data-f="${name}"]`), label = `${c.epoch}-${c.step}`;
       row.dataset.id = c.id;
-      for (const name of ["label", "onnx"]) setText(element(name), label);
+      setText(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
       setText(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));

@@ -60,7 +60,7 @@ export class Evaluation {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
     const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (activity) => setText(sum, activity));
-    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
+    if (found) setText(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures, weighted by similarity; ${percent(found.majority, 2)} if all neighbours count the same`);
   }
 
   /**
@@ -136,18 +136,20 @@ export class Evaluation {
   async #showPictures(title, entries, names, total = entries.length) {
     const thisRequest = this.shownPictures = Symbol(title), box = byId("behind"), moreButton = byId("behind-more");
     setText(byId("behind-title"), title);
-    setText(byId("behind-note"), entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "");
+    const note = entries.length < total ? `${count(entries.length)} of ${count(total)} are stored` : "";
     box.replaceChildren();
     let shown = 0;
     const showMore = async () => {
       moreButton.hidden = true;
       const part = entries.slice(shown, shown + FIRST_PICTURES);
+      setText(byId("behind-note"), part.length ? "Reading …" : note);
       if (!part.length) return box.append(make("p", { textContent: "None.", className: "muted" }));
       box.setAttribute("aria-busy", "true");
       try {
         const figures = await predictionFigures(this.job, part, names);
         if (thisRequest !== this.shownPictures) return;
         box.append(...figures);
+        setText(byId("behind-note"), note);
         shown += part.length;
         moreButton.hidden = shown >= entries.length;
         moreButton.onclick = showMore;

@@ -1,12 +1,21 @@
 // Small pictures with a model's predictions.
 
-import { ask, make } from "../page.js";
+import { ask, make, makeButton, openDialog } from "../page.js";
 import { percent } from "../numbers.js";
 
 /** Returns a picture with a caption, whose lines are `[text, CSS class]`. Small pictures are enlarged without smoothing. */
 export function figure(png, alt, lines) {
   const image = make("img", { src: `data:image/png;base64,${png}`, alt, loading: "lazy", className: "picture" });
   return make("figure", {}, image, make("figcaption", {}, ...lines.map(([textContent, className = ""]) => make("span", { textContent, className }))));
+}
+
+/** Makes a figure's picture a button, which shows the picture larger, with the path of its file. */
+function enlarge(figure, file) {
+  const image = figure.querySelector("img"), { src, alt } = image;
+  const show = () => openDialog("picture", alt, [make("img", { src, alt, className: "picture large" }), make("p", { textContent: `As the network sees it${file ? `; file ${file}` : ""}`, className: "small" })]);
+  const button = makeButton("", show, { title: file ?? "", "aria-label": `Enlarge: ${alt}` });
+  image.replaceWith(button);
+  button.append(image);
 }
 
 /** Returns a figure for each entry of an evaluation (mistakes or right predictions), in order. */
@@ -20,7 +29,7 @@ export async function predictionFigures(job, entries, names) {
     const lines = [[isWrong ? `${names[predicted]} ${sureness}` : `${sureness} sure`, isWrong ? "bad" : ""], [isWrong ? `is ${names[label]}` : names[label], "muted"]];
     if (sample.file) lines.push([sample.file.split("/").pop(), "muted"]);
     const shown = figure(sample.png, alt, lines);
-    shown.title = sample.file ?? "";
+    enlarge(shown, sample.file);
     return shown;
   });
 }

@@ -1,6 +1,6 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, openForm, Problem, errorText, setText } from "../page.js";
+import { ask, byId, confirmThen, openForm, Problem, errorText, setMessage, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { APPLIES } from "../job/states.js";
 
@@ -43,7 +43,7 @@ export class Bulk {
   /** Shows an error about the selected jobs, until the selection changes. */
   #showMessage(words) {
     this.#messageFor = [...this.#selected].join();
-    setText(byId("bulk-status"), words);
+    setMessage(byId("bulk-status"), words);
   }
 
   #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }

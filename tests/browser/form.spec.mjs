@@ -86,7 +86,7 @@ describe("the form", () => {
     await until("the form has the suggestions for the dataset", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pets" && (await broken.inputValue()) === "skip");
     assert.equal(await lr.inputValue(), suggested, "a value that the reader has typed stays, also if it was suggested before");
     assert.equal(await page.getByLabel("Validation", { exact: true }).inputValue(), "validation");
-    assert.match(await page.locator("option[value=pets]").textContent(), /1 broken file$/);
+    assert.match(await page.locator("option[value=pets]").textContent(), /1 unusable file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
     await page.getByLabel("Image size", { exact: true }).fill("16");
     await page.getByLabel("Global batch size", { exact: true }).fill("2");
@@ -180,6 +180,7 @@ describe("the form", () => {
     await until("each trial has a line with its results", async () => (await lines.count()) === 2 && (await page.locator(`#parallel [data-job="${best.job}"]`).getAttribute("aria-label")).includes(`best accuracy ${accuracy}`));
     assert.deepEqual((await lines.evaluateAll((all) => all.map((line) => line.dataset.job))).sort(), trials.map(({ job }) => job).sort());
     assert.ok(await lines.first().isVisible());
+    assert.equal(await page.locator("#sweep tbody .swatch").count(), 2, "the table has the colours of the lines");
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
     assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), new RegExp(`^/compare\\?jobs=${best.job},j\\w+$`));
     await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));

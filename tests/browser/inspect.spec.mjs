@@ -61,7 +61,7 @@ describe("a model", () => {
     await page.getByRole("button", { name: "Nearest neighbours" }).click();
     await until("the accuracy of nearest neighbours is shown", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
     const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
-    assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures; ${(near.majority * 100).toFixed(2)} % without weights`);
+    assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures, weighted by similarity; ${(near.majority * 100).toFixed(2)} % if all neighbours count the same`);
     await page.end();
   });
 
@@ -122,7 +122,7 @@ describe("a model", () => {
     assert.equal(await dialog.getByRole("heading").textContent(), "Register checkpoint 1-40");
     await dialog.getByLabel("Model", { exact: true }).fill("two words");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
-    await until("the mistake in the name is shown", async () => /^has a space: .*`two-words`$/.test(await dialog.locator(".field", { hasText: "Model" }).locator(".error").textContent()));
+    await until("the mistake in the name is shown", async () => /^has a space: .*two-words$/.test(await dialog.locator(".field", { hasText: "Model" }).locator(".error").textContent()));
     await dialog.getByLabel("Model", { exact: true }).fill("clothes");
     await dialog.getByLabel("Description", { exact: true }).fill("the first try");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
@@ -130,8 +130,10 @@ describe("a model", () => {
     const words = await version(1).innerText();
     for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(words.includes(part), `${part} in ${words}`);
     assert.equal(await version(1).getByRole("link", { name: "1-40 of looked at" }).getAttribute("href"), `/jobs/${job.id}?checkpoint=${job.id}-1-40`);
-    const weights = await version(1).getByRole("link", { name: "Download the weights of version 1" }).getAttribute("href");
-    assert.ok((await page.request.get(`${server.url}${weights}`)).ok());
+    for (const name of ["Download the weights of version 1", "Download version 1 as ONNX"]) {
+      const file = await version(1).getByRole("link", { name }).getAttribute("href");
+      assert.ok((await page.request.get(`${server.url}${file}`)).ok(), name);
+    }
     // The form suggests the alias champion.
     const setAlias = page.locator("#alias").getByRole("button", { name: "Set", exact: true }), alias = (n) => version(n).locator(".tag");
     await setAlias.click();
@@ -164,7 +166,7 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
-    for (const name of ["Weights", "Optimizer", "State"]) {
+    for (const name of ["Weights", "ONNX", "Optimizer", "State"]) {
       const link = new URL(await row.getByRole("link", { name }).getAttribute("href"), page.url());
       assert.ok((await page.request.get(link.href)).ok(), name);
     }

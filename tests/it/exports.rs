@@ -43,11 +43,13 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let spec = specs::short("exported", "fashion", 1, 12);
     let id = server.train(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
 
-    // The server (although a folder has the job's name), the checkpoint's folder and the weights' file give the same network.
+    // The server (although a folder has the job's name), its download, the checkpoint's folder and the weights' file give the same network.
     fs::create_dir(folder.join("exported")).expect("a folder");
     let written = server.cli(&["export", "onnx", "exported", "-o", "model.onnx", "--json"]).json();
     let network = fs::read(folder.join("model.onnx")).expect("a network");
     assert_eq!(written["size_bytes"], network.len());
+    let download = format!("/checkpoints/{id}-1-12/model.onnx");
+    assert!(server.bytes(&download).await == network, "{download}");
     let checkpoint = server.job_dir(&id).join("checkpoints/1-12");
     for source in [checkpoint.clone(), checkpoint.join("model.safetensors")] {
         let source = source.to_str().expect("UTF-8");

@@ -55,10 +55,10 @@ impl JobsPage {
     }
 
     fn states(&self) -> Vec<StateLink> {
-        use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
+        use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Starting, Succeeded};
         let chosen = &self.filter.states;
-        let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
-        // Short-lived states have no link, and are shown only if the URL names them.
+        let mut shown = vec![Running, Starting, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
+        // The states pausing and lost have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
         let all = StateLink { state: "", leads_to: String::new(), is_chosen: chosen.is_empty() };
         let link = |state: JobState| {

@@ -9,8 +9,12 @@ use askama::Template;
 pub struct LoginPage {
     /// URL of the page that the browser opens after sign-in.
     pub next: String,
-    /// Why the sign-in failed, if the form was sent. Empty otherwise.
-    pub error: String,
+    /// Why the link of the URL does not sign in. Empty otherwise.
+    pub link_error: String,
+    /// Why the name and the password were refused. Empty otherwise.
+    pub password_error: String,
+    /// Why the token was refused. Empty otherwise.
+    pub token_error: String,
     /// The text in the field Name.
     pub name: String,
     /// Whether the server has people, who sign in with name and password.

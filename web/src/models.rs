@@ -103,13 +103,14 @@ mod tests {
             "?tab=classify&amp;checkpoint=j1-3-90\"",
             "&amp;set=model.pretrained=models:/shoes/2\"",
             "href=\"/api/v1/checkpoints/j1-3-90/model.safetensors\" download",
+            "href=\"/api/v1/checkpoints/j1-3-90/model.onnx\" download",
             "data-unset=\"champion\"",
             "id=\"alias\"",
         ] {
             assert!(html.contains(part), "{part}: {html}");
         }
         let html = page(false, true);
-        for part in ["data-unset", "id=\"alias\"", "Download"] {
+        for part in ["data-unset", "id=\"alias\"", "model.safetensors"] {
             assert!(!html.contains(part), "{part}: {html}");
         }
     }

@@ -15,8 +15,11 @@ pub struct PeoplePage {
     pub people: Vec<Person>,
     /// The text in the field Name.
     pub name: String,
-    /// Why the last change failed. Empty if no change failed.
+    /// Why a change of a person failed. Empty if no change failed.
     pub error: String,
+    /// Why a person was not added, beside the fields of the form. Empty if the form was not refused.
+    pub name_error: String,
+    pub password_error: String,
     /// The name of the user; empty for a token.
     pub me: String,
     /// The person or token that looks at the page.

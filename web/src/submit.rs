@@ -27,6 +27,8 @@ pub use form::{Form, job_file};
 pub struct SubmitPage {
     /// The content of the fields.
     pub form: Form,
+    /// For a clone, how `form` differs from the cloned job. Empty otherwise.
+    pub origin: String,
     /// Mistakes in `form`, each shown next to its field.
     pub mistakes: Vec<SpecError>,
     pub datasets: Vec<Dataset>,
@@ -67,7 +69,7 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user }
+        Self { form, origin: String::new(), mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
     /// Returns, in groups, the fields under "More settings" or the fields that are always shown.
@@ -135,7 +137,7 @@ impl SubmitPage {
                 let pictures = train.map_or(0, |s| s.samples);
                 let broken = match d.info.broken_count {
                     0 => String::new(),
-                    n => format!(", {}", plural(n, "broken file")),
+                    n => format!(", {}", plural(n, "unusable file")),
                 };
                 let (pictures, classes) =
                     (plural(pictures, "picture"), plural(d.info.classes.len() as u64, "class"));

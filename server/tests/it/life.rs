@@ -174,6 +174,7 @@ async fn pages_show_stored_values() {
     assert!(server.get_text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
     let (_, clone) = server.get_text(&format!("/jobs/new?from={id}&set=train.lr=0.7")).await;
     assert!(clone.contains(r#"name="train.lr" value="0.7""#), "a clone with a changed setting: {clone}");
+    assert!(clone.contains("except Learning rate ") && clone.contains("→ 0.7."), "{clone}");
     assert!(server.get_text("/machines").await.1.contains(&id), "a slot links to its job");
     assert_eq!(server.get_text("/jobs/j00").await.0, 404);
     let (status, script) = server.get_text("/static/stream.js").await;

@@ -207,7 +207,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
     let (_, page) = server.get_text("/jobs/new").await;
     assert!(
-        page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
+        page.contains("2 classes, 5 unusable files") && page.contains("2 classes, 1 unusable file<"),
         "{page}"
     );
     server.stop().await;

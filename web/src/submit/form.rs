@@ -135,6 +135,20 @@ impl Form {
         document
     }
 
+    /// Says how the form differs from `cloned`, the form of the job `job`, apart from its name and tags.
+    pub fn differences(&self, job: &str, cloned: &Form) -> String {
+        let shown = |text: &str| if text.is_empty() { "default".to_owned() } else { text.to_owned() };
+        let texts = FIELDS.iter().filter(|field| !["name", "tags"].contains(&field.key));
+        let texts = texts.map(|field| (field.label, cloned.text(field.key), self.text(field.key)));
+        let changes = texts.filter(|(_, before, after)| before != after);
+        let changes =
+            changes.map(|(label, before, after)| format!("{label} {} → {}", shown(before), shown(after)));
+        match changes.collect::<Vec<_>>().join(", ") {
+            changes if changes.is_empty() => format!("As {job}."),
+            changes => format!("As {job}, except {changes}."),
+        }
+    }
+
     /// Returns the text in the field of a key such as `train.lr`.
     pub fn text(&self, key: &str) -> &str {
         self.values.get(key).map_or("", String::as_str)

@@ -1,10 +1,11 @@
-//! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent.
+//! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent. A separate process converts
+//! weights to ONNX files, because the server itself runs no engine.
 
 use crate::api::prelude::*;
 use crate::{
     api::checkpoints::{
-        await_fetch, check_regular, damaged_error, find, is_checkpoint_file, no_average_error, read_manifest,
-        removed_error,
+        Weights, await_fetch, check_regular, damaged_error, ensure_on_disk, find, is_checkpoint_file,
+        no_average_error, read_manifest, removed_error,
     },
     checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
@@ -18,37 +19,49 @@ use axum::{
     http::{HeaderValue, Request},
 };
 use lockstep_protocol::checkpoint_files::{self, AVERAGE};
-use std::io;
+use std::{io, process::Stdio};
+use tokio::{process::Command, sync::Semaphore};
 use tower_http::services::ServeFile;
 
 /// Number of times that a file is compared with the manifest before it counts as damaged. Between two checks, the checkpoint may be
 /// replaced or fetched from the object store.
 const MAX_CHECKS: u32 = 3;
+/// Limits concurrent conversions to ONNX, each of which needs about three times the memory of the weights. Other requests wait.
+static CONVERSIONS: Semaphore = Semaphore::const_new(1);
 
 /// Download a file of a checkpoint
 ///
 /// The headers `Range`, `If-Range` and `If-None-Match` are supported. `ETag` and `x-checksum-sha256` have the file's checksum from the
-/// manifest.
+/// manifest. An ONNX file is made for each request, and has no checksum.
 #[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
-    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors")),
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors. model.onnx and ema.onnx: the network with these weights as an ONNX file")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The requested range"),
         (status = 304, description = "The file is unchanged since the response whose `ETag` is in `If-None-Match`"),
         (status = 409, body = Problem, description = "The checkpoint is still being uploaded from another machine"), (status = 416, description = "The range is outside the file"),
-        (status = 422, body = Problem, description = "The manifest or the file is damaged, or it is not a regular file")))]
+        (status = 422, body = Problem, description = "The manifest or the file is damaged, it is not a regular file, or the weights cannot be converted to ONNX")))]
 pub(crate) async fn file(
     State(checkpoints): State<Arc<Checkpoints>>,
     Path((id, file)): Path<(String, String)>,
     mut request: Request<Body>,
 ) -> Result<Response> {
     let name = file.as_str();
-    if !is_checkpoint_file(name) {
+    let onnx_weights = match name {
+        "model.onnx" => Some(Weights::Model),
+        "ema.onnx" => Some(Weights::Ema),
+        _ => None,
+    };
+    if onnx_weights.is_none() && !is_checkpoint_file(name) {
         let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
                       and ema.safetensors or their parts";
         return Err(Error::NotFound(detail.into()));
     }
     conditional::keep_one_range(request.headers_mut());
     let row = find(&*checkpoints.store, &id).await?;
+    if let Some(weights) = onnx_weights {
+        let response = send_onnx(&checkpoints, &row, weights, request).await?;
+        return name_download(&checkpoints, &row, name, response).await;
+    }
     let checksum = check_file(&checkpoints, &row, name).await?.map(|entry| entry.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
@@ -83,21 +96,31 @@ pub(crate) async fn file(
             return Err(Error::NotFound(detail));
         }
     }
-    let job = checkpoints.store.job(&row.job).await?;
     let path = checkpoints.folder(&row).join(name);
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
     if response.status() == StatusCode::NOT_FOUND {
         return Err(removed_error());
     }
-    let headers = response.headers_mut();
     if let (Some(checksum), Some(tag)) = (checksum, tag) {
         for (key, value) in
             [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
         {
             let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
-            headers.insert(key, value);
+            response.headers_mut().insert(key, value);
         }
     }
+    name_download(&checkpoints, &row, name, response).await
+}
+
+/// Sets a file's media type, and the name under which browsers save the file.
+async fn name_download(
+    checkpoints: &Checkpoints,
+    row: &CheckpointRow,
+    name: &str,
+    mut response: Response,
+) -> Result<Response> {
+    let job = checkpoints.store.job(&row.job).await?;
+    let headers = response.headers_mut();
     let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
     let job = job.map_or_else(|| row.job.to_string(), |found| found.job.name);
@@ -107,6 +130,34 @@ pub(crate) async fn file(
         HeaderValue::try_from(attachment(&file_name)).map_err(|e| Error::Internal(e.to_string()))?,
     );
     Ok(response)
+}
+
+/// Converts weights to an ONNX file with `lockstep export onnx`, and sends the file.
+///
+/// # Errors
+/// The weights do not exist, or cannot be converted.
+async fn send_onnx(
+    checkpoints: &Arc<Checkpoints>,
+    row: &CheckpointRow,
+    weights: Weights,
+    request: Request<Body>,
+) -> Result<Response> {
+    ensure_on_disk(checkpoints, row).await?;
+    let weights = weights.path(&checkpoints.folder(row))?;
+    let _permit = CONVERSIONS.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    let folder = tempfile::tempdir_in(checkpoints.config.job_dir(&row.job))?;
+    let path = folder.path().join("network.onnx");
+    // The program of this process, also after an update has replaced its file. It gets no variables, because some are credentials.
+    let mut command = Command::new("/proc/self/exe");
+    command.args(["export", "onnx"]).arg(weights).arg("-o").arg(&path).env_clear();
+    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await?;
+    if !output.status.success() {
+        let reason = String::from_utf8_lossy(&output.stderr);
+        let reason = reason.lines().next_back().unwrap_or("the process ended without a message");
+        return Err(Error::unprocessable(format!("the weights cannot be converted to ONNX: {reason}")));
+    }
+    // The opened file can be read after its folder is removed.
+    Ok(ServeFile::new(path).try_call(request).await?.map(Body::new).into_response())
 }
 
 /// Checks a file against the manifest and returns the file's entry in the manifest; `None` if the manifest does not name the file. A

@@ -104,6 +104,7 @@ pub(crate) async fn new_job(
         let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
         let name = free_name(&scheduler, &caller, &job.name).await?;
+        let cloned = (job.name.clone(), submit_views::Form::from_spec(&job.spec));
         let setting = query.set.as_deref().and_then(|set| set.split_once('='));
         page.form = if let Some(("model.pretrained", weights)) = setting {
             let dataset = page.datasets.iter().find(|dataset| dataset.name == job.spec.data.dataset);
@@ -118,6 +119,7 @@ pub(crate) async fn new_job(
         if let Some((key, value)) = setting {
             page.form.set(key, value);
         }
+        page.origin = page.form.differences(&cloned.0, &cloned.1);
     } else if query.dataset.is_some() {
         let name = page.form.text("name").to_owned();
         if jobs_named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
@@ -169,6 +171,7 @@ pub(crate) async fn submit_job(
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
             let page = submit_views::SubmitPage {
                 form,
+                origin: String::new(),
                 mistakes,
                 datasets,
                 slots: count_slots(&scheduler.agents),

@@ -72,8 +72,8 @@ fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let unnamed = if unnamed_count > 0 { format!("; and {unnamed_count} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     Some(format!(
-        "{files} of {} could not be read when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
-         is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{unnamed})",
+        "{files} of {} could not be used when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
+         is still unusable: repair or move the files, or set data.broken_files = \"skip\" to leave them out ({named}{unnamed})",
         dataset.name
     ))
 }

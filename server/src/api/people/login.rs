@@ -88,7 +88,7 @@ pub(crate) async fn show(
                 set_up_form("", StatusCode::OK, "")
             }
             Some(_) => Ok(Redirect::to(next).into_response()),
-            None => login_form(&auth, &ingress, next, "", None),
+            None => login_form(login_page(&auth, &ingress, next)),
         };
     };
     match auth.access.take_login_code(code) {
@@ -101,8 +101,9 @@ pub(crate) async fn show(
         // The link was opened again in a browser that is already signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => {
-            let why = "This link was already used, or is older than ten minutes. `lockstep login-link` prints a new link.";
-            count_failed_attempt(&auth, &ingress, peer.address, next, why)
+            let link_error = "This link was already used, or is older than ten minutes.".into();
+            let page = LoginPage { link_error, ..login_page(&auth, &ingress, next) };
+            count_failed_attempt(&auth, peer.address, page)
         }
     }
 }
@@ -119,17 +120,22 @@ pub(crate) async fn submit(
     if input.setup {
         return set_up(&auth, caller.as_deref(), &peer, input).await;
     }
-    let name = input.name.trim();
+    // Names have no upper case, but phones begin words with it.
+    let name = input.name.trim().to_lowercase();
     if !name.is_empty() {
-        return match auth.access.authenticate_password(name, input.password, peer.address).await {
+        return match auth.access.authenticate_password(&name, input.password, peer.address).await {
             Ok(row) => Ok(sign_in_person(&auth, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => {
-                login_form(&auth, &ingress, next, name, Some("The name or the password is wrong."))
+                let password_error = "The name or the password is wrong.".into();
+                login_form(LoginPage { name, password_error, ..login_page(&auth, &ingress, next) })
             }
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
-    let failed = |why| count_failed_attempt(&auth, &ingress, peer.address, next, why);
+    let failed = |why: &str| {
+        let page = LoginPage { token_error: why.into(), ..login_page(&auth, &ingress, next) };
+        count_failed_attempt(&auth, peer.address, page)
+    };
     let caller = auth.access.authenticate_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
@@ -167,28 +173,27 @@ fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
     Ok((status, html(page.render())?).into_response())
 }
 
-fn login_form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&str>) -> Page {
-    let page = LoginPage {
-        error: error.unwrap_or_default().to_owned(),
-        name: name.to_owned(),
-        ..login_page(auth, ingress, next, "")
-    };
-    let status = if error.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
+fn login_form(page: LoginPage) -> Page {
+    let is_refused =
+        [&page.link_error, &page.password_error, &page.token_error].iter().any(|e| !e.is_empty());
+    let status = if is_refused { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
     Ok((status, html(page.render())?).into_response())
 }
 
-/// Returns the page to sign in. If the server has an OpenID provider, the page shows the provider's button with `provider_error`. The
-/// button's link uses the public URL, to which the provider redirects.
-fn login_page(auth: &Auth, ingress: &Ingress, next: &str, provider_error: &str) -> LoginPage {
+/// Returns the page to sign in, without errors. If the server has an OpenID provider, the page shows the provider's button. The button's
+/// link uses the public URL, to which the provider redirects.
+fn login_page(auth: &Auth, ingress: &Ingress, next: &str) -> LoginPage {
     let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
     let provider = auth.oidc.as_ref().map(|oidc| ProviderButton {
         name: oidc.name().to_owned(),
         href: format!("{server}/login/oidc"),
-        error: provider_error.to_owned(),
+        error: String::new(),
     });
     LoginPage {
         next: next.to_owned(),
-        error: String::new(),
+        link_error: String::new(),
+        password_error: String::new(),
+        token_error: String::new(),
         name: String::new(),
         has_people: auth.access.has_people(),
         provider,
@@ -213,18 +218,21 @@ impl FailedSignIn {
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
 pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
-    let page = html(login_page(auth, ingress, next, &why.detail).render())?;
-    let mut response = (why.status, page).into_response();
+    let mut page = login_page(auth, ingress, next);
+    if let Some(provider) = &mut page.provider {
+        provider.error = why.detail;
+    }
+    let mut response = (why.status, html(page.render())?).into_response();
     if let Some(about) = why.about {
         response.extensions_mut().insert(AuditSubject(about));
     }
     Ok(response)
 }
 
-/// Counts a failed attempt to sign in, and returns the form with the reason, or an error after too many attempts.
-fn count_failed_attempt(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
+/// Counts a failed attempt to sign in, and returns `page`, which has the reason, or an error after too many attempts.
+fn count_failed_attempt(auth: &Auth, from: IpAddr, page: LoginPage) -> Page {
     match auth.access.attempts.count_failure(from) {
-        Ok(()) => login_form(auth, ingress, next, "", Some(why)),
+        Ok(()) => login_form(page),
         Err(wait) => Err(PageError(people::too_often_error(from, wait))),
     }
 }

@@ -25,18 +25,20 @@ use lockstep_web::{
 
 /// `GET /people`
 pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extension<Caller>) -> Page {
-    people_page(&auth, &caller, "", "")
+    html(people_page(&auth, &caller).render())
 }
 
-fn people_page(auth: &Auth, caller: &Caller, name: &str, error: &str) -> Page {
-    let page = PeoplePage {
+/// Returns the page of all people, without errors.
+fn people_page(auth: &Auth, caller: &Caller) -> PeoplePage {
+    PeoplePage {
         people: auth.access.people(),
-        name: name.to_owned(),
-        error: error.to_owned(),
+        name: String::new(),
+        error: String::new(),
+        name_error: String::new(),
+        password_error: String::new(),
         me: caller.person().unwrap_or_default().to_owned(),
         user: caller.current_user(),
-    };
-    html(page.render())
+    }
 }
 
 /// Actions of the form on the page of people.
@@ -67,17 +69,23 @@ pub(crate) async fn change(
     Extension(caller): Extension<Caller>,
     Form(form): Form<PeopleForm>,
 ) -> Page {
-    let name = form.name.trim().to_owned();
-    let subject = format!("{:?} {name:?}", form.action);
+    let (name, action) = (form.name.trim().to_owned(), form.action);
+    let subject = format!("{action:?} {name:?}");
     match apply(&auth, &name, form).await {
         Ok(AuditSubject(changes)) => {
             let subject = if changes.is_empty() { subject } else { format!("{subject}: {changes}") };
             Ok((Extension(AuditSubject(subject)), Redirect::to("/people")).into_response())
         }
         Err(error) => {
+            let mut page = people_page(&auth, &caller);
+            let is_password = matches!(&error, Error::Invalid(mistakes) if mistakes.iter().all(|m| m.pointer == "/password"));
             let (status, text) = form_error(error)?;
-            let subject = Extension(AuditSubject(subject));
-            Ok((status, subject, people_page(&auth, &caller, &name, &text)?).into_response())
+            match action {
+                Action::Add if is_password => (page.name, page.password_error) = (name, text),
+                Action::Add => (page.name, page.name_error) = (name, text),
+                _ => page.error = text,
+            }
+            Ok((status, Extension(AuditSubject(subject)), html(page.render())?).into_response())
         }
     }
 }

@@ -110,6 +110,7 @@ async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     assert_eq!(server.change_person("gone", &json!({"disabled": true})).await.0, 200);
     let vera = server.signed_in("vera").await;
     assert_eq!(vera.get("/jobs").await.status(), 200);
+    assert_eq!(Browser::new(&server).sign_in("Vera", PASSWORD).await.status(), 303, "as a phone writes it");
     assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers cannot submit");
     assert_eq!(vera.get("/people").await.status(), 403);
     let mona = server.signed_in("mona").await;

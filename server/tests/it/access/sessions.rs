@@ -151,6 +151,8 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
     for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
         let response = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
         assert_eq!(response.status(), 401, "{n}");
+        let page = response.text().await.unwrap();
+        assert!(!page.contains("id=\"token-error\" role=\"alert\"></p>"), "{n}: {page}");
     }
     for path in ["/login", "/login?code=guessed"] {
         let response = match path {

@@ -326,6 +326,9 @@ fn errors_say_what_is_allowed() {
             &["did you mean \"accumulate\"? It belongs to [train]: write it as train.accumulate"],
         ),
         ("parallel", "zero_stage = 1", "zero_stage", &["did you mean \"optimizer_sharding\"?"]),
+        ("train", "fp16 = true", "fp16", &["did you mean \"precision\"?"]),
+        ("train", "gradient_clipping = 1.0", "gradient_clipping", &["here; Lockstep does not clip gradients"]),
+        ("parallel", "recompute = true", "recompute", &["here; Lockstep does not recompute activations"]),
         ("parallel", "device = \"Ascend\"", "device", &["is \"Ascend\"; Ascend devices are not supported"]),
         ("parallel", "mode = \"ddp\"", "mode", &["did you mean \"data\"?"]),
         (
@@ -359,6 +362,7 @@ fn errors_say_what_is_allowed() {
         one_mistake(&job_with(section, line), &format!("/{section}/{key}"), expected);
     }
     one_mistake(&job_with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
+    one_mistake(&job_with("resources", "slots_per_trial = 4"), "/resources", &["parallel.ranks"]);
     for valid in
         ["mode = \"hybrid\"\nheight = 2\nranks = 2", "device = \"cpu\"\n[train]\nprecision = \"bf16\""]
     {

@@ -105,7 +105,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             Action::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
-                    return output::json(&response);
+                    return output::json(&response["people"]);
                 }
                 for person in api::parse_list::<Person>(&response, "people")? {
                     output::line(format_person(&person))?;

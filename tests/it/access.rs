@@ -68,7 +68,8 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
     let line = listed.ok().lines().find(|line| line.contains("board")).expect("a line").to_owned();
     assert!(line.contains("read") && line.contains("expires 20") && line.contains("last used 20"), "{line}");
     assert!(!listed.stdout.contains(&token));
-    server.cli(&["token", "revoke", "board"]).ok();
+    let revoked = server.cli(&["token", "revoke", "board"]);
+    assert!(revoked.ok().starts_with("board revoked: token "), "{}", revoked.stdout);
     let refused = client(&token).get(server.api("/jobs")).send().await.expect("a response");
     assert_eq!(refused.status(), StatusCode::UNAUTHORIZED);
     server.cli(&["token", "revoke", "board"]).assert_usage_error(&["no token is called board"]);

@@ -1,6 +1,6 @@
 //! The server to which a command connects, and the access token that the command sends.
 
-use super::usage_error;
+use super::{file::missing_path_message, usage_error};
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -226,6 +226,9 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     let result = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
     result.map_err(|error| {
         let hint = match error.kind() {
+            ErrorKind::NotFound => {
+                return usage_error(format!("the token file {}", missing_path_message(path)));
+            }
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"
             }

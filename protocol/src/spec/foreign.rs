@@ -15,6 +15,7 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
         "train.accumulate",
     ),
     (&[], &["amp_level", "amp", "mixed_precision", "fp16", "bf16"], "train.precision"),
+    (&[], &["wd"], "train.weight_decay"),
     (&[], &["lr_scheduler"], "train.schedule"),
     (&[], &["drop_last"], "data.drop_remainder"),
     (&[], &["parallel_mode", "strategy"], "parallel.mode"),

@@ -201,7 +201,7 @@ def test_every_public_call_is_tested_and_documented() -> None:
         (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
         (lambda c: c.job("nobody"), lockstep.LockstepError, "no job is called nobody"),
         (lambda c: lockstep.Client("http://host:port"), lockstep.LockstepError, "'http://host:port': Invalid port"),
-        (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "does not know that token"),
+        (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "\nthe token is the argument `token`"),
         (lambda c: lockstep.Client(data_dir="none").agents(), lockstep.Problem, "LOCKSTEP_TOKEN or, on the server's"),
         (
             lambda c: lockstep.Client("127.0.0.1:1").agents(),
@@ -272,8 +272,8 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            header: str | None = access.httpx_arguments(url, None, tmp_path)["headers"].get("Authorization")
-            return header
+            token: access.Token | None = access.httpx_arguments(url, None, tmp_path)["auth"]
+            return token.header if token else None
 
     assert authorization(local) == authorization("localhost:1") == authorization("http://[::1]:1") == "Bearer own"
     assert authorization(remote) is None and authorization("http://127.0.0.1@example.com") is None

@@ -1,6 +1,6 @@
 //! The server to which a command connects, and the access token that the command sends.
 
-use super::usage_error;
+use super::{file::missing_path_message, usage_error};
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -13,7 +13,7 @@ use std::{
 /// Default address of `lockstep serve`.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
-/// Hint for the error message after status 401 (no valid token).
+/// Hint for the error message after status 401 if the command has no token.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
     the server's data directory (lockstep-data in the working directory, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that \
     machine, `lockstep token create` makes a token for another machine or person";
@@ -30,6 +30,13 @@ pub(crate) fn demo_data_dirs() -> impl Iterator<Item = PathBuf> {
 const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
+
+/// An access token.
+pub(crate) struct Token {
+    pub(crate) secret: String,
+    /// Says where the command found the token.
+    pub(crate) source: String,
+}
 
 /// Options that say where a command finds its access token.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -146,12 +153,17 @@ impl AccessArgs {
     ///
     /// # Errors
     /// The named file, or the server's own token file, cannot be read.
-    pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<String>> {
+    pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<Token>> {
+        let read = |path: &Path, option: &str| {
+            let source = format!("the token is in {}{option}", path.display());
+            read_token_file(path).map(|secret| Some(Token { secret, source }))
+        };
         if let Some(path) = &self.token_file {
-            return read_token_file(path).map(Some);
+            return read(path, " (--token-file or LOCKSTEP_TOKEN_FILE)");
         }
         if let Some(token) = std::env::var("LOCKSTEP_TOKEN").ok().filter(|token| !token.trim().is_empty()) {
-            return Ok(Some(token.trim().to_owned()));
+            let source = "the token is in the environment variable LOCKSTEP_TOKEN".to_owned();
+            return Ok(Some(Token { secret: token.trim().to_owned(), source }));
         }
         if !is_this_machine(server) {
             return Ok(None);
@@ -160,11 +172,11 @@ impl AccessArgs {
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Ok(metadata) => {
-                let token = read_token_file(&path)?;
-                check_listener(server, metadata.uid(), &path).map(|()| Some(token))
+                let token = read(&path, "")?;
+                check_listener(server, metadata.uid(), &path).map(|()| token)
             }
             // Reading fails, too, with an error that says what to do.
-            Err(_) => read_token_file(&path).map(Some),
+            Err(_) => read(&path, ""),
         }
     }
 }
@@ -214,6 +226,9 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     let result = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
     result.map_err(|error| {
         let hint = match error.kind() {
+            ErrorKind::NotFound => {
+                return usage_error(format!("the token file {}", missing_path_message(path)));
+            }
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"
             }

@@ -62,9 +62,11 @@ impl ServerArgs {
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         self.access.check_data_dir()?;
         let server = self.address();
-        let api = Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)?;
+        let (secret, token_source) =
+            self.access.token(&server)?.map(|token| (token.secret, token.source)).unzip();
+        let api = Api::new(&server, self.ca_file.as_deref(), secret)?;
         let start_command = if self.is_named() { None } else { self.access.start_command() };
-        Ok(Api { start_command, ..api })
+        Ok(Api { start_command, token_source, ..api })
     }
 
     /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
@@ -96,6 +98,8 @@ pub(crate) struct Api {
     proxy: Option<&'static str>,
     /// Command that starts the server, if its data directory is on this machine and the server was stopped.
     start_command: Option<String>,
+    /// Says where the command found its token, if it has one.
+    token_source: Option<String>,
 }
 
 /// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
@@ -130,7 +134,7 @@ impl Api {
         let proxy = proxy_variable(&url);
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
-        Ok(Self { base, client: client.build()?, proxy, start_command: None })
+        Ok(Self { base, client: client.build()?, proxy, start_command: None, token_source: None })
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -406,7 +410,39 @@ impl Api {
 
     async fn send(&self, request: RequestBuilder) -> anyhow::Result<Response> {
         let response = request.send().await.map_err(|error| self.request_error(&error))?;
-        if response.status().is_success() { Ok(response) } else { Err(read_problem(response).await) }
+        if response.status().is_success() { Ok(response) } else { Err(self.read_problem(response).await) }
+    }
+
+    /// Returns the error in a response, a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
+    async fn read_problem(&self, response: Response) -> anyhow::Error {
+        let status = response.status();
+        let body: Value = response.json().await.unwrap_or_default();
+        let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
+        let mut message = text("detail")
+            .or(text("title"))
+            .map_or_else(|| format!("the server answered {status}"), str::to_owned);
+        if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty())
+        {
+            // Each error is more specific than the detail, which repeats the first error.
+            message = match errors.len() {
+                1 => "the server found a mistake:".to_owned(),
+                count => format!("the server found {count} mistakes:"),
+            };
+            for error in errors {
+                let [pointer, detail] =
+                    ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());
+                let _ = write!(message, "\n  {}", format_mistake(pointer, detail));
+            }
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            // Cuts off the server's advice for a request without a token, which is about headers and the sign-in page.
+            let problem = message.split_once(": send it as ").map_or(&*message, |(problem, _)| problem);
+            message = format!("{problem}\n{}", self.token_source.as_deref().unwrap_or(NO_TOKEN));
+        }
+        match status {
+            s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
+            _ => usage_error(message),
+        }
     }
 
     /// Returns the mistakes that the server finds in a job.
@@ -420,7 +456,7 @@ impl Api {
                 Ok(serde_json::from_value(errors).unwrap_or_default())
             }
             status if status.is_success() => Ok(Vec::new()),
-            _ => Err(read_problem(response).await),
+            _ => Err(self.read_problem(response).await),
         }
     }
 
@@ -543,36 +579,6 @@ pub(crate) fn parse_list<T: DeserializeOwned>(response: &Value, key: &str) -> an
 pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result<String> {
     let url = reqwest::Url::parse_with_params("http://host/", pairs)?;
     Ok(format!("{path}?{}", url.query().unwrap_or_default()))
-}
-
-/// Returns the error in a response, a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
-async fn read_problem(response: Response) -> anyhow::Error {
-    let status = response.status();
-    let body: Value = response.json().await.unwrap_or_default();
-    let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
-    let mut message = text("detail")
-        .or(text("title"))
-        .map_or_else(|| format!("the server answered {status}"), str::to_owned);
-    if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty()) {
-        // Each error is more specific than the detail, which repeats the first error.
-        message = match errors.len() {
-            1 => "the server found a mistake:".to_owned(),
-            count => format!("the server found {count} mistakes:"),
-        };
-        for error in errors {
-            let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());
-            let _ = write!(message, "\n  {}", format_mistake(pointer, detail));
-        }
-    }
-    if status == StatusCode::UNAUTHORIZED {
-        // Cuts off the server's advice for a request without a token, which is about headers and the sign-in page.
-        let problem = message.split_once(": send it as ").map_or(&*message, |(problem, _)| problem);
-        message = format!("{problem}\n{NO_TOKEN}");
-    }
-    match status {
-        s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),
-        _ => usage_error(message),
-    }
 }
 
 fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {

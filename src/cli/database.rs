@@ -87,6 +87,11 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     let location = args.database_args.location()?;
     file::check_output(&args.output)?;
     if let Location::Sqlite(database) = &location
+        && database.try_exists().is_ok_and(|exists| !exists)
+    {
+        return Err(usage_error(file::missing_path_message(database)));
+    }
+    if let Location::Sqlite(database) = &location
         && is_file_of(database, &args.output)
     {
         let (path, database) = (args.output.display(), database.display());

@@ -9,7 +9,7 @@ use clap::{
 use std::{error::Error as _, ffi::OsString};
 
 /// Names of commands in other tools, each with the equivalent command of this program.
-const EQUIVALENTS: [(&str, &str); 10] = [
+const EQUIVALENTS: [(&str, &str); 11] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
     ("status", "list"),
@@ -20,10 +20,11 @@ const EQUIVALENTS: [(&str, &str); 10] = [
     ("rm", "delete"),
     ("remove", "delete"),
     ("run", "submit"),
+    ("clone", "fork"),
 ];
 
 /// Arguments that a command does not have, each with its right form: the command, the start of the argument, and the advice.
-const RIGHT_FORMS: [(&[&str], &str, &str); 4] = [
+const RIGHT_FORMS: [(&[&str], &str, &str); 11] = [
     (&["token", "create"], "", "give the token's name with --name, as in `lockstep token create --name ci`"),
     (&["fork"], "--name", "give the new job's name with --set, as in `lockstep fork JOB --set name=NAME`"),
     (
@@ -32,6 +33,13 @@ const RIGHT_FORMS: [(&[&str], &str, &str); 4] = [
         "name a job, or a version of a model, without an option, as in `lockstep evaluate models:/shoes@champion`",
     ),
     (&["metrics"], "--metric", "name the metric after the job, as in `lockstep metrics JOB loss`"),
+    (&["submit"], "--priority", "set a key of the job file with --set, as in `--set priority=5`"),
+    (&["submit"], "--name", "set a key of the job file with --set, as in `--set name=NAME`"),
+    (&["submit"], "--ranks", "set a key of the job file with --set, as in `--set parallel.ranks=2`"),
+    (&["fork"], "--ranks", "set a key of the job file with --set, as in `--set parallel.ranks=2`"),
+    (&["edit"], "--name", "a job keeps its name; `lockstep fork JOB --set name=NAME` starts a new job"),
+    (&["serve"], "--port", "give the port with --listen, as in `lockstep serve --listen 127.0.0.1:8080`"),
+    (&["logs"], "--tail", "print the last lines with `lockstep logs JOB | tail`"),
 ];
 
 /// Returns the advice for an argument that a command does not have.
@@ -91,6 +99,8 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
         if let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
             && let Some(advice) = right_form(argument, arguments)
         {
+            // An option with a similar spelling has another meaning.
+            error.remove(ContextKind::SuggestedArg);
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![advice.into()]));
         }
     }

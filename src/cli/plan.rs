@@ -362,8 +362,8 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
-/// machine has GPUs or cores, if these are fewer. In the second case, also returns the cached measurements of `max_ranks` ranks that
-/// share this machine, if a job has measured them.
+/// machine has GPUs or cores, if these are fewer. In the second case, the cached measurements of `max_ranks` ranks that share this machine,
+/// if a job has measured them, are also returned, or are the only result if the number of ranks is the job file's.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,
@@ -385,6 +385,13 @@ fn measure_here(
     let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
     let shared_machine = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
+    // A job with the job file's number of ranks can run on this machine, as the stored measurements show.
+    if args.ranks.is_empty()
+        && !args.measure
+        && let Some(machine) = shared_machine
+    {
+        return Ok((machine, None));
+    }
     if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
         return Ok((stored, shared_machine));
     }

@@ -74,7 +74,13 @@ fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut pictures = entries.map_err(|e| failed(e.to_string()))?;
     pictures.retain(|path| has_picture_extension(path) && !path.is_dir());
     pictures.sort();
-    if pictures.is_empty() { Err(failed("has no pictures directly in it".into())) } else { Ok(pictures) }
+    if pictures.is_empty() {
+        let folder = path.display();
+        return Err(failed(format!(
+            "has no pictures directly in it; `{folder}/*/*` names the files of its subfolders"
+        )));
+    }
+    Ok(pictures)
 }
 
 /// Reads a picture file.
@@ -110,9 +116,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     // With a model file there is no job, so the first argument is a picture.
     let paths = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
-    let images = paths.map(|path| expand_folder(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
+    let images = paths.map(|path| expand_folder(path)).collect::<anyhow::Result<Vec<_>>>();
+    let picture = args.job.as_deref().filter(|path| path.is_file());
+    let images = match images {
+        // The picture and the job are in the wrong order.
+        Err(_) if args.model.is_none() && picture.is_some() => Vec::new(),
+        images => images?.concat(),
+    };
     if images.is_empty() {
-        return Err(usage_error(match args.job.as_deref().filter(|path| path.is_file()) {
+        return Err(usage_error(match picture {
             Some(picture) => format!(
                 "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
                 picture.display()

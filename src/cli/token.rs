@@ -86,7 +86,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             Action::List(server) => {
                 let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
                 if server.json {
-                    return output::json(&json!({ "tokens": tokens }));
+                    return output::json(&tokens);
                 }
                 let tokens = api::parse_list::<Token>(&tokens, "tokens")?;
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
@@ -97,10 +97,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
                 let has_id = tokens.iter().any(|t| t.id == token);
                 tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
-                let Token { id, .. } =
+                let Token { id, name, scope, .. } =
                     find_only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
                 api.delete(&format!("/tokens/{id}")).await?;
-                output::print(server.json, &json!({ "revoked": id }), &id)
+                let text = output::one_line(&format!("{name} revoked: token {id}, scope {scope}"));
+                output::print(server.json, &json!({ "revoked": id }), text)
             }
         }
     })

@@ -1,10 +1,10 @@
 //! `lockstep user`: people who sign in with a name and a password.
 
 use super::{
-    api::{self, ServerArgs},
+    api::{self, Api, ServerArgs},
     block_on,
     confirm::{ask_new_password, confirm},
-    output, usage_error,
+    output, unknown_name_message, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -105,19 +105,21 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             Action::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
-                    return output::json(&response);
+                    return output::json(&response["people"]);
                 }
-                for person in api::parse_list::<Person>(&response, "people")? {
-                    output::line(format_person(&person))?;
+                let people = api::parse_list::<Person>(&response, "people")?;
+                if people.is_empty() {
+                    return output::line("no users; add one with `lockstep user add NAME`");
                 }
-                Ok(())
+                output::table(["USER", "ROLE", "ADDED", "ACCESS"], people.iter().map(row))
             }
             Action::Remove { args: PersonArgs { name, server }, yes } => {
-                let path = path(&name)?;
+                let api = server.api()?;
+                let path = find(&api, &name).await?;
                 let question =
                     format!("Remove {name}? Then {name}'s sessions end, and {name}'s tokens are revoked.");
                 confirm(yes, question, format_args!("user {name}"))?;
-                server.api()?.delete(&path).await?;
+                api.delete(&path).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
             Action::Password(args) => args.change(json!({ "password": read_password()? })).await,
@@ -132,9 +134,25 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 
 impl PersonArgs {
     async fn change(&self, body: Value) -> anyhow::Result<()> {
-        let person: Value = self.server.api()?.patch(&path(&self.name)?, &body).await?;
+        let api = self.server.api()?;
+        let person: Value = api.patch(&find(&api, &self.name).await?, &body).await?;
         print_person(&self.server, &person)
     }
+}
+
+/// Returns the URL path of a person whom the server knows.
+///
+/// # Errors
+/// Exit status 2 if nobody has the name.
+async fn find(api: &Api, name: &str) -> anyhow::Result<String> {
+    let path = path(name)?;
+    let response: Value = api.get("/people").await?;
+    let people = api::parse_list::<Person>(&response, "people")?;
+    if people.iter().any(|person| person.name == name) {
+        return Ok(path);
+    }
+    let names = people.iter().map(|person| person.name.as_str());
+    Err(usage_error(unknown_name_message("user", "lockstep user list", names, name)))
 }
 
 /// Returns the URL path of a person. An invalid name must not lead to another path.
@@ -150,19 +168,15 @@ fn print_person(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
         return output::json(response);
     }
     let person: Person = serde_json::from_value(response.clone()).context("the server's answer")?;
-    output::line(format_person(&person))
+    let [name, role, added, access] = row(&person);
+    output::line(format!("{name}  {role}  added {added}  {access}").trim_end())
 }
 
-/// Formats a person: `ada  admin  added 2026-12-23T04:17:38Z`.
-fn format_person(person: &Person) -> String {
-    let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
-    if let Some(identity) = &person.identity {
-        words.push_str(&format!("  OpenID {}", identity.subject));
-    }
-    if let Some(at) = person.disabled_at {
-        words.push_str(&format!("  disabled {at}"));
-    }
-    words
+fn row(person: &Person) -> [String; 4] {
+    let identity = person.identity.as_ref().map(|identity| format!("OpenID {}", identity.subject));
+    let disabled = person.disabled_at.map(|at| format!("disabled {at}"));
+    let access = identity.into_iter().chain(disabled).collect::<Vec<_>>().join(", ");
+    [person.name.clone(), person.role.to_string(), person.created_at.to_string(), access]
 }
 
 /// Reads a password: asks for it twice on a terminal, otherwise reads the first line of standard input. A password is never an argument,
@@ -190,6 +204,11 @@ fn first_line(input: impl BufRead) -> anyhow::Result<String> {
             PASSWORD_CHARS.end()
         )));
     }
+    if line.is_empty() {
+        return Err(usage_error(
+            "standard input is empty; give the password on standard input, or use a terminal",
+        ));
+    }
     let line = String::from_utf8(line)
         .map_err(|_| usage_error("the password on standard input is not text (UTF-8)"))?;
     let line = line.strip_suffix('\n').unwrap_or(&line);
@@ -203,7 +222,7 @@ mod tests {
     #[test]
     fn a_password_is_the_first_line_without_its_end() {
         for (input, password) in
-            [("secret\n", "secret"), ("a b \r\nmore\n", "a b "), ("no end", "no end"), ("", "")]
+            [("secret\n", "secret"), ("a b \r\nmore\n", "a b "), ("no end", "no end"), ("\n", "")]
         {
             assert_eq!(first_line(input.as_bytes()).unwrap(), password);
         }
@@ -213,6 +232,7 @@ mod tests {
         let why = refused(format!("{longest}x").as_bytes());
         assert!(why.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{why}");
         assert!(refused(b"\xff\n").contains("not text (UTF-8)"));
+        assert!(refused(b"").contains("give the password on standard input"));
     }
 
     #[test]

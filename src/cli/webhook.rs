@@ -62,7 +62,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let api = server.api()?;
                 let webhooks = api.read_pages("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
-                    return output::json(&json!({ "webhooks": webhooks }));
+                    return output::json(&webhooks);
                 }
                 if webhooks.is_empty() {
                     return output::line("no webhooks; add one with `lockstep webhook add URL`");

@@ -41,8 +41,11 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     ]);
     list(&["--token-file", "data/token"], &[]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", &server.token())]).ok();
-    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")]).assert_usage_error(&["does not know that token"]);
-    list(&["--token-file", "none"], &[]).assert_usage_error(&["none", "No such file"]);
+    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")])
+        .assert_usage_error(&["does not know that token", "the environment variable LOCKSTEP_TOKEN"]);
+    server.folder().write("other", "lockstep_of-another");
+    list(&["--token-file", "other"], &[]).assert_usage_error(&["the token is in other (--token-file"]);
+    list(&["--token-file", "none"], &[]).assert_usage_error(&["the token file none does not exist"]);
     let empty = server.folder().write("empty", "\n");
     list(&["--token-file", &empty.display().to_string()], &[]).assert_usage_error(&["empty"]);
     // The default data directory of `serve`.
@@ -65,7 +68,8 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
     let line = listed.ok().lines().find(|line| line.contains("board")).expect("a line").to_owned();
     assert!(line.contains("read") && line.contains("expires 20") && line.contains("last used 20"), "{line}");
     assert!(!listed.stdout.contains(&token));
-    server.cli(&["token", "revoke", "board"]).ok();
+    let revoked = server.cli(&["token", "revoke", "board"]);
+    assert!(revoked.ok().starts_with("board revoked: token "), "{}", revoked.stdout);
     let refused = client(&token).get(server.api("/jobs")).send().await.expect("a response");
     assert_eq!(refused.status(), StatusCode::UNAUTHORIZED);
     server.cli(&["token", "revoke", "board"]).assert_usage_error(&["no token is called board"]);

@@ -77,6 +77,9 @@ async fn a_database_of_a_newer_version_is_neither_changed_nor_backed_up() {
     .await
     .expect("a migration");
     connection.close().await.expect("closed");
+    let mut missing = lockstep();
+    Finished::of(missing.args(["backup", "-o", "backup", "--data-dir", "nope"]))
+        .assert_usage_error(&["nope/lockstep.db does not exist"]);
     let before = fs::read(data.join("lockstep.db")).expect("the database");
     serve(&format!("127.0.0.1:{}", free_port()), &data)
         .assert_usage_error(&["newer version", "99990101000000"]);

@@ -159,6 +159,8 @@ async fn init_writes_a_file_for_train_and_submit() {
     for (args, words) in [
         (&["predict", picture][..], &["no job is given", &right_line][..]),
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
+        (&["predict", picture, "runs"], &["no job is given", &right_line]),
+        (&["predict", &id, "runs"], &["has no pictures directly in it", "`runs/*/*`"]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
         (&["predict", &id, picture, "--top", "0"], &["--top", "give a whole number of at least 1"]),
@@ -350,7 +352,7 @@ fn commands_of_other_tools_suggest_the_right_command() {
         Finished::of(&mut command)
     };
     for (typed, meant) in
-        [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs"), ("rm", "delete")]
+        [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs"), ("clone", "fork")]
     {
         run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
         run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
@@ -360,6 +362,8 @@ fn commands_of_other_tools_suggest_the_right_command() {
         (&["fork", "x", "--name", "y"], "--set name=NAME"),
         (&["evaluate", "--model", "x"], "models:/shoes@champion"),
         (&["metrics", "x", "--metric", "loss"], "`lockstep metrics JOB loss`"),
+        (&["submit", "x.toml", "--ranks", "2"], "`--set parallel.ranks=2`"),
+        (&["logs", "x", "--tail", "3"], "`lockstep logs JOB | tail`"),
         (&["edit", "x", "--priority", "high"], "give a whole number"),
         (&["edit", "x"], "--priority <N> or --project <PROJECT>"),
     ] {

@@ -217,7 +217,7 @@ impl Planned {
         let mut description = network.describe();
         for (layer, operator) in description.layers.iter_mut().zip(&cost.operators) {
             layer.plan = Some(LayerPlan {
-                placement: placement(operator, plan.mesh),
+                placement: placement(&layer.kind, operator, plan.mesh),
                 memory_bytes: operator.memory_bytes as u64,
                 sent_bytes: operator.sent_bytes as u64,
                 time_us: (operator.ms * 1e3) as f32,
@@ -351,13 +351,14 @@ fn name_limit(
     }
 }
 
-fn placement(operator: &OperatorCost, mesh: Mesh) -> String {
+fn placement(kind: &str, operator: &OperatorCost, mesh: Mesh) -> String {
     let mut words = match &operator.placement {
         // The ranks that share rows, and the stages, have the same pictures.
         Placement::Batch if mesh.height > 1 => "same pictures".to_owned(),
         Placement::Batch if mesh.stage > 1 => "same pictures in every stage".into(),
         Placement::Batch => "own pictures".into(),
         Placement::Whole => "all pictures of the group".into(),
+        Placement::Channels(_) if kind == "linear" => format!("1/{} of the classes", mesh.model),
         Placement::Channels(_) => format!("1/{} of the channels", mesh.model),
         Placement::Partial => "a part of the sum".into(),
     };

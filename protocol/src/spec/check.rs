@@ -197,8 +197,12 @@ pub(super) fn check_section(
 
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let others = || KEYS.iter().filter(move |s| s.name != section);
-    let foreign = equivalent(&[], key).and_then(|path| path.split_once('.'));
     let mut detail = format!("no key is called {:?} here", shortened(key));
+    let suggestion = equivalent(&[], key);
+    if let Some(sentence) = suggestion.filter(|suggestion| suggestion.contains(' ')) {
+        return format!("{detail}; {sentence}");
+    }
+    let foreign = suggestion.and_then(|path| path.split_once('.'));
     if key == "sweep" && section.is_empty() {
         detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` \
                   or POST /api/v1/sweeps"

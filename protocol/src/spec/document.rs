@@ -24,8 +24,14 @@ pub fn toml_document(text: &str) -> Result<Value, SpecError> {
         SpecError { pointer: String::new(), detail: format!("{place}{detail}") }
     };
     check_nesting(text).map_err(|(offset, detail)| error(Some(offset), &detail))?;
-    let table: toml::Table = toml::from_str(text)
-        .map_err(|e| error(e.span().map(|span| span.start), &e.message().replace('\n', " ")))?;
+    let table: toml::Table = toml::from_str(text).map_err(|e| {
+        let mut detail = e.message().replace('\n', " ");
+        // JSON, or YAML.
+        if text.trim_start().starts_with('{') || detail.contains("expected `=`") {
+            detail += "; the format is TOML, with lines such as epochs = 10";
+        }
+        error(e.span().map(|span| span.start), &detail)
+    })?;
     Ok(json_of(toml::Value::Table(table)))
 }
 

@@ -1,10 +1,10 @@
 //! The names of other programs (MindSpore, PyTorch, DeepSpeed, Megatron-LM, Determined) for keys and values. An error for an unknown name
-//! suggests the equivalent name here, rather than a name with a similar spelling.
+//! suggests the equivalent name here, or says that there is none, rather than a name with a similar spelling.
 
-use super::{Device, OptimizerKind, Split, shard::MODES};
+use super::{Device, OptimizerKind, Precision, Split, shard::MODES};
 
 /// For a value: the valid words of its key, the names of other programs in lower case, and the suggestion. For a key: no words, the names,
-/// and the key's path `section.key`.
+/// and the key's path `section.key`, or a sentence if no key is equivalent.
 const NAMES: &[(&[&str], &[&str], &str)] = &[
     (&[], &["learning_rate"], "train.lr"),
     (&[], &["num_epochs", "max_epochs"], "train.epochs"),
@@ -14,9 +14,17 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
         &["gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accum_steps"],
         "train.accumulate",
     ),
-    (&[], &["amp_level"], "train.precision"),
-    (&[], &["parallel_mode"], "parallel.mode"),
-    (&[], &["device_num", "world_size", "nproc_per_node", "slots_per_trial"], "parallel.ranks"),
+    (&[], &["amp_level", "amp", "mixed_precision", "fp16", "bf16"], "train.precision"),
+    (&[], &["wd"], "train.weight_decay"),
+    (&[], &["lr_scheduler"], "train.schedule"),
+    (&[], &["drop_last"], "data.drop_remainder"),
+    (&[], &["parallel_mode", "strategy"], "parallel.mode"),
+    (&[], &["device_num", "world_size", "nproc_per_node", "slots_per_trial", "num_gpus"], "parallel.ranks"),
+    (
+        &[],
+        &["resources"],
+        "parallel.ranks is the number of slots, and the key priority is at the top of the document",
+    ),
     (&[], &["tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size"], "parallel.model"),
     (
         &[],
@@ -37,6 +45,37 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
     (&[], &["max_concurrent_trials"], "sweep.max_concurrent"),
     (&[], &["divisor"], "sweep.reduction"),
     (&[], &["max_rungs"], "sweep.rungs"),
+    (
+        &[],
+        &[
+            "gradient_clipping",
+            "gradient_clip_val",
+            "gradient_clip",
+            "grad_clip",
+            "clip_grad",
+            "clip_grad_norm",
+            "clip_gradients",
+            "max_grad_norm",
+        ],
+        "Lockstep does not clip gradients; a lower train.lr or train.warmup_epochs can prevent large steps",
+    ),
+    (
+        &[],
+        &["recompute", "gradient_checkpointing", "activation_checkpointing"],
+        "Lockstep does not recompute activations; a smaller train.batch_size with train.accumulate saves memory",
+    ),
+    (
+        &[],
+        &["fsdp", "fully_sharded"],
+        "weights are not divided over ranks as in FSDP; parallel.optimizer_sharding = true divides the optimizer's state",
+    ),
+    (&[], &["num_classes"], "the number of classes comes from the dataset"),
+    (&[], &["shuffle"], "training pictures are always shuffled, in an order that train.seed determines"),
+    (
+        &[],
+        &["num_workers", "num_parallel_workers", "dataloader_num_workers"],
+        "the number of threads that prepare pictures is chosen automatically",
+    ),
     (
         &OptimizerKind::NAMES,
         &["sgd"],
@@ -67,6 +106,8 @@ const NAMES: &[(&[&str], &[&str], &str)] = &[
         &["shard(0)", "shard(1)"],
         "Shard(0) of a layer's weights is \"out\" here, and Shard(1) is \"in\"",
     ),
+    (&Precision::NAMES, &["float16", "half"], "did you mean \"fp16\"?"),
+    (&Precision::NAMES, &["bfloat16"], "did you mean \"bf16\"?"),
     (&Device::NAMES, &["gpu"], "did you mean \"cuda\"?"),
     (&Device::NAMES, &["ascend", "npu"], "Ascend devices are not supported"),
 ];

@@ -328,6 +328,14 @@ fn errors_say_what_is_allowed() {
             &["did you mean \"accumulate\"? It belongs to [train]: write it as train.accumulate"],
         ),
         ("parallel", "zero_stage = 1", "zero_stage", &["did you mean \"optimizer_sharding\"?"]),
+        ("train", "fp16 = true", "fp16", &["did you mean \"precision\"?"]),
+        (
+            "train",
+            "gradient_clipping = 1.0",
+            "gradient_clipping",
+            &["here; Lockstep does not clip gradients"],
+        ),
+        ("parallel", "recompute = true", "recompute", &["here; Lockstep does not recompute activations"]),
         ("parallel", "device = \"Ascend\"", "device", &["is \"Ascend\"; Ascend devices are not supported"]),
         ("parallel", "mode = \"ddp\"", "mode", &["did you mean \"data\"?"]),
         (
@@ -361,6 +369,7 @@ fn errors_say_what_is_allowed() {
         one_mistake(&job_with(section, line), &format!("/{section}/{key}"), expected);
     }
     one_mistake(&job_with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
+    one_mistake(&job_with("resources", "slots_per_trial = 4"), "/resources", &["parallel.ranks"]);
     for valid in
         ["mode = \"hybrid\"\nheight = 2\nranks = 2", "device = \"cpu\"\n[train]\nprecision = \"bf16\""]
     {
@@ -388,6 +397,10 @@ fn syntax_errors_name_line_and_column() {
     assert!(found[0].detail.starts_with("line 2, column"), "{found:?}");
     let found = mistakes("[train]\nlr = 1\nlr = 2");
     assert!(found[0].detail.starts_with("line 3, column"), "{found:?}");
+    for other_format in ["name: x\ntrain:\n  lr: 1\n", "{\"name\": \"x\"}"] {
+        let found = mistakes(other_format);
+        assert!(found[0].detail.contains("the format is TOML"), "{found:?}");
+    }
     assert!(from_json(&json!([1])).is_err_and(|e| e[0].detail.contains("a list")));
 }
 

@@ -7,6 +7,7 @@ import os
 import ssl
 import stat
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import httpx
 from .errors import LockstepError
 
 DEFAULT_SERVER = "http://127.0.0.1:7070"
-# Added to the error of a request without a valid token.
+# Added to the error of a request without a token.
 NO_TOKEN = (
     "a client takes its token from the argument `token`, the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN or, "
     "on the server's machine, the folder lockstep-data here (or the argument `data_dir` or LOCKSTEP_DATA_DIR); on that "
@@ -27,6 +28,18 @@ TIMEOUT = httpx.Timeout(150.0, connect=5.0)
 _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
+class Token(httpx.Auth):
+    """An access token. `source` says where it was found."""
+
+    def __init__(self, secret: str, source: str) -> None:
+        self.header, self.source = f"Bearer {secret}", source
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Adds the token to a request."""
+        request.headers["Authorization"] = self.header
+        yield request
+
+
 def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Returns the arguments of `httpx.Client`. Raises `LockstepError` if the URL, the token or a file is wrong."""
     folder = Path(data_dir or os.environ.get("LOCKSTEP_DATA_DIR") or "lockstep-data")
@@ -35,7 +48,7 @@ def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathL
         address = httpx.URL(server if "://" in server else f"http://{server}")
     except httpx.InvalidURL as error:
         raise LockstepError(f"the server's URL is {server!r}: {error}. Give it as in {DEFAULT_SERVER}") from error
-    token = token or _find_token(address, folder)
+    auth = Token(token, "the argument `token`") if token else _find_token(address, folder)
     # Loading the system's CA certificates takes a while, and only https needs them.
     is_https = address.scheme == "https"
     verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -46,7 +59,7 @@ def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathL
             raise LockstepError(f"LOCKSTEP_CA_FILE is {ca_file}, which cannot be used: {error}") from error
     return {
         "base_url": str(address).rstrip("/") + "/api/v1",
-        "headers": {"Authorization": f"Bearer {token}"} if token else {},
+        "auth": auth,
         "timeout": TIMEOUT,
         "verify": verify,
         # The environment's proxies are used only with https, so that no token passes a proxy unencrypted.
@@ -67,11 +80,11 @@ def _recorded_server(data_dir: Path) -> str | None:
         return None
 
 
-def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
+def _find_token(address: httpx.URL, data_dir: Path) -> Token | None:
     if file_name := os.environ.get("LOCKSTEP_TOKEN_FILE"):
-        return _read(Path(file_name))
+        return _read(Path(file_name), ", which LOCKSTEP_TOKEN_FILE names")
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
-        return token
+        return Token(token, "the environment variable LOCKSTEP_TOKEN")
     file = data_dir / "token"
     # The token in the data directory is only for a server on this machine.
     if not (addresses := _loopback_addresses(address)):
@@ -93,14 +106,14 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     return _read(file)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, named_by: str = "") -> Token:
     try:
         token = file.read_text().strip()
     except OSError as error:
         raise LockstepError(f"the token file {file}: {error.strerror}") from error
     if not token:
         raise LockstepError(f"the token file {file} is empty")
-    return token
+    return Token(token, f"the file {file}{named_by}")
 
 
 def _loopback_addresses(address: httpx.URL) -> _Addresses:

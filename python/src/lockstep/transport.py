@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import httpx
 
-from .access import NO_TOKEN
+from .access import NO_TOKEN, Token
 from .errors import Problem, Unreachable
 
 P = ParamSpec("P")
@@ -109,7 +109,7 @@ class Calls:
                 self._io.has_answered = True
                 if response.is_success:
                     return response
-                failure = _problem(response)
+                failure = _problem(response, self._io.http.auth)
                 # These codes mean that the server has not processed the request. A status alone may come from a proxy.
                 was_not_done = failure.code in ("too_many_requests", "unavailable")
                 should_retry = was_not_done or (may_repeat and failure.status in (502, 503, 504))
@@ -135,11 +135,12 @@ class Calls:
                 return elements
 
 
-def _problem(response: httpx.Response) -> Problem:
+def _problem(response: httpx.Response, auth: httpx.Auth | None) -> Problem:
     with contextlib.suppress(ValueError):
         if isinstance(body := response.json(), dict):
             if body.get("code") == "unauthorized":
-                body["detail"] = f"{body.get('detail')}\n{NO_TOKEN}"
+                hint = f"the token is {auth.source}" if isinstance(auth, Token) else NO_TOKEN
+                body["detail"] = f"{body.get('detail')}\n{hint}"
             return Problem(response.status_code, body)
     return Problem(response.status_code, {"detail": f"{response.url} answered with status {response.status_code}"})
 

@@ -63,7 +63,7 @@ pub(super) struct Chosen {
 /// With [`Several::Refuse`], if several jobs called `name` remain. The message takes the jobs that `accepts` rejects for jobs that have
 /// ended. Also if several ids begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
-    Kind { noun, list_command, .. }: Kind,
+    Kind { noun, .. }: Kind,
     jobs: &[Value],
     name: &str,
     accepts: impl Fn(&Value) -> bool,
@@ -83,7 +83,7 @@ pub(super) fn choose(
             } else {
                 format!("all {} {noun}s called {name} have ended", named_jobs.len())
             };
-            return Err(format!("{why}: give a {noun}'s id; `{list_command}` shows the ids"));
+            return Err(format!("{why}; give a {noun}'s id:{}", list(&candidates)));
         }
         let is_newest_of_all = named_jobs.first().is_some_and(|first| id(first) == id(newest));
         let which = if is_newest_of_all { "newest" } else { "newest that this command can use" };
@@ -108,7 +108,11 @@ pub(super) fn choose(
              and `lockstep export` read"
         )),
         [] => Ok(None),
-        matches => Err(ambiguous_prefix(matches, name)),
+        matches => Err(format!(
+            "{} ids begin with {name}; give a longer part of the id:{}",
+            matches.len(),
+            list(matches)
+        )),
     }
 }
 
@@ -119,17 +123,16 @@ fn describe(job: &Value) -> String {
     format!("{id}, {state}{}", created.unwrap_or_default())
 }
 
-/// Returns the message for several ids that begin with `name`. The message describes each job, so that the user can choose.
-fn ambiguous_prefix(jobs: &[&Value], name: &str) -> String {
-    let count = jobs.len();
-    let mut message = format!("{count} ids begin with {name}; give a longer part of the id:");
+/// Describes each job on a line of its own, so that the user can choose. Each line begins with a line break.
+fn list(jobs: &[&Value]) -> String {
+    let mut lines = String::new();
     for job in jobs.iter().take(MAX_LISTED) {
-        let _ = write!(message, "\n  {}  {}", describe(job), one_line(text(job, "name")));
+        let _ = write!(lines, "\n  {}  {}", describe(job), one_line(text(job, "name")));
     }
-    if count > MAX_LISTED {
-        let _ = write!(message, "\n  and {} more", count - MAX_LISTED);
+    if jobs.len() > MAX_LISTED {
+        let _ = write!(lines, "\n  and {} more", jobs.len() - MAX_LISTED);
     }
-    message
+    lines
 }
 
 #[cfg(test)]
@@ -186,11 +189,14 @@ mod tests {
             assert!(note.starts_with(expected), "{note}");
         }
         let error = choose(JOB, &trials, "pics", |_| true, Several::Refuse).unwrap_err();
-        assert_eq!(error, "several jobs are called pics: give a job's id; `lockstep list` shows the ids");
+        assert!(
+            error.starts_with("several jobs are called pics; give a job's id:\n  j0003, succeeded"),
+            "{error}"
+        );
         let ended = [trials[0].clone(), trials[2].clone()];
         let error = choose(JOB, &ended, "pics", has_not_ended, Several::Refuse).unwrap_err();
-        let expected = "all 2 jobs called pics have ended: give a job's id; `lockstep list` shows the ids";
-        assert_eq!(error, expected);
+        let expected = "all 2 jobs called pics have ended; give a job's id:\n  j0003, succeeded";
+        assert!(error.starts_with(expected), "{error}");
         let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
                       j0001, failed, 3 d ago  pics";

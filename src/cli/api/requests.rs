@@ -1,7 +1,7 @@
 //! Requests for commands that cannot undo their next action. [`Api::find`] distinguishes "does not exist" from "could not be read", and
 //! [`Api::post_once`] may send a request several times, but the server carries it out once.
 
-use super::{Api, Outage, read_problem};
+use super::{Api, Outage};
 use crate::cli::output;
 use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
@@ -34,7 +34,7 @@ impl Api {
                 Ok(None)
             }
             status if status.is_success() => self.read(response).await.map(Some),
-            _ => Err(read_problem(response).await),
+            _ => Err(self.read_problem(response).await),
         }
     }
 

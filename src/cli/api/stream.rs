@@ -1,6 +1,6 @@
 //! A job's event stream, for the commands that follow a job.
 
-use super::{Api, read_problem};
+use super::Api;
 use anyhow::bail;
 use futures_util::StreamExt;
 use lockstep_protocol::{
@@ -57,7 +57,7 @@ impl Api {
         let opening = async {
             let response = request.send().await.map_err(|error| self.request_error(&error))?;
             if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-                return Err(read_problem(response).await);
+                return Err(self.read_problem(response).await);
             }
             let connection = response.upgrade().await?;
             Ok(Stream(WebSocketStream::from_raw_socket(connection, Role::Client, None).await))

@@ -9,8 +9,8 @@ pub enum CommError {
     #[error("{operation}: no answer from rank {peer} for {secs:.0} s")]
     TimedOut { operation: &'static str, peer: u32, secs: f64 },
     /// A rank closed its connection or died.
-    #[error("{operation}: lost the connection to rank {peer}: {detail}")]
-    Disconnected { operation: &'static str, peer: u32, detail: String },
+    #[error("{operation}: lost the connection to rank {peer}{}", .detail.as_ref().map(|why| format!(": {why}")).unwrap_or_default())]
+    Disconnected { operation: &'static str, peer: u32, detail: Option<String> },
     /// The machines of the ranks `peers` do not respond.
     #[error("{operation}: {detail}")]
     Unreachable { operation: &'static str, peers: Vec<u32>, detail: String },
@@ -63,7 +63,7 @@ impl CommError {
         match error {
             RendezvousError::Stopped => CommError::Aborted { operation, reason: "asked to stop".into() },
             RendezvousError::Lost(detail) => {
-                CommError::Disconnected { operation, peer: 0, detail: detail.to_string() }
+                CommError::Disconnected { operation, peer: 0, detail: Some(detail.to_string()) }
             }
             other => CommError::Failed { operation, detail: other.to_string() },
         }

@@ -68,7 +68,7 @@ impl Weights {
 
 pub(super) fn no_average_error() -> Error {
     let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
-                  were averaged; leave weights=ema out";
+                  were averaged; leave out weights=ema (on the command line, --weights ema)";
     Error::NotFound(detail.into())
 }
 

@@ -101,8 +101,7 @@ mod tests {
     /// The group and its concurrent group have calls in progress. Either may notice first that a rank has exited.
     #[test]
     fn all_calls_in_progress_report_the_same_lost_rank() {
-        let lost =
-            || CommError::Disconnected { operation: "all_reduce", peer: 3, detail: "it is gone".into() };
+        let lost = || CommError::Disconnected { operation: "all_reduce", peer: 3, detail: None };
         let end = End::default();
         assert!(matches!(end.fail_with(lost()), CommError::Disconnected { peer: 3, .. }));
         let other = end.fail_with(CommError::Failed { operation: "broadcast", detail: "closed".into() });

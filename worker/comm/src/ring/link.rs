@@ -23,7 +23,7 @@ impl Link<'_> {
     /// Sends `header` and `out` to the next rank while `sink` receives from the previous rank.
     pub(super) fn exchange(&self, header: &[u8], out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let (mut next, mut previous, operation) = (self.next, self.previous, self.operation);
-        let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
+        let lost = |peer, detail| CommError::Disconnected { operation, peer, detail };
         let (mut sent, length) = (0, header.len() + out.len());
         while sent < length || sink.remaining() > 0 {
             let mut has_moved = false;
@@ -41,15 +41,15 @@ impl Link<'_> {
                         has_moved = true;
                     }
                     Err(e) if is_temporary(&e) => {}
-                    Err(e) => return Err(lost(self.next_rank, e.to_string())),
+                    Err(e) => return Err(lost(self.next_rank, Some(e.to_string()))),
                 }
             }
             if sink.remaining() > 0 {
                 match sink.receive(&mut previous) {
-                    Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
+                    Ok(0) => return Err(lost(self.previous_rank, None)),
                     Ok(_) => has_moved = true,
                     Err(e) if is_temporary(&e) => {}
-                    Err(e) => return Err(lost(self.previous_rank, e.to_string())),
+                    Err(e) => return Err(lost(self.previous_rank, Some(e.to_string()))),
                 }
             }
             if has_moved {
@@ -70,11 +70,11 @@ impl Link<'_> {
                     // lost.
                     let gone = PollFlags::HUP | PollFlags::ERR;
                     if sent == length && ready[0].revents().intersects(gone) {
-                        return Err(lost(self.next_rank, "it closed the connection".into()));
+                        return Err(lost(self.next_rank, None));
                     }
                 }
                 Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(lost(self.previous_rank, e.to_string())),
+                Err(e) => return Err(lost(self.previous_rank, Some(e.to_string()))),
             }
         }
         Ok(())

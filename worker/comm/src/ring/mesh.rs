@@ -95,7 +95,7 @@ impl Mesh {
         let connection = match slot.take() {
             Some(connection) => Ok(connection),
             None => self.connect(to).map_err(|error| {
-                let detail = error.to_string();
+                let detail = Some(error.to_string());
                 CommError::Disconnected { operation: OPERATION, peer: to, detail }
             }),
         };

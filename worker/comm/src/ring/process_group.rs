@@ -88,8 +88,7 @@ impl ProcessGroup for Ring {
             let polled = poll(&mut ready, Some(&Timespec::default()));
             let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
             if polled.is_ok() && ready[0].revents().intersects(gone) {
-                let detail = "it closed the connection".into();
-                return Err(CommError::Disconnected { operation, peer, detail });
+                return Err(CommError::Disconnected { operation, peer, detail: None });
             }
         }
         Ok(())

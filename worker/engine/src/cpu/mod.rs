@@ -319,7 +319,10 @@ impl Engine for CpuEngine {
             format!("; {}", state.memory_saving_text(layout.whole_len))
         } else {
             let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
-            format!("; they also share one copy of the optimizer state, {:.2} MB", bytes as f64 / 1e6)
+            let mb = bytes as f64 / 1e6;
+            format!(
+                "; parallel.optimizer_sharding saves nothing here, because they also share one copy of the optimizer state, {mb:.2} MB"
+            )
         };
         if !self.plan.is_data() {
             let is_exchange =

@@ -190,7 +190,9 @@ fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
     }
     for description in exchange(sharded(Plan::data(2)), true) {
         assert!(
-            description.ends_with("; they also share one copy of the optimizer state, 16.90 MB"),
+            description.ends_with(
+                "saves nothing here, because they also share one copy of the optimizer state, 16.90 MB"
+            ),
             "{description}"
         );
     }

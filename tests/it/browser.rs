@@ -36,8 +36,8 @@ impl Started {
         Self::start(folder, terminal, screen, args)
     }
 
-    /// Starts a command with the folder's `bin` first in PATH, or as all of PATH if `bin` has no `xdg-open`. `screen`: the environment
-    /// variable that names a display.
+    /// Starts a command with the folder's `bin` first in PATH. If `bin` has no `xdg-open`, PATH is only `bin`, so that the system's
+    /// `xdg-open` is not found. `screen`: the environment variable that names a display.
     fn start(folder: Folder, terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let data = folder.path().join("data");
         let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];

@@ -66,8 +66,8 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let logs = [log(&server, &first).await, log(&server, &second).await];
     let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
     assert_eq!(copied, 1, "{logs:?}");
-    let kept = copies(&b, &server);
-    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    let copy_folders = copies(&b, &server);
+    let [copy] = copy_folders.as_slice() else { panic!("{copy_folders:?}") };
     assert!(copy.join("data/empty").is_dir());
     // A later job does not copy it again, even with a restarted agent.
     b.kill();
@@ -92,7 +92,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let id = server.train(&spec("changed", STEPS)).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let renewed = copies(&b, &server);
-    assert!(renewed.len() == 1 && renewed != kept, "{renewed:?}");
+    assert!(renewed.len() == 1 && renewed != copy_folders, "{renewed:?}");
     assert_eq!(fs::read(renewed[0].join("data/train-labels-idx1-ubyte")).expect("labels"), changed);
 }
 
@@ -124,8 +124,8 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     assert!(later.len() > part.len(), "{} and then {}", part.len(), later.len());
     server.start_serve().await;
     server.wait_for_success(&id).await;
-    let kept = copies(&a, &server);
-    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    let copy_folders = copies(&a, &server);
+    let [copy] = copy_folders.as_slice() else { panic!("{copy_folders:?}") };
     let whole = fs::metadata(copy.join("data/filler")).expect("the whole file");
     assert_eq!((whole.ino(), whole.len()), (part.ino(), FILLER_BYTES), "the same file, continued");
 }
@@ -202,7 +202,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     assert_eq!(copies(&d, &server).len(), 1);
 }
 
-/// A large file is copied twice.
+/// Only `tests/run full` runs this test, because it copies a large file twice.
 mod full {
     use super::*;
 
@@ -224,10 +224,10 @@ mod full {
         server.wait_for_success(&id).await;
         let log = log(&server, &id).await;
         assert!(log.contains("the dataset fashion changed while machine-a copied it"), "{log}");
-        let kept = copies(&a, &server);
-        let newest = kept
+        let copy_folders = copies(&a, &server);
+        let newest = copy_folders
             .iter()
             .find(|copy| fs::read(copy.join("data/a-note")).is_ok_and(|note| note == b"afterwards"));
-        assert!(newest.is_some(), "{kept:?}");
+        assert!(newest.is_some(), "{copy_folders:?}");
     }
 }

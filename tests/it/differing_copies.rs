@@ -75,13 +75,14 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     separate_disks::online(&server, 2).await;
     let agents = server.get("/agents").await;
     let agents = agents["agents"].as_array().expect("agents").clone();
-    let own = agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
-    let own = own.expect("the server's own agent");
+    let own_agent =
+        agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
+    let own_agent = own_agent.expect("the server's own agent");
     for _ in 0..3 {
         let id = server.submit(&specs::short("both", "fashion", 2, 20)).await;
         let why = server.wait_for_failure(&id).await;
         assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
-        assert!(why.contains(own) && why.contains("machine-b"), "{why}");
+        assert!(why.contains(own_agent) && why.contains("machine-b"), "{why}");
     }
     // A job on only the server's own machine uses the server's files.
     server.train(&specs::short("own", "fashion", 1, 20)).await;

@@ -262,7 +262,7 @@ impl Drop for Site {
 #[tokio::test]
 async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::with_reference_weights(5).await;
+    let (mut site, reference_weights) = Site::with_reference_weights(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);
     }
@@ -273,9 +273,9 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     site.network.set_connected(3, false);
     tokio::time::sleep(SHORT_OUTAGE).await;
     site.network.set_connected(3, true);
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
-    assert!(same == model, "the same weights over four hosts");
+    assert!(weights == reference_weights, "the same weights over four hosts");
     assert_eq!(
         site.count_in_log(
             &id,
@@ -292,11 +292,12 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     site.network.set_connected(3, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(2)));
-    assert!(same == model, "the same weights after an outage");
+    assert!(weights == reference_weights, "the same weights after an outage");
 
-    // An outage without end, and a spare machine. Then the machine of rank 0 is lost, and the machine that was lost first is the spare.
+    // The machine of rank 2 is lost for good, and a spare machine replaces it. In the second round, the machine of rank 0 is lost, and the
+    // machine that was lost before is the spare.
     site.join(5, "h5", 1);
     site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
     let host = |name: &str| name.trim_start_matches('h').parse::<u32>().expect("a number");
@@ -320,14 +321,14 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         let log = attempt_dir(&job_dir, 1).join(format!("rank.{rank}.log"));
         let log = fs::read_to_string(log).expect("its log");
         assert!(log.contains("lost the connection") && !log.contains("lease"), "{log}");
-        let (job, same) = site.wait_for_success(&id).await;
-        assert!(same == model, "the same weights after a host was lost");
+        let (job, weights) = site.wait_for_success(&id).await;
+        assert!(weights == reference_weights, "the same weights after a host was lost");
         let agents = job["agents"].as_array().expect("agents");
         assert!(agents.len() == 4 && !agents.contains(&json!(victim)), "{agents:?} without {victim}");
         let attempts = site.get(&format!("/jobs/{id}/attempts")).await;
         let attempts = attempts["attempts"].as_array().expect("attempts").clone();
         assert_eq!(attempts.len(), 2, "{attempts:#?}");
-        let first = attempts.iter().find(|attempt| attempt["attempt"] == 1).expect("the first");
+        let first = attempts.iter().find(|attempt| attempt["attempt"] == 1).expect("attempt 1");
         let reason = first["reason"].to_string();
         assert!(reason.contains(&victim), "{first:#}");
         assert!(

@@ -9,7 +9,7 @@ const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 #[tokio::test]
 async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::with_reference_weights(2).await;
+    let (mut site, reference_weights) = Site::with_reference_weights(2).await;
     for host in [1, 2] {
         site.network.add_second(host);
     }
@@ -19,9 +19,9 @@ async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
     site.online(&["h1", "h2"]).await;
     let before = [1, 2].map(|host| site.network.sent_bytes(host, "eth1"));
     let id = site.submit().await;
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!(job["agents"], json!(["h1", "h2"]));
-    assert!(same == model, "the same weights");
+    assert!(weights == reference_weights, "the same weights");
     for (host, before) in [1, 2].into_iter().zip(before) {
         let sent = site.network.sent_bytes(host, "eth1") - before;
         assert!(sent > MIN_GRADIENT_BYTES, "host {host} has sent {sent} bytes by eth1");

@@ -48,8 +48,8 @@ async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) ->
     );
     assert!(recovery < MAX_RECOVERY, "{recovery:?}: {}", site.logs());
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.wait_for_success(&id).await;
-    assert!(same == model, "the same weights after {} machines were lost", ranks.len());
+    let (job, weights) = site.wait_for_success(&id).await;
+    assert!(weights == reference_weights, "the same weights after {} machines were lost", ranks.len());
     assert_eq!(job["attempt"], json!(2));
     let agents = job["agents"].as_array().expect("agents");
     assert!(agents.len() == 4 && !agents.iter().any(|agent| lost.contains(agent)), "{agents:?}");
@@ -59,7 +59,7 @@ async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) ->
 #[tokio::test]
 async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnected() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::with_reference_weights(7).await;
+    let (mut site, reference_weights) = Site::with_reference_weights(7).await;
     let mut hosts: Vec<u32> = Vec::new();
     // The two hosts that are cut off have the same two neighbours, which must report both.
     for (joining, ranks, how) in [(1..=5, vec![2], Lost::Killed), (6..=7, vec![1, 3], Lost::CutOff)] {
@@ -89,15 +89,15 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
     site.network.set_connected(cut_off, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["attempt"], job["agents"].as_array().map(Vec::len)), (&json!(2), Some(4)));
-    assert!(same == model, "the same weights after an outage longer than the lease");
+    assert!(weights == reference_weights, "the same weights after an outage longer than the lease");
 }
 
 #[tokio::test]
 async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::with_reference_weights(2).await;
+    let (mut site, reference_weights) = Site::with_reference_weights(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);
     site.online(&["h1", "h2"]).await;
@@ -109,7 +109,7 @@ async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     site.network.kill(2);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["attempt"], &job["agents"]), (&json!(2), &json!(["h1"])));
     let history = site.get(&format!("/jobs/{id}/history")).await;
     let entries = history["entries"].as_array().expect("entries");

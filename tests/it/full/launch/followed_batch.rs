@@ -78,8 +78,11 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     let begun: u64 = begun.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
     assert!((LOST_AT - 20..STEPS).contains(&begun), "the newest checkpoint: {attempts:#}");
     let losses = server.points(&id, "loss").await;
-    let first = losses.iter().filter(|p| p.attempt == 1).map(|p| p.step).max();
-    assert!(first.is_some_and(|last| last >= begun && last < number(&job["step"])), "{first:?}, {begun}");
+    let last_step = losses.iter().filter(|p| p.attempt == 1).map(|p| p.step).max();
+    assert!(
+        last_step.is_some_and(|last| last >= begun && last < number(&job["step"])),
+        "{last_step:?}, {begun}"
+    );
     assert!(server.last_model(&id).await == server.last_model(&undisturbed).await, "the same weights");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     slurm.start_node("n1");

@@ -31,8 +31,8 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     fs::write(&uploads, "").expect("a file");
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
     let step = number(&trains_past(&server, &id, 1, 60).await["step"]);
-    let first = pods(&cluster).await;
-    assert_eq!(first.len(), 1);
+    let first_pods = pods(&cluster).await;
+    assert_eq!(first_pods.len(), 1);
     server.cli(&["pause", &id]).ok();
     following.wait_for_output(&server, "is still being uploaded to the server").await;
     server.kill_serve();
@@ -42,7 +42,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     // A job that is resumed during the upload continues in the same pod.
     server.cli(&["resume", &id]).ok();
     trains_past(&server, &id, 2, step).await;
-    assert_eq!(pods(&cluster).await, first);
+    assert_eq!(pods(&cluster).await, first_pods);
     server.cli(&["pause", &id]).ok();
     fs::remove_file(&uploads).expect("the file");
     cluster.until("the Job is suspended", |all| of_kind(all, "Job")[0]["spec"]["suspend"] == true).await;

@@ -60,8 +60,8 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         let online = agents.iter().filter(|agent| agent["online"] == true);
         online.map(|agent| agent["name"].as_str().expect("a name").to_owned()).collect()
     };
-    while online().await.len() < 2 {
-        assert!(start.elapsed() < TIMEOUT, "{:?} {}", online().await, serve.log());
+    while until_online().await.len() < 2 {
+        assert!(start.elapsed() < TIMEOUT, "{:?} {}", until_online().await, serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // A job on each of the two agents; one agent uses TLS.

@@ -26,9 +26,9 @@ enum Lost {
 }
 
 /// Trains a job that loses the machines of these ranks and continues on others. Returns the lost machines.
-async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32> {
+async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, reference_weights: &[u8]) -> Vec<u32> {
     let id = site.submit().await;
-    site.at_step(&id, 45).await;
+    site.until_step(&id, 45).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     let lost: Vec<_> = ranks.iter().map(|rank| job["agents"][*rank].clone()).collect();
     let began = Instant::now();
@@ -68,8 +68,8 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
             hosts.push(host);
         }
         let names: Vec<_> = hosts.iter().map(|host| format!("h{host}")).collect();
-        site.online(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
-        let lost = lose_machines(&site, &ranks, how, &model).await;
+        site.until_online(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+        let lost = lose_machines(&site, &ranks, how, &reference_weights).await;
         hosts.retain(|host| !lost.contains(host));
         for host in lost.into_iter().filter(|_| how == Lost::CutOff) {
             site.network.set_connected(host, true);
@@ -79,7 +79,7 @@ async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnect
 
     // Four hosts are left, without a spare.
     let id = site.submit().await;
-    site.at_step(&id, 25).await;
+    site.until_step(&id, 25).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     let cut_off = host(&job["agents"][1]);
     site.network.set_connected(cut_off, false);
@@ -100,10 +100,10 @@ async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let (mut site, reference_weights) = Site::with_reference_weights(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);
-    site.online(&["h1", "h2"]).await;
+    site.until_online(&["h1", "h2"]).await;
     let recovery = json!({"recovery": {"min_ranks": 1, "wait_seconds": 3}});
     let id = site.submit_with(4, STEPS, recovery).await;
-    site.at_step(&id, 45).await;
+    site.until_step(&id, 45).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     assert_eq!(job["agents"], json!(["h1", "h2"]));
     site.network.kill(2);
@@ -117,5 +117,5 @@ async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
     let why = &second.expect("the second attempt")["reason"];
     assert_eq!((&why["code"], number(&why["ranks"])), (&json!("fewer_ranks"), 2), "{history:#}");
     // Only the weights are compared, as the file's metadata has the number of ranks.
-    assert!(tensors(&same) == tensors(&model), "two ranks end with the weights of four");
+    assert!(tensors(&weights) == tensors(&reference_weights), "two ranks end with the weights of four");
 }

@@ -9,7 +9,7 @@ use crate::{
 #[tokio::test]
 async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps() {
     let _permit = training_permit().await;
-    // Slows only steps that no trial reaches.
+    // By default, tests slow steps after step 100. Here only steps that no trial reaches are slow.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;

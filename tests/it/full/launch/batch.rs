@@ -22,7 +22,7 @@ fn launch_detached(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -
 const KILL_WAIT_SECS: u64 = 13;
 
 /// Waits until a job trains in at least this attempt and has passed this step.
-pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
+pub(super) async fn until_past_step(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
@@ -54,7 +54,7 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("cancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     // Slurm's description of the job contains no token.
     let bundle = server.folder().path().join("launch").join(&id).join("bundle.json");
     let bundle: Value = serde_json::from_slice(&fs::read(bundle).expect("a file")).expect("JSON");
@@ -67,7 +67,7 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
 
     let id = submit(&server, &endless("scancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     let saved_step = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
@@ -90,7 +90,7 @@ async fn assert_continues_then_cancel(
     saved_step: u64,
 ) {
     slurm.start_now(batch);
-    let job = trains_past(server, id, 2, saved_step).await;
+    let job = until_past_step(server, id, 2, saved_step).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     server.cli(&["cancel", id]).ok();
     slurm.until_ended(batch);
@@ -102,7 +102,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
     slurm.run("scancel", &["--batch", "--signal=USR1", &batch]);
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
@@ -124,7 +124,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
     server.permit = None;
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
@@ -174,7 +174,7 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
     slurm.start_now(&batch);
-    trains_past(&server, &id, 2, saved_step).await;
+    until_past_step(&server, &id, 2, saved_step).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
     assert!(begun.ends_with("-100"), "{attempts:#}");

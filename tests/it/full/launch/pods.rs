@@ -1,6 +1,6 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{batch::trains_past, endless, server, short, submit, valid_agent_tokens};
+use super::{batch::until_past_step, endless, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
@@ -135,7 +135,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     let secret = cluster.objects("Secret").await.remove(0)["secret"]["bundle.json"].take();
     let bundle: Value = serde_json::from_str(secret.as_str().expect("a description")).expect("JSON");
     for node in bundle["nodes"].as_array().expect("agents") {
@@ -155,7 +155,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let saved_step = newest_step(&server, &id).await;
     assert!(saved_step >= step, "{saved_step} and {step}");
     server.cli(&["resume", &id]).ok();
-    let step = number(&trains_past(&server, &id, 2, saved_step).await["step"]);
+    let step = number(&until_past_step(&server, &id, 2, saved_step).await["step"]);
     // A Job that another client suspends stays suspended, with a checkpoint.
     cluster.act("suspend", json!({"suspend": true})).await;
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
@@ -166,7 +166,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let saved_step = newest_step(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
-    trains_past(&server, &id, 3, saved_step).await;
+    until_past_step(&server, &id, 3, saved_step).await;
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     let (status, output) = following.end();
@@ -189,7 +189,7 @@ async fn a_second_launch_takes_over_the_pods_of_the_first() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;
     Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     let uid = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
     let tokens = valid_agent_tokens(&server).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));

@@ -126,7 +126,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let request = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
     let lower_lr = server.post(&format!("/jobs/{id}/fork"), &request).await;
     assert_eq!(lower_lr.status.as_u16(), 201, "{}", lower_lr.text);
-    for (fork, from) in [(&same, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
+    for (fork, from) in [(&unchanged, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
         let reason = fork["reason"].as_str().expect("the reason");
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");

@@ -207,7 +207,7 @@ console.log("| what | median | from to | n |\n|---|---|---|---|");
 await measureList();
 if (MANY) await measureManyJobs();
 const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
-const browser = await chromium.launch({ executablePath: CHROMIUM, args }), agentBrowser = await chromium.launch({ executablePath: CHROMIUM, args });
+const [browser, agentBrowser] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
 let agent, context;
 try {
   agent = await simulateAgent(agentBrowser, server, RANKS);

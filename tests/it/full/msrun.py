@@ -26,5 +26,5 @@ first = args.node_rank * args.local_worker_num
 processes = [(f"worker_{first + i}.log", {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(first + i), "RANK_ID": str(first + i), "DEVICE_ID": str(i)}) for i in range(args.local_worker_num)]
 if args.node_rank == 0:
     processes.insert(0, ("scheduler.log", {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}))
-running = [subprocess.Popen(command, env={**common, **variables}, stdout=open(log, "w"), stderr=subprocess.STDOUT) for log, variables in processes]
+running = [subprocess.Popen(command, env={**common, **extra}, stdout=open(log, "w"), stderr=subprocess.STDOUT) for log, extra in processes]
 sys.exit(any([process.wait() for process in running]))

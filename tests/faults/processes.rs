@@ -39,10 +39,10 @@ async fn ranks_may_be_killed_or_crash() {
     ];
     for faults in jobs {
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        let mut past = CHECKPOINT_STEPS + 10;
+        let mut fault_step = CHECKPOINT_STEPS + 10;
         let mut rows = Vec::new();
         for (attempt, (fault, hit_ranks, fault_signal)) in (1..).zip(faults) {
-            wait_for_step(&server, &id, past).await;
+            wait_for_step(&server, &id, fault_step).await;
             let ranks = server.ranks(&id);
             let mut row = Row::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit_ranks.contains(rank)) {
@@ -56,7 +56,7 @@ async fn ranks_may_be_killed_or_crash() {
             row.wait_until_recovered(&server, &id, attempt).await;
             let recovered = row.recovery_time();
             assert!(recovered < Duration::from_secs(30), "{fault}: training again after {recovered:?}");
-            past = number(&server.job(&id).await["step"]) + 10;
+            fault_step = number(&server.job(&id).await["step"]) + 10;
             rows.push((row, fault_signal));
         }
         judge(&server, &id, STEPS, &model, &[]).await;
@@ -131,11 +131,11 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut stops = Vec::new();
-    for (attempt, past, fault, fault_signal) in [
+    for (attempt, fault_step, fault, fault_signal) in [
         (1, CHECKPOINT_STEPS + 10, "Ctrl-C of serve", Signal::INT),
         (2, 3 * CHECKPOINT_STEPS + 10, "SIGTERM of serve", Signal::TERM),
     ] {
-        wait_for_step(&server, &id, past).await;
+        wait_for_step(&server, &id, fault_step).await;
         let mut row = Row::begin(fault);
         assert_eq!(server.stop_serve(fault_signal).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
@@ -143,7 +143,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         let checkpoints =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
         let step = checkpoints.last().expect("a checkpoint").1;
-        assert!(step >= past, "{checkpoints:?}");
+        assert!(step >= fault_step, "{checkpoints:?}");
         server.start_serve().await;
         row.wait_until_recovered(&server, &id, attempt).await;
         stops.push((row, step));
@@ -165,12 +165,12 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_may_be_truncated() {
+async fn the_newest_checkpoint_may_be_damaged() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    let mut past = 2 * CHECKPOINT_STEPS + 10;
+    let mut fault_step = 2 * CHECKPOINT_STEPS + 10;
     let mut damaged = Vec::new();
     for (fault, damage) in [
         (
@@ -182,7 +182,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
             bytes[middle] ^= 1;
         }),
     ] {
-        wait_for_step(&server, &id, past).await;
+        wait_for_step(&server, &id, fault_step).await;
         server.cli(&["pause", &id]).ok();
         let listed = server.checkpoints(&id).await;
         let (newest, previous) = (number(&listed[0]["step"]), number(&listed[1]["step"]));
@@ -194,7 +194,7 @@ async fn the_newest_checkpoint_may_be_truncated() {
         damaged.push((Row::begin(fault), newest, previous));
         server.cli(&["resume", &id]).ok();
         // The next damage waits for a checkpoint after the damaged one.
-        past = newest + CHECKPOINT_STEPS;
+        fault_step = newest + CHECKPOINT_STEPS;
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;

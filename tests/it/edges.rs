@@ -215,7 +215,7 @@ async fn the_server_responds_when_few_file_descriptors_are_left() {
     let server = Server::start_wrapped(Agents::None, None, Vec::new(), &wrapper, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();
     let idle: Vec<TcpStream> = (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
-    // The remaining descriptors suffice, even for requests that open files.
+    // The server keeps enough of its 64 descriptors free, even for requests that open files.
     for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
         let fresh = client(&server.token());
         let response = fresh.get(format!("{}{path}", server.url)).send().await.expect("a response");

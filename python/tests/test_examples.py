@@ -32,8 +32,8 @@ def test_every_python_example_of_the_pages_is_run_by_a_test() -> None:
         for path in sorted((ROOT / "python/tests").rglob("*.py"))
         for call in re.findall(r'\bexample\(\s*"([^"]+)", "([^"]+)"\s*\)', path.read_text())
     ]
-    # These tests need a server with a small dataset, or onnxruntime. Each runs the only example of its page.
-    of_pages = [
+    # Rust tests run examples that need a server with a small dataset, or onnxruntime, each the only example of its page.
+    pages_of_rust_tests = [
         page
         for path in sorted((ROOT / "tests/it").rglob("*.rs"))
         for page in re.findall(r'pages::blocks\("([^"]+)", "python"\)', path.read_text())
@@ -43,6 +43,6 @@ def test_every_python_example_of_the_pages_is_run_by_a_test() -> None:
     not_run = [
         (page, block)
         for page, block in all_blocks
-        if page not in of_pages and not any(page == of and words in block for of, words in calls)
+        if page not in pages_of_rust_tests and not any(page == tested and words in block for tested, words in calls)
     ]
     assert not_run == [], "no test runs these examples: add a test that runs example(page, words)"

@@ -79,11 +79,13 @@ def api(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def store(w: Any, **values: Any) -> bool:
+    """Stores values for later calls. Always true, so that it can be part of a check."""
     w.__dict__.update(values)
     return True
 
 
 def reaches(w: Any, state: str) -> bool:
+    """Waits until the fork has this state; false if it does not in time."""
     ends_at = time.monotonic() + 30
     while w.fork.state != state and time.monotonic() < ends_at:
         time.sleep(0.05)
@@ -218,14 +220,14 @@ def test_errors_name_their_cause(call: Callable[[lockstep.Client], Any], kind: t
 class LosesResponses(httpx.HTTPTransport):
     """Responds 503 to the first submission of a job, and loses the response to the second."""
 
-    seen: list[int] = []
+    submissions = 0
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
-            self.seen.append(len(self.seen))
-            if len(self.seen) == 1:
+            LosesResponses.submissions += 1
+            if self.submissions == 1:
                 return httpx.Response(503, text="<html>a proxy</html>")
-            if len(self.seen) == 2:
+            if self.submissions == 2:
                 super().handle_request(request).close()
                 raise httpx.ReadError("the connection broke", request=request)
         return super().handle_request(request)
@@ -237,7 +239,7 @@ def test_a_submission_with_a_lost_response_creates_one_job() -> None:
         client._io.http._transport = LosesResponses()
         job = client.submit(SPEC, name="once", set={"train.steps": 100_000})
         assert [other.id for other in client.jobs(name="once")] == [job.id]
-        assert len(LosesResponses.seen) == 3
+        assert LosesResponses.submissions == 3
         job.cancel()
 
 
@@ -249,7 +251,7 @@ def test_warnings_and_notes_about_jobs_are_printed(capsys: pytest.CaptureFixture
     with lockstep.Client() as client:
         client.upload("sides", "sides.zip")
         changes = {"data.dataset": "sides", "data.validation": "val", "train.steps": 100_000}
-        jobs = [client.submit(SPEC, name="sides", set=changes) for _ in "12"]
+        jobs = [client.submit(SPEC, name="sides", set=changes) for _ in range(2)]
         assert "lockstep: warning: dataset sides: " in capsys.readouterr().err
         assert client.job("sides").id == jobs[1].id
         assert f"2 jobs are called sides; the newest is taken: {jobs[1].id}" in capsys.readouterr().err

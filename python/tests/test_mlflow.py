@@ -65,11 +65,11 @@ def test_mlflow_client_logs_and_reads_a_run(
         (tmp_path / "model/MLmodel").write_text("flavors: {}")
         (tmp_path / "model/data/weights.safetensors").write_bytes(bytes(range(256)) * 9000)
         mlflow.log_artifacts(str(tmp_path / "model"), "model")
-    found = mlflow.get_run(run.info.run_id)
-    assert (found.info.status, found.info.run_name) == ("FINISHED", "mnist")
-    assert found.data.params == {"lr": "0.1", "net/depth": "3"}
-    assert found.data.metrics == {"train/loss": pytest.approx(0.05), "val acc": 0.5}
-    assert (found.data.tags["colour"], found.data.tags["size"]) == ("blue", "7")
+    stored = mlflow.get_run(run.info.run_id)
+    assert (stored.info.status, stored.info.run_name) == ("FINISHED", "mnist")
+    assert stored.data.params == {"lr": "0.1", "net/depth": "3"}
+    assert stored.data.metrics == {"train/loss": pytest.approx(0.05), "val acc": 0.5}
+    assert (stored.data.tags["colour"], stored.data.tags["size"]) == ("blue", "7")
     client = MlflowClient()
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history][:2] == [(0, 1.0), (1, 0.5)]
@@ -80,7 +80,7 @@ def test_mlflow_client_logs_and_reads_a_run(
         ("model", [("model/MLmodel", False), ("model/data", True)]),
         ("model/MLmodel", []),
     ]:
-        assert [(found.path, found.is_dir) for found in client.list_artifacts(run_id, path)] == expected
+        assert [(file.path, file.is_dir) for file in client.list_artifacts(run_id, path)] == expected
     for number, path in enumerate([".", "model", "model/data/weights.safetensors"]):
         copies = tmp_path / f"copy-{number}"
         mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=path, dst_path=str(copies))
@@ -88,7 +88,7 @@ def test_mlflow_client_logs_and_reads_a_run(
         assert weights.read_bytes() == bytes(range(256)) * 9000
     assert mlflow.artifacts.load_text(f"runs:/{run_id}/notes/file.txt") == "text"
     runs = mlflow.search_runs(experiment_names=[project], output_format="list")
-    assert [run_found.info.run_id for run_found in runs] == [run.info.run_id]
+    assert [listed.info.run_id for listed in runs] == [run.info.run_id]
     assert project in [experiment.name for experiment in mlflow.search_experiments()]
 
     # The run is also a job of Lockstep.

@@ -101,10 +101,10 @@ class FakeServer:
             run |= {key: body[key] for key in ("state", "reason") if key in body}
             return 200, {}
         assert sum(len(record["values"]) for record in body["records"]) <= 10_000
-        have = len(run["records"])
-        if body["first"] > have + 1:
-            return 409, {"detail": "a gap", "expected": have + 1}
-        run["records"] += body["records"][have + 1 - body["first"] :]
+        stored_count = len(run["records"])
+        if body["first"] > stored_count + 1:
+            return 409, {"detail": "a gap", "expected": stored_count + 1}
+        run["records"] += body["records"][stored_count + 1 - body["first"] :]
         return 200, {"acknowledged": len(run["records"])}
 
     def points(self, id: str) -> dict[str, list[tuple[int, float]]]:

@@ -30,10 +30,10 @@ function shuffled(count) {
   return order;
 }
 
-/** Submits many jobs, and a job of 8 ranks that reports all its losses and ends. Returns the id of the latter. */
+/** Submits many jobs, and a job of 8 ranks that reports all its losses and ends. Returns the id of that job. */
 async function fill(server) {
-  const other = await chromium.launch({ executablePath: CHROMIUM, args });
-  const agent = await simulateAgent(other, server, RANKS);
+  const agentBrowser = await chromium.launch({ executablePath: CHROMIUM, args });
+  const agent = await simulateAgent(agentBrowser, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
   await agent.evaluate(async ([id, points, ranks, eventSteps]) => {
     const attempt = await window.simulatedAgent.attempt(id);
@@ -51,7 +51,7 @@ async function fill(server) {
     await window.simulatedAgent.end(attempt, points);
   }, [id, POINTS, RANKS, EVENT_STEPS]);
   await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
-  await other.close();
+  await agentBrowser.close();
   for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
   return id;
 }

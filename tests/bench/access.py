@@ -169,10 +169,10 @@ def main():
             return request
 
         def stream(server, has_auth):
-            read = Stream(server.port, f"/api/v1/jobs/{job}/stream?since=0", 60, token if has_auth else None)
-            while read.frame()["type"] != "live":
+            events = Stream(server.port, f"/api/v1/jobs/{job}/stream?since=0", 60, token if has_auth else None)
+            while events.frame()["type"] != "live":
                 pass
-            read.socket.close()
+            events.socket.close()
 
         cases = {
             f"page of {options.jobs} jobs, a person's session": get("/jobs", cookie),

@@ -27,9 +27,11 @@ Prints a line of JSON:
   busy_cpu            the server's CPU seconds per second from the first submission until the server is killed
   restart_secs        from the start of the new server process until every agent had its Welcome and the response to a heartbeat.
                       Agents reconnect as real agents do (after 0.1 s, doubled up to 5 s, with up to half subtracted at random)
+  adopted             attempts that ran when the server was killed
   not_adopted         attempts that did not continue afterwards under their number; must be 0
   again               jobs that were claimed when the server was killed, before all their agents had the Start: they start as attempt 2
                       when the lease of attempt 1 has expired
+  stops               orders to stop an attempt
   disconnected        connections that closed while the server was running; must be 0
   lost                reports that were never acknowledged, and jobs that did not start exactly once or did not succeed; must be 0
   out_of_order        jobs that started before an earlier job with the same number of ranks; must be 0
@@ -70,9 +72,10 @@ class Job:
 class Fleet:
     def __init__(self, server, options):
         self.server, self.options = server, options
+        # `order`: jobs in the order of their starts; `early`: Starts of jobs whose submission has no response yet.
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
-        # `demand`: the ranks of all submitted jobs that have not ended.
+        # `demand`: the ranks of all submitted jobs that have not ended; `burst`: the time of the newest burst of ends.
         self.burst, self.out_of_order, self.demand, self.queued_most = 0.0, 0, 0, 0
         self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
@@ -165,6 +168,7 @@ def summary(secs):
 
 
 def fencing_number(token):
+    """The number in a fencing token."""
     return int(str(token).split("-")[0].split(".")[0])
 
 

@@ -98,9 +98,9 @@ async function measureLogs() {
 
 async function measureList() {
   const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
-  const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
+  const [browser, agentBrowser] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await simulateAgent(other, server, RANKS), context = await openContext(browser, server);
+    const agent = await simulateAgent(agentBrowser, server, RANKS), context = await openContext(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
       const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
@@ -127,11 +127,12 @@ async function measureList() {
     row("the same: to the list refreshed by its script", fetched);
     row(`all ${JOBS} jobs as JSON, read and parsed`, json);
   } finally {
-    await Promise.all([browser.close(), other.close()]);
+    await Promise.all([browser.close(), agentBrowser.close()]);
     await server.close();
   }
 }
 
+/** Copies a job many times, with other settings and losses. */
 const COPY = `
 import sqlite3, sys
 path, job, many = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -146,9 +147,9 @@ db.commit()
 /** Sorts ten thousand jobs by a setting, and scrolls through them. */
 async function measureManyJobs() {
   const server = await TestServer.open({ dataset: false, agent: false });
-  const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
+  const [browser, agentBrowser] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    await simulateAgent(other, server, 1);
+    await simulateAgent(agentBrowser, server, 1);
     const { id } = await server.ask("/jobs", spec("first", 1, 100));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the job is cancelled", async () => (await server.job(id)).state === "cancelled");
@@ -197,7 +198,7 @@ async function measureManyJobs() {
     row("the same: time of a frame during jumps of 5,800 pixels", jumps);
     console.log(`| 95th percentile of these | ${quantile(jumps, 0.95).toFixed(0)} ms | | |`);
   } finally {
-    await Promise.all([browser.close(), other.close()]);
+    await Promise.all([browser.close(), agentBrowser.close()]);
     await server.close();
   }
 }
@@ -206,10 +207,10 @@ console.log("| what | median | from to | n |\n|---|---|---|---|");
 await measureList();
 if (MANY) await measureManyJobs();
 const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
-const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
+const [browser, agentBrowser] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
 let agent, context;
 try {
-  agent = await simulateAgent(other, server, RANKS);
+  agent = await simulateAgent(agentBrowser, server, RANKS);
 
   const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
@@ -254,7 +255,7 @@ try {
   if (MINUTES) await measureLivePage(id);
   if (LINES) await measureLogs();
 } finally {
-  await Promise.all([browser.close(), other.close()]);
+  await Promise.all([browser.close(), agentBrowser.close()]);
   await server.close();
 }
 

@@ -49,13 +49,13 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--predict", default="", help="numbers of ranks, such as 8,64,1024")
 parser.add_argument("--machine", help="with --predict: a file with the figures of another machine")
 parser.add_argument("--json", help="a file for all figures, a line per case")
-a = parser.parse_args()
-on_gpus = a.device == "cuda"
+options = parser.parse_args()
+on_gpus = options.device == "cuda"
 
 
 def run(*arguments):
     """Returns (standard output, ""), or (None, reason) on failure."""
-    done = subprocess.run([a.program, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run([options.program, *map(str, arguments)], capture_output=True, text=True)
     return (done.stdout, "") if done.returncode == 0 else (None, (done.stderr.strip().splitlines() or ["no reason"])[-1])
 
 
@@ -66,7 +66,7 @@ def write_job(folder, shape, ranks):
     path.write_text(
         f'[model]\narch = "{arch}"\n{stem}[data]\ndataset = "none"\nimage_size = {side}\n'
         f'[train]\nbatch_size = {pictures // accumulate}\naccumulate = {accumulate}\noptimizer = "momentum"\nmomentum = 0.9\n'
-        f'precision = "{"bf16" if on_gpus else "fp32"}"\n[parallel]\nranks = {ranks}\ndevice = "{a.device}"\n'
+        f'precision = "{"bf16" if on_gpus else "fp32"}"\n[parallel]\nranks = {ranks}\ndevice = "{options.device}"\n'
     )
     return path
 
@@ -114,7 +114,7 @@ def measure(plan, shape, ranks, classes):
     sharing = plan.get("height", 1) * plan.get("pipeline", 1)
     # On CPU ranks, the batch of `bench` is for all ranks; on GPUs, it is for each group of ranks that shares its pictures.
     batch = pictures // accumulate * (sharing if on_gpus else ranks)
-    arguments = ["bench", "--json", "--device", a.device, "--ranks", ranks, "--case", f"{arch}:{side}:{batch}", "--classes", classes]
+    arguments = ["bench", "--json", "--device", options.device, "--ranks", ranks, "--case", f"{arch}:{side}:{batch}", "--classes", classes]
     for key in ["model", "height", "pipeline"]:
         arguments += [f"--parallel-{key}", plan.get(key, 1)]
     for match, split in plan.get("shard", []):
@@ -127,7 +127,7 @@ def measure(plan, shape, ranks, classes):
     return (row["step_ms"], row["gpu_memory_mb"]), ""
 
 
-def settings_of(plan):
+def as_manual_plan(plan):
     """Returns the chosen plan as settings, to find the same plan among those written by hand."""
     chosen = {key: plan.get(key, 1) for key in ["model", "height", "pipeline"] if plan.get(key, 1) > 1}
     shards = [(shard["match"], shard["split"]) for shard in plan["shard"]]
@@ -145,10 +145,10 @@ def run_case(folder, shape, classes, ranks):
     if not chosen:
         sys.exit(f"{name}, {classes} classes, {ranks} ranks: {why}")
     plans = manual_plans(shape, ranks)
-    auto = next((label for label, plan in plans.items() if plan == settings_of(chosen)), "auto")
-    plans.setdefault(auto, settings_of(chosen))
+    auto = next((label for label, plan in plans.items() if plan == as_manual_plan(chosen)), "auto")
+    plans.setdefault(auto, as_manual_plan(chosen))
     times, memory = {label: [] for label in plans}, {}
-    for _ in range(a.rounds):
+    for _ in range(options.rounds):
         for label, plan in plans.items():
             if label in row["left_out"]:
                 continue
@@ -188,8 +188,8 @@ def predict(folder, cases):
     print(f"{'case':<20}{'classes':>10}{'ranks':>7}{'step ms':>10}{'images/s':>11}{'GB a rank':>11}  limited by     plan")
     for shape, classes in cases:
         path = write_job(folder, shape, 2)
-        machine = ["--machine", a.machine] if a.machine else []
-        arguments = ["plan", path, "--classes", classes, "--ranks", a.predict, "--set", "parallel.mode=auto", "--json", *machine]
+        machine = ["--machine", options.machine] if options.machine else []
+        arguments = ["plan", path, "--classes", classes, "--ranks", options.predict, "--set", "parallel.mode=auto", "--json", *machine]
         text, why = run(*arguments)
         if not text:
             sys.exit(f"{shape}, {classes} classes: {why}")
@@ -207,7 +207,7 @@ def predict(folder, cases):
 def compare(folder, cases):
     rows, worst = [], {"data": 0.0, "others": 0.0, "slower": 0.0}
     print(f"{'case':<22}{'classes':>8}{'ranks':>6}  {'plan':<9}{'predicted':>10}{'measured':>10}{'error':>8}{'to best':>9}")
-    for ranks in map(int, a.ranks.split(",")):
+    for ranks in map(int, options.ranks.split(",")):
         for shape, classes in cases:
             row = run_case(folder, shape, classes, ranks)
             rows.append(row)
@@ -232,18 +232,18 @@ def compare(folder, cases):
 
 
 def main():
-    cases = [case for case in (CUDA if on_gpus else CPU) if a.cases in "{}:{}:{}".format(*case[0])]
+    cases = [case for case in (CUDA if on_gpus else CPU) if options.cases in "{}:{}:{}".format(*case[0])]
     if not cases:
-        sys.exit(f"no case has {a.cases} in its name")
+        sys.exit(f"no case has {options.cases} in its name")
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        if a.predict:
+        if options.predict:
             rows, worst = predict(folder, cases), {}
         else:
             rows, worst = compare(folder, cases)
-    if a.json:
-        lines = [*rows, {"device": a.device, "worst": worst}]
-        pathlib.Path(a.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if options.json:
+        lines = [*rows, {"device": options.device, "worst": worst}]
+        pathlib.Path(options.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
     if worst:
         sys.exit(worst["slower"] > MAX_SLOWER or worst["data"] > MAX_ERROR["data"] or worst["others"] > MAX_ERROR["others"])
 

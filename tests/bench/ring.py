@@ -40,18 +40,18 @@ parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 1, 10], 
 parser.add_argument("--gigabits", type=float, default=1)
 parser.add_argument("--line", choices=["netem", "tap"], help="default: netem if the kernel has it")
 parser.add_argument("--most", type=float, default=1.15, help="largest time of a step, as a multiple of the minimum")
-a = parser.parse_args()
-a.program = os.path.abspath(a.program)
+options = parser.parse_args()
+options.program = os.path.abspath(options.program)
 # A large MTU of the tap devices gives few packets, as segmentation in a network card does.
 TAP_MTU = 32000
 LONG, SHORT = 16 << 20, 1 << 10
 NAME = f"lkr{os.getpid() % 100000}"
-namespaces = [f"{NAME}-{rank}" for rank in range(a.ranks)]
+namespaces = [f"{NAME}-{rank}" for rank in range(options.ranks)]
 address = lambda rank: f"10.79.{os.getpid() % 250}.{rank + 1}"
 
 
-def run(*words, **options):
-    return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout
+def run(*words, **settings):
+    return subprocess.run(words, check=True, capture_output=True, text=True, **settings).stdout
 
 
 def has_netem():
@@ -72,9 +72,9 @@ def delay_line(taps, delay_ms, bits_per_second, rank):
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            _, _, to, packet = heapq.heappop(waiting)
+            _, _, target, packet = heapq.heappop(waiting)
             try:
-                os.write(taps[to], packet)
+                os.write(taps[target], packet)
             except BlockingIOError:
                 pass
         wait = None if not waiting else max(waiting[0][0] - time.monotonic(), 0)
@@ -95,10 +95,10 @@ def delay_line(taps, delay_ms, bits_per_second, rank):
             targets = [mac[5] - 1] if not mac[0] & 1 else [r for r in range(len(taps)) if r != rank]
             now = time.monotonic()
             free_at = max(free_at, now) + 8 * len(packet) / bits_per_second
-            for to in targets:
-                if 0 <= to < len(taps):
+            for target in targets:
+                if 0 <= target < len(taps):
                     number += 1
-                    heapq.heappush(waiting, (free_at + delay, number, to, packet))
+                    heapq.heappush(waiting, (free_at + delay, number, target, packet))
 
 
 class Network:
@@ -128,7 +128,7 @@ class Network:
         run("ip", "link", "set", f"{NAME}t{rank}", "netns", space, "name", "eth0")
         return descriptor
 
-    def pace(self, delay_ms):
+    def set_delay(self, delay_ms):
         """Sets a new delay, for which the links are set up again."""
         for line in self.lines:
             os.kill(line, signal.SIGKILL)
@@ -136,12 +136,12 @@ class Network:
         self.lines = []
         for rank, space in enumerate(namespaces):
             if self.kind == "netem":
-                run(*f"ip netns exec {space} tc qdisc replace dev eth0 root netem delay {delay_ms}ms rate {a.gigabits}gbit limit 20000".split())
+                run(*f"ip netns exec {space} tc qdisc replace dev eth0 root netem delay {delay_ms}ms rate {options.gigabits}gbit limit 20000".split())
                 continue
             line = os.fork()
             if line == 0:
                 try:
-                    delay_line(self.taps, delay_ms, a.gigabits * 1e9, rank)
+                    delay_line(self.taps, delay_ms, options.gigabits * 1e9, rank)
                 finally:
                     os._exit(1)
             self.lines.append(line)
@@ -189,12 +189,12 @@ def measure(port):
     secret, ranks = uuid.uuid4().hex, []
     for rank, space in enumerate(namespaces):
         member = {
-            "rank": rank, "world_size": a.ranks, "addr": address(0), "port": port, "secret": secret, "gpu": None,
+            "rank": rank, "world_size": options.ranks, "addr": address(0), "port": port, "secret": secret, "gpu": None,
         }
         environment = {**os.environ, "LOCKSTEP_LOCAL_GROUP": json.dumps(member)}
         ranks.append(
             subprocess.Popen(
-                ["ip", "netns", "exec", space, a.program, "doctor"],
+                ["ip", "netns", "exec", space, options.program, "doctor"],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
             )
         )
@@ -206,28 +206,28 @@ def measure(port):
 
 
 def main():
-    n, worst = a.ranks, 0
+    n, worst = options.ranks, 0
     for space in namespaces:
         run("ip", "netns", "add", space)
     network = None
     try:
-        kind = a.line or ("netem" if has_netem() else "tap")
+        kind = options.line or ("netem" if has_netem() else "tap")
         network = Network(kind)
         mtu = 1500 if kind == "netem" else TAP_MTU
         # Headers: 20 bytes of IP, 32 of TCP with time stamps, 14 of Ethernet.
-        link = a.gigabits * 125e6 * (mtu - 52) / (mtu + 14)
-        print(f"{n} ranks, links of {a.gigabits:g} Gbit/s by {kind}, {mtu} bytes per packet; times in ms")
+        link = options.gigabits * 125e6 * (mtu - 52) / (mtu + 14)
+        print(f"{n} ranks, links of {options.gigabits:g} Gbit/s by {kind}, {mtu} bytes per packet; times in ms")
         print("| added delay | d | 16 MiB | minimum | ratio | 1 KiB | minimum | ratio | step: ratio |\n|---|---|---|---|---|---|---|---|---|")
-        for i, delay in enumerate(a.delays):
-            network.pace(delay)
+        for i, delay in enumerate(options.delays):
+            network.set_delay(delay)
             d = half_round_trip()
             short, long = measure(20000 + i)
-            least_long = 2 * (n - 1) * (d + LONG / n / link)
-            least_short = (n - 1) * (d + SHORT / link)
-            ratios = long / least_long, short / least_short
-            cells = [f"{delay:g}", f"{d * 1e3:.3f}", f"{long * 1e3:.1f}", f"{least_long * 1e3:.1f}", f"{ratios[0]:.2f}"]
-            cells += [f"{short * 1e3:.2f}", f"{least_short * 1e3:.2f}", f"{ratios[1]:.2f}"]
-            step = (long + short) / (least_long + least_short)
+            min_long = 2 * (n - 1) * (d + LONG / n / link)
+            min_short = (n - 1) * (d + SHORT / link)
+            ratios = long / min_long, short / min_short
+            cells = [f"{delay:g}", f"{d * 1e3:.3f}", f"{long * 1e3:.1f}", f"{min_long * 1e3:.1f}", f"{ratios[0]:.2f}"]
+            cells += [f"{short * 1e3:.2f}", f"{min_short * 1e3:.2f}", f"{ratios[1]:.2f}"]
+            step = (long + short) / (min_long + min_short)
             print("| " + " | ".join([*cells, f"{step:.2f}"]) + " |", flush=True)
             worst = max(worst, step)
     finally:
@@ -235,8 +235,8 @@ def main():
             network.close()
         for space in namespaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
-    print(f"a step takes at most {worst:.2f} times the minimum given by bandwidth and delay; goal: {a.most}")
-    sys.exit(worst > a.most)
+    print(f"a step takes at most {worst:.2f} times the minimum given by bandwidth and delay; goal: {options.most}")
+    sys.exit(worst > options.most)
 
 
 main()

@@ -43,6 +43,7 @@ class Agent:
     def __init__(self, fleet, number, token):
         self.fleet, self.number, self.token, self.name = fleet, number, token, f"machine-{number:04}"
         self.attempts, self.wire, self.adopted = {}, None, asyncio.Event()
+        # The time at which each slot became free.
         self.freed = [0.0] * fleet.options.slots
 
     def hello(self):

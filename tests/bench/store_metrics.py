@@ -64,7 +64,7 @@ async def report_all(server, options):
     address = f"ws://127.0.0.1:{server.port}/api/v1/agent/socket"
     wire = await websockets.connect(address, max_size=None, compression=None, additional_headers={"Authorization": f"Bearer {token}"})
     acknowledged, sent, starts = {}, {}, {}
-    moved, welcomed = asyncio.Event(), asyncio.Event()
+    progress, welcomed = asyncio.Event(), asyncio.Event()
 
     async def say(message):
         await wire.send(msgpack.packb(message, use_single_float=True))
@@ -88,7 +88,7 @@ async def report_all(server, options):
                 await say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
             elif message["type"] == "ack":
                 acknowledged[message["attempt"]["job"], message["source"]["rank"]] = message["records"]
-                moved.set()
+                progress.set()
             elif message["type"] == "refused":
                 sys.exit(message["reason"])
 
@@ -107,7 +107,7 @@ async def report_all(server, options):
         })
     while len(starts) < options.jobs:
         await asyncio.sleep(0.05)
-    empty, used, begin = server.size(), server.cpu_secs(), time.monotonic()
+    empty_size, cpu_before, begin = server.size(), server.cpu_secs(), time.monotonic()
     end = begin + options.secs
     steps_per_report = options.steps_a_report
 
@@ -122,21 +122,21 @@ async def report_all(server, options):
             await say({"type": "report", "attempt": starts[job], "source": source, "first": records, "events": events})
             records, step = records + len(events), step + steps_per_report
             while records - acknowledged.get((job, number), 0) > MAX_PENDING and time.monotonic() < end + 60:
-                moved.clear()
-                await asyncio.wait_for(moved.wait(), 60)
+                progress.clear()
+                await asyncio.wait_for(progress.wait(), 60)
         sent[job, number] = records, step - 1
 
     await asyncio.gather(*(rank(job, number) for job in starts for number in range(options.ranks)))
     while any(acknowledged.get(key, 0) < records for key, (records, _) in sent.items()):
-        moved.clear()
-        await asyncio.wait_for(moved.wait(), 60)
-    took, cpu = time.monotonic() - begin, server.cpu_secs() - used
+        progress.clear()
+        await asyncio.wait_for(progress.wait(), 60)
+    took, cpu = time.monotonic() - begin, server.cpu_secs() - cpu_before
     for task in tasks:
         task.cancel()
     points = sum(steps for _, steps in sent.values()) * len(NAMES)
     return {
         "ranks": slots, "steps_a_report": steps_per_report, "points": points, "points_a_second": round(points / took),
-        "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
+        "bytes_a_point": round((server.size() - empty_size) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
         "server_peak_mib": server.peak_mib(), "server_cores": round(cpu / took, 2),
     }
 
@@ -155,7 +155,7 @@ def train(options):
         while not server.ask("/agents")["agents"]:
             time.sleep(0.1)
         server.ask("/datasets", {"name": "pictures", "path": str(pathlib.Path(options.pictures).resolve())})
-        empty = server.size()
+        empty_size = server.size()
         job = server.ask("/jobs", {
             "name": "points", "model": {"arch": "resnet20"}, "data": {"dataset": "pictures"}, "train": {"steps": 10**7, "batch_size": options.batch},
             "parallel": {"ranks": 1, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
@@ -175,12 +175,12 @@ def train(options):
             time.sleep(1)
         size = server.size()
         if options.database:
-            of_metrics = server.sql("SELECT pg_total_relation_size('metric_chunks') + pg_total_relation_size('metric_compaction')")
+            metric_bytes = server.sql("SELECT pg_total_relation_size('metric_chunks') + pg_total_relation_size('metric_compaction')")
         else:
-            of_metrics = server.sql("SELECT sum(pgsize) FROM dbstat WHERE name LIKE 'metric_%' OR name LIKE 'sqlite_autoindex_metric_%'")
+            metric_bytes = server.sql("SELECT sum(pgsize) FROM dbstat WHERE name LIKE 'metric_%' OR name LIKE 'sqlite_autoindex_metric_%'")
         return {
             "database": "postgres" if options.database else "sqlite", "steps_a_second": round(rate, 1), "points": points, "rows_a_point": round(rows / points, 4),
-            "bytes_a_point": round(of_metrics / points, 1), "with_log_and_all_else": round((size - empty) / points, 1),
+            "bytes_a_point": round(metric_bytes / points, 1), "with_log_and_all_else": round((size - empty_size) / points, 1),
         }
     finally:
         server.stop()

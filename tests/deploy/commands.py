@@ -29,7 +29,7 @@ def options(program, *words):
 
 def check_command(program, where, arguments, is_certain=True):
     """Fails if the program does not have this command with these options. Unless `is_certain`, an unknown command is ignored, as the text may be
-    prose. Returns the number of commands, 0 or 1."""
+    prose. Returns 1 if a command was checked, otherwise 0."""
     words = []
     while len(words) < len(arguments) and arguments[len(words)] in subcommands(program, *words):
         words.append(arguments[len(words)])

@@ -85,7 +85,7 @@ class Containers:
             assert time.monotonic() < deadline, f"{what}: not in {TIMEOUT_SECS} s\n{self.logs()}"
             time.sleep(0.05)
 
-    def online(self, server, agent):
+    def is_online(self, server, agent):
         status, body = self.get(server, "/api/v1/agents")
         return status == 200 and any(each["name"] == agent and each["online"] for each in json.loads(body)["agents"])
 
@@ -164,7 +164,7 @@ def check_kubernetes(program):
             arguments = [each.replace("$(POD_NAME)", name).replace("//lockstep:", "//127.0.0.1:") for each in pod["containers"][0]["args"]]
             environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
             agent = running.start(name, arguments, environment)
-            running.until(name, agent, lambda name=name: running.online("lockstep-0", name))
+            running.until(name, agent, lambda name=name: running.is_online("lockstep-0", name))
         assert "2 classes" in running.shell(dataset)
 
 
@@ -201,7 +201,7 @@ def check_compose(program):
         (running.folder / "cpu-agent/agent").symlink_to(running.folder / "server/agent")
         environment = {name: expand(value) for name, value in services["cpu-agent"]["environment"].items()}
         agent = running.start("cpu-agent", services["cpu-agent"]["command"], environment)
-        running.until("cpu-agent", agent, lambda: running.online("server", "cpu-agent"))
+        running.until("cpu-agent", agent, lambda: running.is_online("server", "cpu-agent"))
         # Starts the agent of another machine by the commands of the comment, which names it node-2.
         commands = script(ROOT / "docker-compose.yml", "docker compose --profile cluster exec|mkdir")
         assert f"https://127.0.0.1:{running.port}/login?code=" in running.shell(commands)
@@ -209,7 +209,7 @@ def check_compose(program):
         shutil.copytree(running.folder / "work/agent", running.folder / "agent/agent")
         environment = {"LOCKSTEP_SERVER": "https://127.0.0.1:7070", "LOCKSTEP_CA_FILE": "/agent/ca.crt"}
         agent = running.start("agent", [*services["agent"]["command"], "--name", "node-2"], environment)
-        running.until("agent", agent, lambda: running.online("server", "node-2"))
+        running.until("agent", agent, lambda: running.is_online("server", "node-2"))
 
 
 def check_running(program):
@@ -219,6 +219,7 @@ def check_running(program):
 
 def stub(tool, arguments):
     """Replaces the kubectl and docker of comments."""
+    # Only `localize` is needed, so nothing is started and the port is that of the running server.
     running = Containers.__new__(Containers)
     running.folder, running.port = pathlib.Path.cwd().parent, int(os.environ["DEPLOY_PORT"])
     if tool == "docker":

@@ -16,7 +16,8 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Faults that strike once each, at the `nth` pass of their points. Each fault leaves a mark in `folder`.
+/// Faults that each occur once, when their point is passed for the `nth` time. A fault then writes a file with the point's name (its mark)
+/// into `folder`.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
     let fault = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
     vec![("LOCKSTEP_FAULT".into(), points.iter().map(fault).collect::<Vec<_>>().join(","))]
@@ -35,7 +36,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
     let model = undisturbed_weights(STEPS).await;
     // Three crashes per job, as a fourth restart would wait for a long backoff.
     for points in CHECKPOINT_POINTS.chunks(3) {
-        // Faults strike at the second checkpoint of an attempt, so that an earlier checkpoint exists.
+        // Faults occur at the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
         let server = start(None, environment).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
@@ -46,13 +47,13 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
         for point in points {
             assert!(marks.path().join(point).exists(), "{point} was reached");
         }
-        let left: Vec<_> = std::fs::read_dir(server.job_dir(&id).join("checkpoints"))
+        let temporary: Vec<_> = std::fs::read_dir(server.job_dir(&id).join("checkpoints"))
             .expect("checkpoints")
             .flatten()
             .map(|e| e.file_name().to_string_lossy().into_owned())
             .filter(|name| name.starts_with(".tmp"))
             .collect();
-        assert!(left.is_empty(), "temporary files of a dead writer are removed: {left:?}");
+        assert!(temporary.is_empty(), "temporary files of a dead writer are removed: {temporary:?}");
         row.passed("same weights, nothing half done left");
         server.stop().await;
     }
@@ -66,7 +67,7 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
         specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": CHECKPOINT_STEPS / 2}}));
     let model = trained_weights(&frequent).await;
     let points = &CHECKPOINT_POINTS[..8];
-    // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
+    // A checkpoint that fails at one point does not reach later points, so each fault hits another checkpoint.
     let environment = faults(marks.path(), points, "error", 2);
     let server = start(None, environment).await;
     let id = server.submit(&frequent).await;

@@ -28,8 +28,8 @@ pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
 pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");
 
 /// Environment variables.
-pub(crate) fn variables<const N: usize>(these: [(&str, &str); N]) -> Vec<(String, String)> {
-    these.map(|(name, value)| (name.into(), value.into())).into()
+pub(crate) fn variables<const N: usize>(pairs: [(&str, &str); N]) -> Vec<(String, String)> {
+    pairs.map(|(name, value)| (name.into(), value.into())).into()
 }
 
 /// A job of two ranks. Augmentation and a changing learning rate make a repeated or skipped step visible in the
@@ -179,7 +179,7 @@ fn stored_records(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
 }
 
 /// Asserts that the job has succeeded, its events are numbered without a gap, every record of every rank is
-/// stored exactly once (of attempts in `fenced` only records from before the fence), every step was trained, and
+/// stored exactly once (of attempts in `fenced`, whose leases had expired, records may be missing), every step was trained, and
 /// the weights are bit for bit those of the undisturbed run.
 pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], fenced: &[u64]) {
     let job = server.wait_for_success(id).await;
@@ -213,7 +213,7 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         let losses = |record: &Record| -> BTreeSet<u64> {
             record.points.keys().filter(|(name, _)| name == "loss").map(|(_, step)| *step).collect()
         };
-        let mut done: BTreeSet<_> = stored_records
+        let mut trained: BTreeSet<_> = stored_records
             .iter()
             .filter(|((_, r), _)| *r == rank)
             .flat_map(|(_, record)| losses(record))
@@ -222,11 +222,11 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         for attempt in fenced {
             let next = events.iter().find(|e| e["type"] == "plan" && e["attempt"] == attempt + 1);
             let from = next.map_or(0, |plan| number(&plan["start_step"]));
-            done.extend(
+            trained.extend(
                 losses(&recorded(server, id, *attempt, rank)).into_iter().filter(|step| *step <= from),
             );
         }
-        assert_eq!(done, (1..=steps).collect(), "steps of rank {rank}");
+        assert_eq!(trained, (1..=steps).collect(), "steps of rank {rank}");
     }
     assert!(server.last_model(id).await == model, "the weights are not those of the undisturbed run");
     // Every listed checkpoint is valid.
@@ -243,7 +243,9 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
 pub(crate) struct Row {
     fault: String,
     began: Instant,
+    /// Time from the fault until the server noticed it.
     noticed: Option<Duration>,
+    /// Time from the fault until the job trained again.
     recovered: Option<Duration>,
 }
 
@@ -253,7 +255,7 @@ impl Row {
         Self { fault: fault.into(), began: Instant::now(), noticed: None, recovered: None }
     }
 
-    /// Waits until the server has noticed the fault, and then until the job trains again.
+    /// Waits until the server has noticed the fault, and then until the job trains again, in an attempt after `attempt`.
     pub(crate) async fn wait_until_recovered(&mut self, server: &Server, id: &str, attempt: u64) {
         let deadline = Instant::now() + Duration::from_secs(100);
         loop {

@@ -16,9 +16,9 @@ const KILLS: usize = 5;
 /// Maximum time until the job trains again, on a machine that is not overloaded.
 const MAX_RECOVERY: Duration = Duration::from_secs(5);
 
-/// Kills the ranks `hit` and returns the seconds until the job's state showed it, until the next attempt ran, and until its
+/// Kills these ranks and returns the seconds until the job's state showed it, until the next attempt ran, and until its
 /// first step was stored.
-async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
+async fn measure_recovery(server: &Server, killed_ranks: &[u32]) -> [f64; 3] {
     let spec = json!({
         "name": "measured",
         "model": {"arch": "resnet20"},
@@ -36,11 +36,11 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     let checkpoints = server.checkpoints(&id).await;
     let from = checkpoints.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
     let killed = Instant::now();
-    for (_, process) in server.ranks(&id).iter().filter(|(rank, _)| hit.contains(rank)) {
+    for (_, process) in server.ranks(&id).iter().filter(|(rank, _)| killed_ranks.contains(rank)) {
         signal(process.pid, Signal::KILL);
     }
-    let mut seen = [None; 3];
-    while seen[2].is_none() {
+    let mut times = [None; 3];
+    while times[2].is_none() {
         let job = server.job(&id).await;
         let restarted = number(&job["attempt"]) == 2;
         let reached = [
@@ -48,9 +48,9 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
             restarted && job["state"] == "running",
             restarted && job["state"] == "running" && number(&job["step"]) > from,
         ];
-        for (seen, reached) in seen.iter_mut().zip(reached) {
+        for (time, reached) in times.iter_mut().zip(reached) {
             if reached {
-                seen.get_or_insert(killed.elapsed().as_secs_f64());
+                time.get_or_insert(killed.elapsed().as_secs_f64());
             }
         }
         assert!(killed.elapsed() < Duration::from_secs(60), "the job does not train again: {job:#}");
@@ -58,7 +58,7 @@ async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     }
     server.cli(&["cancel", &id]).ok();
     server.wait_for_end(&id).await;
-    seen.map(|secs| secs.expect("a time"))
+    times.map(|secs| secs.expect("a time"))
 }
 
 #[tokio::test]
@@ -67,11 +67,11 @@ async fn measure_from_a_kill_to_training_again() {
     let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled_folder()).await;
-    for (what, hit) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
+    for (what, killed_ranks) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
         let row = Row::begin(&format!("kill -9 of {what}, default settings, n = {KILLS}"));
         let mut times = Vec::new();
         for _ in 0..KILLS {
-            times.push(measure_recovery(&server, hit).await);
+            times.push(measure_recovery(&server, killed_ranks).await);
         }
         let median = |column: usize| {
             let mut sorted: Vec<f64> = times.iter().map(|t| t[column]).collect();
@@ -88,12 +88,14 @@ async fn measure_from_a_kill_to_training_again() {
     server.stop().await;
 }
 
-/// Steps from one checkpoint to the next, and steps of a job.
+/// Steps from one checkpoint to the next.
 const CHECKPOINT_STEPS: u64 = 10;
+/// Steps of a job.
 const STEPS: u64 = 60;
 const ROUNDS: usize = 3;
 
-/// Milliseconds from the first to the last step of a ResNet-18 (90 MB per checkpoint) on all cores.
+/// Milliseconds from the first to the last step of a ResNet-18 (90 MB per checkpoint) on all cores. `every`: the steps from one checkpoint
+/// to the next; `None`: there is only the last checkpoint.
 async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
     let spec = json!({
         "name": "measured",
@@ -123,25 +125,30 @@ async fn measure_the_cost_of_checkpoints() {
     let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 1 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled_folder()).await;
-    let mut without = Vec::new();
-    let mut with = Vec::new();
+    let mut without_checkpoints = Vec::new();
+    let mut with_checkpoints = Vec::new();
     // Alternately, so that other load of the machine affects both.
     for _ in 0..ROUNDS {
-        without.push(measure_steps(&server, None).await);
-        with.push(measure_steps(&server, Some(CHECKPOINT_STEPS)).await);
+        without_checkpoints.push(measure_steps(&server, None).await);
+        with_checkpoints.push(measure_steps(&server, Some(CHECKPOINT_STEPS)).await);
     }
-    without.sort_by(f64::total_cmp);
-    with.sort_by(f64::total_cmp);
-    let (without, with) = (without[ROUNDS / 2], with[ROUNDS / 2]);
-    let written = ((STEPS - 1) / CHECKPOINT_STEPS) as f64;
+    without_checkpoints.sort_by(f64::total_cmp);
+    with_checkpoints.sort_by(f64::total_cmp);
+    let (without_checkpoints, with_checkpoints) =
+        (without_checkpoints[ROUNDS / 2], with_checkpoints[ROUNDS / 2]);
+    let checkpoints_written = ((STEPS - 1) / CHECKPOINT_STEPS) as f64;
     let row = Row::begin(&format!("a checkpoint of ResNet-18 every {CHECKPOINT_STEPS} steps, n = {ROUNDS}"));
     row.passed(&format!(
         "medians: a step {:.1} ms without and {:.1} ms with ({:+.1} %); {:.1} ms a checkpoint",
-        without / (STEPS - 1) as f64,
-        with / (STEPS - 1) as f64,
-        (with / without - 1.0) * 100.0,
-        (with - without) / written
+        without_checkpoints / (STEPS - 1) as f64,
+        with_checkpoints / (STEPS - 1) as f64,
+        (with_checkpoints / without_checkpoints - 1.0) * 100.0,
+        (with_checkpoints - without_checkpoints) / checkpoints_written
     ));
-    assert!(with / without < 1.05, "checkpoints cost {:.1} %", (with / without - 1.0) * 100.0);
+    assert!(
+        with_checkpoints / without_checkpoints < 1.05,
+        "checkpoints cost {:.1} %",
+        (with_checkpoints / without_checkpoints - 1.0) * 100.0
+    );
     server.stop().await;
 }

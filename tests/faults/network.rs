@@ -18,19 +18,21 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// A tunnel from its own port to the address `to`.
+/// A tunnel from its own port to the server.
 struct Tunnel {
     port: u16,
-    to: String,
+    server_address: String,
     /// While this is false, bytes wait.
-    passes: watch::Sender<bool>,
+    is_flowing: watch::Sender<bool>,
     listening: Option<JoinHandle<()>>,
 }
 
-async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut passes: watch::Receiver<bool>) {
+async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut is_flowing: watch::Receiver<bool>) {
     let mut block = vec![0; 1 << 16];
     while let Ok(length @ 1..) = from.read(&mut block).await {
-        if passes.wait_for(|passes| *passes).await.is_err() || to.write_all(&block[..length]).await.is_err() {
+        if is_flowing.wait_for(|is_flowing| *is_flowing).await.is_err()
+            || to.write_all(&block[..length]).await.is_err()
+        {
             return;
         }
     }
@@ -38,8 +40,9 @@ async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut passes: wa
 
 impl Tunnel {
     async fn open(server: &Server) -> Self {
-        let to = server.url.trim_start_matches("http://").to_owned();
-        let mut tunnel = Self { port: free_port(), to, passes: watch::channel(true).0, listening: None };
+        let server_address = server.url.trim_start_matches("http://").to_owned();
+        let mut tunnel =
+            Self { port: free_port(), server_address, is_flowing: watch::channel(true).0, listening: None };
         tunnel.listen().await;
         tunnel
     }
@@ -50,15 +53,15 @@ impl Tunnel {
 
     async fn listen(&mut self) {
         let listener = TcpListener::bind(("127.0.0.1", self.port)).await.expect("the tunnel's port");
-        let (to, passes) = (self.to.clone(), self.passes.subscribe());
+        let (server_address, is_flowing) = (self.server_address.clone(), self.is_flowing.subscribe());
         self.listening = Some(tokio::spawn(async move {
             // When this task is aborted, its connections close.
             let mut directions = tokio::task::JoinSet::new();
             while let Ok((near, _)) = listener.accept().await {
-                let Ok(far) = TcpStream::connect(&to).await else { continue };
+                let Ok(far) = TcpStream::connect(&server_address).await else { continue };
                 let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
-                directions.spawn(forward(near_in, far_out, passes.clone()));
-                directions.spawn(forward(far_in, near_out, passes.clone()));
+                directions.spawn(forward(near_in, far_out, is_flowing.clone()));
+                directions.spawn(forward(far_in, near_out, is_flowing.clone()));
             }
         }));
     }
@@ -88,9 +91,9 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the network between agent and server is cut for 3 s");
-    tunnel.passes.send_replace(false);
+    tunnel.is_flowing.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    tunnel.passes.send_replace(true);
+    tunnel.is_flowing.send_replace(true);
     row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
@@ -102,8 +105,8 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     let mut row = Row::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
-    let ended = async |s: &Server| s.ranks(&id).is_empty();
-    server.until("the ranks end by themselves", ended).await;
+    let have_ended = async |s: &Server| s.ranks(&id).is_empty();
+    server.until("the ranks end by themselves", have_ended).await;
     let ranks_gone = began.elapsed();
     assert!(ranks_gone < Duration::from_secs(12), "ranks ended {ranks_gone:?} after the cut");
     server
@@ -134,8 +137,8 @@ async fn slow_the_spool_may_be_full() {
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let mut row = Row::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
-    let ended = async |s: &Server| s.ranks(&id).is_empty();
-    server.until("the ranks write a checkpoint and end", ended).await;
+    let have_ended = async |s: &Server| s.ranks(&id).is_empty();
+    server.until("the ranks write a checkpoint and end", have_ended).await;
     server.start_serve().await;
     row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[]).await;

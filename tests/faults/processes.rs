@@ -39,25 +39,25 @@ async fn ranks_may_be_killed_or_crash() {
     ];
     for faults in jobs {
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        let mut past = CHECKPOINT_STEPS + 10;
+        let mut fault_step = CHECKPOINT_STEPS + 10;
         let mut rows = Vec::new();
-        for (attempt, (fault, hit, with)) in (1..).zip(faults) {
-            wait_for_step(&server, &id, past).await;
+        for (attempt, (fault, hit_ranks, fault_signal)) in (1..).zip(faults) {
+            wait_for_step(&server, &id, fault_step).await;
             let ranks = server.ranks(&id);
             let mut row = Row::begin(fault);
-            for (_, process) in ranks.iter().filter(|(rank, _)| hit.contains(rank)) {
-                signal(process.pid, with);
-                if with == Signal::SEGV {
+            for (_, process) in ranks.iter().filter(|(rank, _)| hit_ranks.contains(rank)) {
+                signal(process.pid, fault_signal);
+                if fault_signal == Signal::SEGV {
                     // The first signal only removes Rust's handler, which expects a real fault to occur again.
                     tokio::time::sleep(Duration::from_millis(20)).await;
-                    signal(process.pid, with);
+                    signal(process.pid, fault_signal);
                 }
             }
             row.wait_until_recovered(&server, &id, attempt).await;
             let recovered = row.recovery_time();
             assert!(recovered < Duration::from_secs(30), "{fault}: training again after {recovered:?}");
-            past = number(&server.job(&id).await["step"]) + 10;
-            rows.push((row, with));
+            fault_step = number(&server.job(&id).await["step"]) + 10;
+            rows.push((row, fault_signal));
         }
         judge(&server, &id, STEPS, &model, &[]).await;
         let events = stored(&server, &id).await;
@@ -66,8 +66,9 @@ async fn ranks_may_be_killed_or_crash() {
         let mut reasons: Vec<_> = reasons.filter(|reason| reason.contains("was killed by signal")).collect();
         reasons.dedup();
         assert_eq!(reasons.len(), rows.len(), "{reasons:?}");
-        for ((attempt, reason), (row, with)) in (2..).zip(reasons).zip(rows) {
-            let number = if with == Signal::KILL { 9 } else { 11 };
+        for (index, (row, fault_signal)) in rows.into_iter().enumerate() {
+            let (attempt, reason) = (index + 2, reasons[index]);
+            let number = if fault_signal == Signal::KILL { 9 } else { 11 };
             assert!(reason.contains(&format!("was killed by signal {number} at step")), "{reason}");
             assert!(reason.contains(&format!("attempt {attempt} starts from step")), "{reason}");
             row.passed("same weights");
@@ -130,19 +131,19 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut stops = Vec::new();
-    for (attempt, past, fault, with) in [
+    for (attempt, fault_step, fault, fault_signal) in [
         (1, CHECKPOINT_STEPS + 10, "Ctrl-C of serve", Signal::INT),
         (2, 3 * CHECKPOINT_STEPS + 10, "SIGTERM of serve", Signal::TERM),
     ] {
-        wait_for_step(&server, &id, past).await;
+        wait_for_step(&server, &id, fault_step).await;
         let mut row = Row::begin(fault);
-        assert_eq!(server.stop_serve(with).await.code(), Some(0));
+        assert_eq!(server.stop_serve(fault_signal).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
         // The checkpoint is of the step at which training stopped.
         let checkpoints =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
         let step = checkpoints.last().expect("a checkpoint").1;
-        assert!(step >= past, "{checkpoints:?}");
+        assert!(step >= fault_step, "{checkpoints:?}");
         server.start_serve().await;
         row.wait_until_recovered(&server, &id, attempt).await;
         stops.push((row, step));
@@ -153,7 +154,8 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
     let mut reasons: Vec<_> = queued.filter(|reason| reason.contains("was shut down")).collect();
     reasons.dedup();
     assert_eq!(reasons.len(), stops.len(), "{reasons:?}");
-    for ((attempt, reason), (row, step)) in (2..).zip(reasons).zip(stops) {
+    for (index, (row, step)) in stops.into_iter().enumerate() {
+        let (attempt, reason) = (index as u64 + 2, reasons[index]);
         assert!(reason.contains(&format!("continues from step {step}")), "{reason}");
         assert_eq!(start_step(&events, attempt), step);
         row.passed("queued with a checkpoint of its last step");
@@ -163,12 +165,12 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_may_be_truncated() {
+async fn the_newest_checkpoint_may_be_damaged() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    let mut past = 2 * CHECKPOINT_STEPS + 10;
+    let mut fault_step = 2 * CHECKPOINT_STEPS + 10;
     let mut damaged = Vec::new();
     for (fault, damage) in [
         (
@@ -180,25 +182,25 @@ async fn the_newest_checkpoint_may_be_truncated() {
             bytes[middle] ^= 1;
         }),
     ] {
-        wait_for_step(&server, &id, past).await;
+        wait_for_step(&server, &id, fault_step).await;
         server.cli(&["pause", &id]).ok();
         let listed = server.checkpoints(&id).await;
-        let (newest, before) = (number(&listed[0]["step"]), number(&listed[1]["step"]));
+        let (newest, previous) = (number(&listed[0]["step"]), number(&listed[1]["step"]));
         let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&listed[0]["epoch"]));
         let file = server.job_dir(&id).join(name);
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
         damage(&mut bytes);
         fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("damage");
-        damaged.push((Row::begin(fault), newest, before));
+        damaged.push((Row::begin(fault), newest, previous));
         server.cli(&["resume", &id]).ok();
         // The next damage waits for a checkpoint after the damaged one.
-        past = newest + CHECKPOINT_STEPS;
+        fault_step = newest + CHECKPOINT_STEPS;
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let logged = server.cli(&["logs", &id, "--rank", "0"]).ok().to_owned();
-    for (attempt, (row, newest, before)) in (2..).zip(damaged) {
-        assert_eq!(start_step(&events, attempt), before);
+    for (attempt, (row, newest, previous)) in (2..).zip(damaged) {
+        assert_eq!(start_step(&events, attempt), previous);
         let words = format!("-{newest} is damaged");
         let is_logged =
             logged.lines().any(|l| l.contains(&words) && l.contains("the previous checkpoint is used"));

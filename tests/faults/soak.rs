@@ -62,20 +62,20 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let began = Instant::now();
     let mut faults: BTreeMap<&str, u32> = BTreeMap::new();
     loop {
-        let left = server.get("/jobs?limit=1000").await;
-        let mut left =
-            left["jobs"].as_array().expect("jobs").iter().filter(|j| !state_of(j).is_final()).count();
-        if left == 0 && began.elapsed() > duration {
+        let list = server.get("/jobs?limit=1000").await;
+        let mut unfinished =
+            list["jobs"].as_array().expect("jobs").iter().filter(|j| !state_of(j).is_final()).count();
+        if unfinished == 0 && began.elapsed() > duration {
             break;
         }
         // A fast machine gets more jobs, so that each fault has a target.
-        while left < MIN_UNFINISHED && began.elapsed() < duration {
+        while unfinished < MIN_UNFINISHED && began.elapsed() < duration {
             ids.push(server.submit(&soak_spec("disturbed")).await);
-            left += 1;
+            unfinished += 1;
         }
         assert!(
             began.elapsed() < duration * 3,
-            "{left} jobs are left after {:?}; {faults:?}",
+            "{unfinished} jobs are unfinished after {:?}; {faults:?}",
             began.elapsed()
         );
         tokio::time::sleep(Duration::from_millis(2000 + random.below(3000))).await;

@@ -27,9 +27,9 @@ parser.add_argument("--precision", default="auto")
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--ranks", type=int, default=1)
 parser.add_argument("--sync-batch-norm", default="true")
-a = parser.parse_args()
+options = parser.parse_args()
 
-folder = pathlib.Path(a.work) / f"accuracy-{a.epochs}-{a.seed}-{a.ranks}-{a.batch}-{a.sync_batch_norm}"
+folder = pathlib.Path(options.work) / f"accuracy-{options.epochs}-{options.seed}-{options.ranks}-{options.batch}-{options.sync_batch_norm}"
 shutil.rmtree(folder, ignore_errors=True)
 folder.mkdir(parents=True)
 (folder / "job.toml").write_text(f"""
@@ -38,42 +38,42 @@ name = "accuracy"
 arch = "resnet18"
 stem = "cifar"
 [data]
-dataset = "{pathlib.Path(a.pictures).resolve()}"
+dataset = "{pathlib.Path(options.pictures).resolve()}"
 crop_padding = 4
 horizontal_flip = true
 [train]
-epochs = {a.epochs}
-global_batch_size = {a.batch}
+epochs = {options.epochs}
+global_batch_size = {options.batch}
 optimizer = "nesterov"
-lr = {a.lr}
+lr = {options.lr}
 momentum = 0.9
 weight_decay = 5e-4
 schedule = "one_cycle"
 pct_start = 0.25
 label_smoothing = 0.1
-precision = "{a.precision}"
-seed = {a.seed}
+precision = "{options.precision}"
+seed = {options.seed}
 [parallel]
-ranks = {a.ranks}
-device = "{a.device}"
-sync_batch_norm = {a.sync_batch_norm}
+ranks = {options.ranks}
+device = "{options.device}"
+sync_batch_norm = {options.sync_batch_norm}
 [evaluate]
 every_epochs = 0
 [checkpoint]
 every_epochs = 1000
 keep = 2
 """)
-status, printed, text, secs = watched.train(a.program, folder / "job.toml", folder / "out")
+status, printed, text, secs = watched.train(options.program, folder / "job.toml", folder / "out")
 print(printed[-3000:], text[-1500:], sep="\n")
 if status != 0:
     sys.exit(1)
 accuracy = float(re.findall(r"validation accuracy is ([0-9.]+) %", text)[-1])
 row = {
-    "epochs": a.epochs, "seed": a.seed, "ranks": a.ranks, "global_batch": a.batch, "precision": a.precision,
-    "sync_batch_norm": a.sync_batch_norm == "true", "accuracy": accuracy, "whole_secs": secs["whole"],
+    "epochs": options.epochs, "seed": options.seed, "ranks": options.ranks, "global_batch": options.batch, "precision": options.precision,
+    "sync_batch_norm": options.sync_batch_norm == "true", "accuracy": accuracy, "whole_secs": secs["whole"],
     "train_secs": secs["train"], "start_secs": secs["start"],
 }
-with open(a.out, "a") as out:
+with open(options.out, "a") as out:
     out.write(json.dumps(row) + "\n")
 print(json.dumps(row))
 shutil.rmtree(folder)

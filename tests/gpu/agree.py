@@ -24,7 +24,7 @@ parser.add_argument("--work", required=True)
 parser.add_argument("--ranks", type=int, required=True)
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--steps", type=int, default=10)
-a = parser.parse_args()
+options = parser.parse_args()
 # A tenth is held out, which leaves four steps of 192 pictures and one of 60, whose ranks may have different numbers of pictures.
 PICTURES = 920
 # How batch norm's statistics are exchanged: the environment that selects it, and the line of the log that confirms it.
@@ -36,10 +36,10 @@ EXCHANGES = {
 
 def first_pictures():
     """Writes the first PICTURES pictures to a folder and returns the folder."""
-    folder = (pathlib.Path(a.work) / "agree-pictures").resolve()
+    folder = (pathlib.Path(options.work) / "agree-pictures").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for kind, dimensions in (("images-idx3", 3), ("labels-idx1", 1)):
-        content = gzip.decompress((pathlib.Path(a.pictures) / f"train-{kind}-ubyte.gz").read_bytes())
+        content = gzip.decompress((pathlib.Path(options.pictures) / f"train-{kind}-ubyte.gz").read_bytes())
         magic, _, *sides = struct.unpack(f">{1 + dimensions}I", content[: 4 + 4 * dimensions])
         size = PICTURES
         for side in sides:
@@ -51,7 +51,7 @@ def first_pictures():
 
 def losses(name, device, ranks, precision="fp32", deterministic=False, exchange=None):
     """Trains the job and returns the mean over all ranks of each step's loss."""
-    folder = pathlib.Path(a.work) / f"agree-{name}"
+    folder = pathlib.Path(options.work) / f"agree-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "job.toml").write_text(f"""
@@ -66,7 +66,7 @@ validation = 0.1
 image_size = 64
 drop_remainder = false
 [train]
-steps = {a.steps}
+steps = {options.steps}
 global_batch_size = 192
 accumulate = 2
 lr = 0.002
@@ -83,14 +83,14 @@ every_epochs = 0
 every_steps = 1
 """)
     environment, line = EXCHANGES[exchange] if exchange else ({}, "")
-    command = [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
+    command = [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     texts = [log(folder, rank) for rank in range(ranks)]
     if result.returncode != 0:
         sys.exit(f"{name}: {result.stdout[-1000:]}{result.stderr[-1000:]}{texts[0][-1000:]}")
     if line not in texts[0]:
         sys.exit(f"{name}: the log does not contain {line!r}\n{texts[0][-1000:]}")
-    mean = mean_losses(texts, a.steps, name)
+    mean = mean_losses(texts, options.steps, name)
     shutil.rmtree(folder)
     return mean
 
@@ -101,22 +101,23 @@ def print_losses(name, values, note=""):
 
 expected = losses("cpu", "cpu", 1)
 print_losses("CPU", expected)
-if a.device == "cuda":
+if options.device == "cuda":
     cases = [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False), ("fp16", True)]
-    runs = [(p, d, 1, None) for p, d in cases]
-    runs += [(p, d, a.ranks, exchange) for p, d in cases for exchange in EXCHANGES if a.ranks > 1]
+    runs = [(precision, deterministic, 1, None) for precision, deterministic in cases]
+    if options.ranks > 1:
+        runs += [(*case, options.ranks, exchange) for case in cases for exchange in EXCHANGES]
 else:
-    runs = [("fp32", False, a.ranks, None)]
+    runs = [("fp32", False, options.ranks, None)]
 problems = []
 for precision, deterministic, ranks, exchange in runs:
-    name = "-".join([a.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "alone"])
-    actual = losses(name, a.device, ranks, precision, deterministic, exchange)
+    name = "-".join([options.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "alone"])
+    actual = losses(name, options.device, ranks, precision, deterministic, exchange)
     # The loss of each fifth step, which is smaller, is a mean over ranks with different numbers of pictures, so it is not compared. Its
     # effect on the weights shows in the following steps.
     differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(actual, expected), 1) if step % 5]
-    parts = [max((x for step, x in differences if (step <= FIRST_STEPS) == first), default=0) for first in (True, False)]
-    print_losses(name, actual, "at most {:.1e} apart, later {:.1e}".format(*parts))
-    for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
+    largest = [max((x for step, x in differences if (step <= FIRST_STEPS) == is_early), default=0) for is_early in (True, False)]
+    print_losses(name, actual, f"differ by at most {largest[0]:.1e} in the first {FIRST_STEPS} steps, and by {largest[1]:.1e} later")
+    for difference, limit in zip(largest, MAX_DIFFERENCE[precision]):
         if not difference < limit:
             problems.append(f"{name}: losses differ by {difference:.1e}, more than {limit}")
 sys.exit("\n".join(problems) or 0)

@@ -38,26 +38,26 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--seeds", type=int, default=10, help="number of runs")
-    a = parser.parse_args()
-    network, batch = RECIPES[a.recipe]
+    options = parser.parse_args()
+    network, batch = RECIPES[options.recipe]
     rows = []
-    for seed in range(1, a.seeds + 1):
-        home = pathlib.Path(a.work).resolve() / f"{a.recipe}-{seed}"
+    for seed in range(1, options.seeds + 1):
+        home = pathlib.Path(options.work).resolve() / f"{options.recipe}-{seed}"
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         (home / "job.toml").write_text(f"""
-name = "{a.recipe}"
+name = "{options.recipe}"
 [model]
 {network}
 [data]
-dataset = "{pathlib.Path(a.pictures).resolve()}"
+dataset = "{pathlib.Path(options.pictures).resolve()}"
 [train]
-recipe = "{a.recipe}"
+recipe = "{options.recipe}"
 global_batch_size = {batch}
-precision = "{a.precision}"
+precision = "{options.precision}"
 seed = {seed}
 [parallel]
-device = "{a.device}"
+device = "{options.device}"
 [evaluate]
 every_epochs = 0
 [checkpoint]
@@ -66,18 +66,18 @@ keep = 2
 [log]
 every_steps = 1
 """)
-        status, printed, text, secs = watched.train(a.program, home / "job.toml", home / "out")
+        status, printed, text, secs = watched.train(options.program, home / "job.toml", home / "out")
         accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
         if status != 0 or not accuracy:
             sys.exit(printed[-2000:] + text[-2000:])
         row = {
-            "side": "lockstep", "run": a.recipe, "seed": seed, "precision": a.precision, "accuracy": float(accuracy[-1]),
+            "side": "lockstep", "run": options.recipe, "seed": seed, "precision": options.precision, "accuracy": float(accuracy[-1]),
             "train_secs": secs["train"], "start_secs": secs["start"], "whole_secs": secs["whole"],
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
         shutil.rmtree(home)
-    print_summary("lockstep", a.recipe, rows)
+    print_summary("lockstep", options.recipe, rows)
 
 
 if __name__ == "__main__":

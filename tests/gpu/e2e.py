@@ -82,6 +82,7 @@ class Stage:
         if not baseline:
             return
         def check():
+            # `wait` returns the first result that is true: a list with the memory.
             now = gpu_memory()
             return all(used <= before + SLACK_MIB for used, before in zip(now, baseline)) and [now]
 

@@ -110,15 +110,15 @@ for decoder in options.decoders:
         env={**os.environ, "LOCKSTEP_DECODER": "cpu" if decoder == "prepared" else decoder},
     )
     # The time at which each step's line was printed; steps are counted over all epochs.
-    lines, done = [], {}
+    lines, printed_at = [], {}
     for line in run.stdout:
         lines.append(line)
         if match := re.search(r"epoch: (\d+) step: (\d+), loss is", line):
-            done[int(match[2])] = time.time()
+            printed_at[int(match[2])] = time.time()
     run.wait()
     text = "".join(lines)
-    steps = [step for step in sorted(done) if step >= 60]
-    rate = lambda a, b: round((b - a) * options.batch * options.ranks / max(done[b] - done[a], 1e-9))
+    steps = [step for step in sorted(printed_at) if step >= 60]
+    rate = lambda a, b: round((b - a) * options.batch * options.ranks / max(printed_at[b] - printed_at[a], 1e-9))
     # A line is printed every ten steps and at the end of an epoch, so a window of five lines has about 40 steps.
     windows = [rate(a, b) for a, b in zip(steps, steps[4:])]
     print(

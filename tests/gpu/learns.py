@@ -26,10 +26,10 @@ parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch", type=int, default=256)
 parser.add_argument("--seeds", type=int, nargs="+", required=True)
-a = parser.parse_args()
+options = parser.parse_args()
 
-for seed in a.seeds:
-    folder = pathlib.Path(a.work) / f"learns-{a.size}-{a.precision}-{a.lr}-{seed}"
+for seed in options.seeds:
+    folder = pathlib.Path(options.work) / f"learns-{options.size}-{options.precision}-{options.lr}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "job.toml").write_text(f"""
@@ -38,17 +38,17 @@ name = "learns"
 arch = "resnet50"
 stem = "imagenet"
 [data]
-dataset = "{pathlib.Path(a.pictures).resolve()}"
-image_size = {a.size}
+dataset = "{pathlib.Path(options.pictures).resolve()}"
+image_size = {options.size}
 crop_padding = 4
 horizontal_flip = true
 [train]
-epochs = {a.epochs}
-global_batch_size = {a.batch}
-lr = {a.lr}
+epochs = {options.epochs}
+global_batch_size = {options.batch}
+lr = {options.lr}
 weight_decay = 5e-4
 schedule = "cosine"
-precision = "{a.precision}"
+precision = "{options.precision}"
 seed = {seed}
 [parallel]
 device = "cuda"
@@ -62,7 +62,7 @@ every_steps = 1
 """)
     began = time.monotonic()
     result = subprocess.run(
-        [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
+        [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
     )
     secs = time.monotonic() - began
     text = log(folder, 0)
@@ -71,7 +71,7 @@ every_steps = 1
     # Without NaN, in groups of 65 successive steps. With a batch size of 256, an epoch has 195 steps.
     finite = [[x for x in losses[i : i + 65] if x == x] for i in range(0, len(losses), 65)]
     row = {
-        "side": "lockstep", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,
+        "side": "lockstep", "size": options.size, "precision": options.precision, "lr": options.lr, "epochs": options.epochs, "seed": seed,
         "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(secs, 2),
         "losses": [round(sum(part) / max(len(part), 1), 4) for part in finite],
         "not_finite": len(losses) - sum(map(len, finite)),

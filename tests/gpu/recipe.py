@@ -63,11 +63,11 @@ def main():
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    a = parser.parse_args()
-    folder = pathlib.Path(a.work).resolve() / f"cifar10-jpeg-{SIDE}"
-    extract_pictures(a.archive, folder)
+    options = parser.parse_args()
+    folder = pathlib.Path(options.work).resolve() / f"cifar10-jpeg-{SIDE}"
+    extract_pictures(options.archive, folder)
     failed = False
-    for seed in a.seeds:
+    for seed in options.seeds:
         home = folder.with_name(f"recipe-{seed}")
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir()
@@ -81,20 +81,20 @@ dataset = "{folder}"
 image_size = {SIDE}
 [train]
 recipe = "imagenet"
-epochs = {a.epochs}
-milestones = {milestones(a.epochs)}
+epochs = {options.epochs}
+milestones = {milestones(options.epochs)}
 global_batch_size = 256
-precision = "{a.precision}"
+precision = "{options.precision}"
 seed = {seed}
 [parallel]
-device = "{a.device}"
+device = "{options.device}"
 [evaluate]
 every_epochs = 0
 """)
-        status, printed, text, secs = watched.train(a.program, home / "job.toml", home / "out")
+        status, printed, text, secs = watched.train(options.program, home / "job.toml", home / "out")
         accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
         row = {
-            "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": a.epochs, "precision": a.precision,
+            "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": options.epochs, "precision": options.precision,
             "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": secs["whole"],
         }
         print(json.dumps(row), flush=True)

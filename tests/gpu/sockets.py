@@ -36,11 +36,11 @@ parser.add_argument("--gpus", type=int, default=1)
 parser.add_argument("--steps", type=int, help="default: 300 with two GPUs, 30 if the ranks share one, 12 on CPU cores")
 parser.add_argument("--precisions", nargs="+", help="default: fp32, with two GPUs also fp16")
 parser.add_argument("--limit", type=float, default=40, help="seconds for one run")
-a = parser.parse_args()
-cpu, shared = a.device == "cpu", a.device == "cuda" and a.gpus < 2
-steps = a.steps or (12 if cpu else 30 if shared else 300)
-precisions = a.precisions or (["fp32"] if cpu or shared else ["fp32", "fp16"])
-BATCH = 8 if cpu else 32
+options = parser.parse_args()
+on_cpu, share_gpu = options.device == "cpu", options.device == "cuda" and options.gpus < 2
+steps = options.steps or (12 if on_cpu else 30 if share_gpu else 300)
+precisions = options.precisions or (["fp32"] if on_cpu or share_gpu else ["fp32", "fp16"])
+BATCH = 8 if on_cpu else 32
 # Number of steps that are compared, with the limits of agree.py.
 COMPARED = 10
 # The first steps are slower, as kernels are compiled and graphs captured.
@@ -94,7 +94,7 @@ arch = "resnet18"
 stem = "cifar"
 zero_init_residual = true
 [data]
-dataset = "{pathlib.Path(a.pictures).resolve()}"
+dataset = "{pathlib.Path(options.pictures).resolve()}"
 validation = 0.01
 image_size = 32
 [train]
@@ -106,7 +106,7 @@ deterministic = {str(precision == "fp32").lower()}
 seed = 1
 [parallel]
 ranks = {ranks}
-device = "{a.device}"
+device = "{options.device}"
 sync_batch_norm = true
 [evaluate]
 every_epochs = 0
@@ -116,7 +116,7 @@ keep = 2
 [log]
 every_steps = 1
 """)
-    return [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
+    return [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
 
 
 def environments(name):
@@ -124,7 +124,7 @@ def environments(name):
     base = {**os.environ, **ALWAYS}
     if name != "sockets":
         return [base]
-    if shared:
+    if share_gpu:
         base["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     base.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCKSTEP_SECRET": secrets.token_hex(16)}
@@ -146,7 +146,7 @@ def environments(name):
 
 def train(name, precision, ranks):
     """Runs the job and returns (mean loss of each step, images per second, counts of the transports in NCCL's log)."""
-    folder = pathlib.Path(a.work) / f"sockets-{name}-{precision}"
+    folder = pathlib.Path(options.work) / f"sockets-{name}-{precision}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = write_job(folder, precision, ranks)
@@ -157,7 +157,7 @@ def train(name, precision, ranks):
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
         readers.append(OutputReader(process))
-    deadline, is_late = time.monotonic() + a.limit, False
+    deadline, is_late = time.monotonic() + options.limit, False
     for reader in readers:
         try:
             reader.process.wait(max(deadline - time.monotonic(), 0.1))
@@ -184,7 +184,7 @@ def train(name, precision, ranks):
         warnings = [line for line in nccl.splitlines() if " WARN " in line]
         print(*(warnings or nccl.splitlines())[-12:], sep="\n")
         counts = [len(re.findall(r", loss is ", text)) for text in texts]
-        after = f"not done after {a.limit:.0f} s, {counts} steps; " if is_late else ""
+        after = f"not done after {options.limit:.0f} s, {counts} steps; " if is_late else ""
         sys.exit(f"{name} {precision}: {after}exit statuses {[reader.process.returncode for reader in readers]}")
     mean = mean_losses(texts, steps, f"{name} {precision}")
     # Rank 0's process, or the process that starts all ranks, prints the finished steps.
@@ -195,45 +195,46 @@ def train(name, precision, ranks):
     speed = (steps - WARM) * 2 * BATCH / max(times[steps] - times[WARM], 1e-9)
     transports = collections.Counter(re.findall(r" via ([A-Z][A-Za-z0-9]*/[A-Za-z]+)", nccl))
     row = {
-        "side": "lockstep", "run": f"sockets-{name}", "precision": precision, "ranks": ranks, "device": a.device,
-        "one_gpu_shared": shared and ranks > 1, "global_batch": 2 * BATCH, "steps": steps, "images_per_second": round(speed, 1),
+        "side": "lockstep", "run": f"sockets-{name}", "precision": precision, "ranks": ranks, "device": options.device,
+        "one_gpu_shared": share_gpu and ranks > 1, "global_batch": 2 * BATCH, "steps": steps, "images_per_second": round(speed, 1),
         "nccl": dict(transports), "statistics": re.findall(r"[^\n]*gradients (?:go|are)[^\n]*", texts[0])[:1],
     }
     print(json.dumps(row), flush=True)
     print(f"{name} {precision}:", " ".join(f"{x:.5f}" for x in mean[:COMPARED]), flush=True)
     shutil.rmtree(folder)
-    if name == "sockets" and not cpu and (not transports or any(not transport.startswith("NET/Socket") for transport in transports)):
+    if name == "sockets" and not on_cpu and (not transports or any(not transport.startswith("NET/Socket") for transport in transports)):
         sys.exit(f"sockets {precision}: NCCL's log names other transports than sockets: {dict(transports)}")
-    if name == "memory" and not cpu and any(transport.startswith("NET/") for transport in transports):
+    if name == "memory" and not on_cpu and any(transport.startswith("NET/") for transport in transports):
         sys.exit(f"memory {precision}: NCCL also used the network: {dict(transports)}")
     return mean, speed, transports
 
 
-if not cpu:
+if not on_cpu:
     compute_mode = subprocess.run(
         ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout
-    if shared and "Exclusive" in compute_mode:
+    if share_gpu and "Exclusive" in compute_mode:
         print("RESULT\tsockets\tskip\tthe only GPU allows one process at a time (compute mode)")
         sys.exit(0)
-reference, ranks = ("alone", 1) if shared else ("memory", 2)
+reference, ranks = ("alone", 1) if share_gpu else ("memory", 2)
 problems = []
 for precision in precisions:
     expected, reference_speed, _ = train(reference, precision, ranks)
     actual, speed, transports = train("sockets", precision, 2)
     differences = [abs(x - y) / y for x, y in zip(actual, expected)]
-    parts = max(differences[:FIRST_STEPS]), max(differences[FIRST_STEPS:COMPARED], default=0)
-    equal = "equal in all steps" if actual == expected else "at most {:.1e} apart, from step {} on {:.1e}".format(parts[0], FIRST_STEPS + 1, parts[1])
-    for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
+    first_steps, later_steps = max(differences[:FIRST_STEPS]), max(differences[FIRST_STEPS:COMPARED], default=0)
+    differing = f"differences of at most {first_steps:.1e}, from step {FIRST_STEPS + 1} on of {later_steps:.1e}"
+    equal = "equal in all steps" if actual == expected else differing
+    for difference, limit in zip((first_steps, later_steps), MAX_DIFFERENCE[precision]):
         if not difference < limit:
             problems.append(f"sockets {precision}: losses differ by {difference:.1e}, more than {limit}")
     names = {"alone": "one rank with all pictures", "memory": "shared and peer memory"}
     note = f"{steps} steps against {names[reference]}"
-    if not cpu:
+    if not on_cpu:
         note += "; NCCL: " + ", ".join(f"{transport} {count}x" for transport, count in sorted(transports.items()))
     print(f"RESULT\tsockets.{precision}.losses\t{'FAIL' if problems else 'pass'}, {equal}\t{note}")
     result = f"{speed:.0f} images/s, {reference} {reference_speed:.0f}"
-    if shared:
+    if share_gpu:
         result += ", ONE GPU SHARED: does not measure the network"
     print(f"RESULT\tsockets.{precision}.speed\t{result}\tResNet-18, 32 px, batch {BATCH} per rank", flush=True)
 sys.exit("\n".join(problems) or 0)

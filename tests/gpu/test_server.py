@@ -51,37 +51,37 @@ class Stream:
             f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n{authorization}\r\n".encode()
         )
         self.buffer = b""
-        head = self._until(b"\r\n\r\n").decode()
+        head = self._read_until(b"\r\n\r\n").decode()
         expect(" 101 " in head.splitlines()[0], f"no websocket at {path}: {head.splitlines()[0]}")
 
-    def _more(self):
+    def _receive(self):
         part = self.socket.recv(1 << 16)
         expect(part, "the stream ended without a close")
         self.buffer += part
 
-    def _until(self, mark):
+    def _read_until(self, mark):
         while mark not in self.buffer:
-            self._more()
+            self._receive()
         head, self.buffer = self.buffer.split(mark, 1)
         return head
 
-    def _take(self, count):
+    def _read(self, count):
         while len(self.buffer) < count:
-            self._more()
-        taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        return taken
+            self._receive()
+        part, self.buffer = self.buffer[:count], self.buffer[count:]
+        return part
 
     def frame(self):
         """Returns the next frame, decoded from JSON."""
         text = b""
         while True:
-            first, second = self._take(2)
+            first, second = self._read(2)
             length = second & 0x7F
             if length == 126:
-                (length,) = struct.unpack(">H", self._take(2))
+                (length,) = struct.unpack(">H", self._read(2))
             elif length == 127:
-                (length,) = struct.unpack(">Q", self._take(8))
-            payload = self._take(length)
+                (length,) = struct.unpack(">Q", self._read(8))
+            payload = self._read(length)
             kind = first & 0x0F
             if kind == 8:
                 raise Failure(f"the stream was closed: {payload!r}")

@@ -57,7 +57,7 @@ class Net(nn.Module):
         return self.head(functional.max_pool2d(x, 3).flatten(1)) / 256
 
     def whiten_by(self, pictures):
-        """Eigenvectors of the second moments of 2x2 patches, divided by the roots of their eigenvalues, with both signs."""
+        """Sets the filters: eigenvectors of the second moments of 2x2 patches, divided by the roots of their eigenvalues, with both signs."""
         patches = functional.unfold(pictures.float(), 2).transpose(1, 2).reshape(-1, 12)
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = (vectors / (values + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
@@ -109,7 +109,7 @@ def average_logits(net, pictures):
 
 
 def run(net, pictures, labels, test, seed):
-    """Trains once. Returns the accuracy in percent, and the seconds of training without evaluation."""
+    """Trains once. `test`: pictures and labels. Returns the accuracy in percent, and the seconds of training without evaluation."""
     torch.manual_seed(seed)
     # Keeps the parameters' memory, so that the compiled network is reused.
     net.load_state_dict(Net().to("cuda", torch.float16).state_dict())
@@ -159,9 +159,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--pictures", required=True)
     parser.add_argument("--seeds", type=int, default=10, help="number of runs")
-    a = parser.parse_args()
+    options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    loaded = [torch.load(pathlib.Path(a.pictures) / f"{split}.pt") for split in ("train", "test")]
+    loaded = [torch.load(pathlib.Path(options.pictures) / f"{split}.pt") for split in ("train", "test")]
     train = loaded[0]["images"].float() / 255
     mean, std = (statistic(train, (0, 1, 2)).view(1, 3, 1, 1).cuda() for statistic in (torch.mean, torch.std))
 
@@ -177,7 +177,7 @@ def main():
     net.compile(mode="max-autotune")
     run(net, pictures, labels, test, 0)
     rows = []
-    for seed in range(1, a.seeds + 1):
+    for seed in range(1, options.seeds + 1):
         accuracy, secs = run(net, pictures, labels, test, seed)
         rows.append({"side": "pytorch", "run": "cifar-94", "seed": seed, "accuracy": round(accuracy, 2), "train_secs": round(secs, 3)})
         print(json.dumps(rows[-1]), flush=True)

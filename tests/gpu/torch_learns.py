@@ -21,13 +21,13 @@ parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch", type=int, default=256)
 parser.add_argument("--seeds", type=int, nargs="+", required=True)
-a = parser.parse_args()
+options = parser.parse_args()
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 device = torch.device("cuda")
 
 
 def load(split):
-    data = torch.load(f"{a.pictures}/{split}.pt")
+    data = torch.load(f"{options.pictures}/{split}.pt")
     return data["images"].to(device).permute(0, 3, 1, 2).contiguous(), data["labels"].to(device)
 
 
@@ -39,7 +39,7 @@ del scaled
 
 
 def prepare(pictures):
-    enlarged = functional.interpolate(pictures.float() / 255, size=a.size, mode="bilinear", align_corners=False)
+    enlarged = functional.interpolate(pictures.float() / 255, size=options.size, mode="bilinear", align_corners=False)
     return ((enlarged - mean) / std).to(memory_format=torch.channels_last)
 
 
@@ -56,23 +56,23 @@ def augment(pictures):
 
 
 def autocast():
-    return torch.autocast("cuda", torch.bfloat16, enabled=a.precision == "bf16")
+    return torch.autocast("cuda", torch.bfloat16, enabled=options.precision == "bf16")
 
 
-for seed in a.seeds:
+for seed in options.seeds:
     torch.manual_seed(seed)
     net = torchvision.models.resnet50(num_classes=10).to(device, memory_format=torch.channels_last)
     compiled = torch.compile(net)
-    optimizer = torch.optim.SGD(net.parameters(), a.lr, momentum=0.9, weight_decay=5e-4, fused=True)
-    steps = len(train) // a.batch
-    total, done, began, losses = steps * a.epochs, 0, None, []
-    for _ in range(a.epochs):
+    optimizer = torch.optim.SGD(net.parameters(), options.lr, momentum=0.9, weight_decay=5e-4, fused=True)
+    steps = len(train) // options.batch
+    total, done, began, losses = steps * options.epochs, 0, None, []
+    for _ in range(options.epochs):
         net.train()
         order = torch.randperm(len(train), device=device)
         for step in range(steps):
-            chosen = order[step * a.batch : (step + 1) * a.batch]
+            chosen = order[step * options.batch : (step + 1) * options.batch]
             for group in optimizer.param_groups:
-                group["lr"] = 0.5 * a.lr * (1 + math.cos(math.pi * done / total))
+                group["lr"] = 0.5 * options.lr * (1 + math.cos(math.pi * done / total))
             with autocast():
                 loss = functional.cross_entropy(compiled(prepare(augment(train[chosen]))), train_labels[chosen])
             loss.backward()
@@ -94,7 +94,7 @@ for seed in a.seeds:
     losses = torch.stack(losses).tolist()
     # `losses`: the mean loss of each 65 successive steps. With a batch size of 256, an epoch has 195 steps.
     row = {
-        "side": "pytorch", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,
+        "side": "pytorch", "size": options.size, "precision": options.precision, "lr": options.lr, "epochs": options.epochs, "seed": seed,
         "accuracy": 100 * right / len(test), "train_secs": round(secs, 2),
         "losses": [round(sum(losses[i : i + 65]) / len(losses[i : i + 65]), 4) for i in range(0, len(losses), 65)],
     }

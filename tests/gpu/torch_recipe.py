@@ -49,8 +49,8 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    a = parser.parse_args()
-    folder, device = pathlib.Path(a.pictures), torch.device(a.device)
+    options = parser.parse_args()
+    folder, device = pathlib.Path(options.pictures), torch.device(options.device)
     normalise = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     training = Split(
         folder / "train", transforms.Compose([transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip(), *normalise])
@@ -61,7 +61,7 @@ def main():
         folder / "val", transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(SIDE), *normalise])
     )
     workers = {"num_workers": os.cpu_count(), "pin_memory": True, "persistent_workers": True}
-    for seed in a.seeds:
+    for seed in options.seeds:
         torch.manual_seed(seed)
         train = torch.utils.data.DataLoader(training, 256, shuffle=True, drop_last=True, **workers)
         test = torch.utils.data.DataLoader(validation, 500, **workers)
@@ -70,14 +70,14 @@ def main():
         others = [p for p in net.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 1e-4}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones(a.epochs), 0.1)
-        scaler = torch.amp.GradScaler(a.device)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones(options.epochs), 0.1)
+        scaler = torch.amp.GradScaler(options.device)
         began = time.monotonic()
-        for _ in range(a.epochs):
+        for _ in range(options.epochs):
             net.train()
             for pictures, labels in train:
                 pictures = pictures.to(device, non_blocking=True, memory_format=torch.channels_last)
-                with torch.autocast(a.device, torch.float16):
+                with torch.autocast(options.device, torch.float16):
                     loss = functional.cross_entropy(net(pictures), labels.to(device, non_blocking=True))
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
@@ -87,12 +87,12 @@ def main():
         secs = time.monotonic() - began
         net.eval()
         right = 0
-        with torch.no_grad(), torch.autocast(a.device, torch.float16):
+        with torch.no_grad(), torch.autocast(options.device, torch.float16):
             for pictures, labels in test:
                 scores = net(pictures.to(device, memory_format=torch.channels_last))
                 right += (scores.argmax(1).cpu() == labels).sum().item()
         row = {
-            "side": "pytorch", "run": "recipe-imagenet", "seed": seed, "epochs": a.epochs,
+            "side": "pytorch", "run": "recipe-imagenet", "seed": seed, "epochs": options.epochs,
             "accuracy": 100 * right / len(validation), "train_secs": round(secs, 1),
         }
         print(json.dumps(row), flush=True)

@@ -22,15 +22,15 @@ parser.add_argument("--work", required=True)
 parser.add_argument("--ranks", type=int, required=True)
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--set", action="append", default=[], help="another key of the job, as in train.lr=0.02")
-a = parser.parse_args()
+options = parser.parse_args()
 
-folder = pathlib.Path(a.work) / f"tutorial-{a.ranks}"
+folder = pathlib.Path(options.work) / f"tutorial-{options.ranks}"
 shutil.rmtree(folder, ignore_errors=True)
-keys = [f"data.dataset={pathlib.Path(a.pictures).resolve()}", f"train.epochs={a.epochs}",
+keys = [f"data.dataset={pathlib.Path(options.pictures).resolve()}", f"train.epochs={options.epochs}",
         # The accuracy is measured once, at the end.
-        "evaluate.every_epochs=0", "checkpoint.every_epochs=1000", *a.set]
-arguments = ["--ranks", str(a.ranks), *(part for key in keys for part in ("--set", key))]
-status, printed, text, secs = watched.train(a.program, a.job, folder / "out", *arguments)
+        "evaluate.every_epochs=0", "checkpoint.every_epochs=1000", *options.set]
+arguments = ["--ranks", str(options.ranks), *(part for key in keys for part in ("--set", key))]
+status, printed, text, secs = watched.train(options.program, options.job, folder / "out", *arguments)
 print(printed[-3000:])
 if status != 0:
     print(text[-1500:])
@@ -40,13 +40,13 @@ if status != 0:
 def last_epoch_loss(rank):
     """Returns the mean of the last epoch's losses in a rank's log."""
     log = (folder / "out" / "attempts" / "1" / f"rank.{rank}.log").read_text(errors="replace")
-    losses = re.findall(rf"^.*epoch: {a.epochs} step: \d+, loss is ([0-9.]+)", log, re.MULTILINE)
+    losses = re.findall(rf"^.*epoch: {options.epochs} step: \d+, loss is ([0-9.]+)", log, re.MULTILINE)
     return round(statistics.mean(map(float, losses)), 4)
 
 
-losses = [last_epoch_loss(rank) for rank in range(a.ranks)]
+losses = [last_epoch_loss(rank) for rank in range(options.ranks)]
 row = {
-    "ranks": a.ranks, "epochs": a.epochs, "train_secs": secs["train"], "start_secs": secs["start"], "whole_secs": secs["whole"],
+    "ranks": options.ranks, "epochs": options.epochs, "train_secs": secs["train"], "start_secs": secs["start"], "whole_secs": secs["whole"],
     "loss": round(statistics.mean(losses), 4), "loss_by_rank": losses,
     "accuracy": float(re.findall(r"validation accuracy is ([0-9.]+) %", text)[-1]),
 }

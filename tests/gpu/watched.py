@@ -14,21 +14,21 @@ def train(program, job, out, *arguments):
     out = pathlib.Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     log = out / "attempts" / "1" / "rank.0.log"
-    began, first, last, lines = time.monotonic(), None, None, 0
+    began, first, last, losses_seen = time.monotonic(), None, None, 0
     with open(out.parent / "printed", "w+") as printed:
         command = [program, "train", str(job), "--out", str(out), *arguments]
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, text=True)
         while process.poll() is None:
             time.sleep(0.02)
             text = log.read_text(errors="replace") if log.exists() else ""
-            seen = text.count("loss is")
-            if seen > lines:
+            count = text.count("loss is")
+            if count > losses_seen:
                 now = time.monotonic()
                 first = first or now
                 # The line of the evaluation, which follows the last step, also contains a loss.
                 if "validation accuracy" not in text:
                     last = now
-                lines = seen
+                losses_seen = count
         whole = time.monotonic() - began
         printed.seek(0)
         output = printed.read()

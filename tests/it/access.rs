@@ -120,7 +120,7 @@ async fn arguments_and_environments_of_ranks_contain_no_token() {
     for process in server.processes() {
         let words = arguments_and_environment(process.pid);
         let command = process.command().to_owned();
-        // Only the server's process has the variable that it was started with.
+        // Only the server's process was started with LOCKSTEP_TOKEN.
         let forbidden = [server.token(), agent_token.clone(), secret.to_owned()];
         let forbidden = forbidden.iter().filter(|text| command != "serve" || *text != secret);
         for text in forbidden {

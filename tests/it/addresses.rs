@@ -23,17 +23,20 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
     };
     for scheme in ["http", "https", "ftp", "HTTP"] {
         let url = format!("{scheme}://{target}/pictures");
-        let absolute = [("/path", &["absolute path"][..])];
-        server.post("/datasets", &json!({"name": "x", "path": url})).await.assert_invalid(&absolute);
-        server.post("/datasets/inspect", &json!({"path": url})).await.assert_invalid(&absolute);
-        let unknown = [("/data/dataset", &["no dataset is called"][..])];
+        let needs_absolute_path = [("/path", &["absolute path"][..])];
+        server
+            .post("/datasets", &json!({"name": "x", "path": url}))
+            .await
+            .assert_invalid(&needs_absolute_path);
+        server.post("/datasets/inspect", &json!({"path": url})).await.assert_invalid(&needs_absolute_path);
+        let unknown_dataset = [("/data/dataset", &["no dataset is called"][..])];
         let job = specs::short("data", &url, 1, 1);
-        server.post("/jobs", &job).await.assert_invalid(&unknown);
-        server.post("/jobs/validate", &job).await.assert_invalid(&unknown);
+        server.post("/jobs", &job).await.assert_invalid(&unknown_dataset);
+        server.post("/jobs/validate", &job).await.assert_invalid(&unknown_dataset);
         let file = format!("{url}/model.safetensors");
-        let address = [("/model/pretrained", &["is a URL"][..])];
-        server.post("/jobs", &weights(&file)).await.assert_invalid(&address);
-        server.post("/jobs/validate", &weights(&file)).await.assert_invalid(&address);
+        let is_a_url = [("/model/pretrained", &["is a URL"][..])];
+        server.post("/jobs", &weights(&file)).await.assert_invalid(&is_a_url);
+        server.post("/jobs/validate", &weights(&file)).await.assert_invalid(&is_a_url);
 
         // Commands with and without a server.
         let toml = format!(
@@ -60,9 +63,9 @@ async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
         }
     }
     // If no URL was fetched, the listener's first connection is the test's own.
-    let own = TcpStream::connect(target).expect("a connection").local_addr().expect("its address");
-    let (_, first) = listener.accept().expect("a connection");
-    assert_eq!(first, own, "a URL was fetched before");
+    let own_address = TcpStream::connect(target).expect("a connection").local_addr().expect("its address");
+    let (_, first_client) = listener.accept().expect("a connection");
+    assert_eq!(first_client, own_address, "an earlier connection fetched a URL");
     listener.set_nonblocking(true).expect("no waiting");
     assert_eq!(listener.accept().expect_err("no other connection").kind(), ErrorKind::WouldBlock);
     assert_eq!(server.get("/jobs?count=true").await["total"], 0, "no job was stored");

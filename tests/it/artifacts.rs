@@ -17,21 +17,21 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::fs;
 
-/// Starts a server whose database is in `kept`, outside the data directory that some tests delete.
-async fn start(environment: Vec<(String, String)>, kept: &Folder) -> Server {
+/// Starts a server whose database is in `external`, outside the data directory that some tests delete.
+async fn start(environment: Vec<(String, String)>, external: &Folder) -> Server {
     let database = match postgres::wanted() {
         true => postgres::database(),
-        false => format!("sqlite://{}", kept.path().join("kept.db").display()),
+        false => format!("sqlite://{}", external.path().join("kept.db").display()),
     };
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, Some(database), environment).await;
-    server.register("fashion", &pictures::idx_dataset(kept.path(), 64, 16)).await;
+    server.register("fashion", &pictures::idx_dataset(external.path(), 64, 16)).await;
     server
 }
 
-/// Starts a server whose object store is a directory in `kept`.
-async fn start_with_directory(kept: &Folder) -> Server {
-    let directory = kept.path().join("artifacts").display().to_string();
-    start(vec![("LOCKSTEP_ARTIFACTS".into(), directory)], kept).await
+/// Starts a server whose object store is a directory in `external`.
+async fn start_with_directory(external: &Folder) -> Server {
+    let directory = external.path().join("artifacts").display().to_string();
+    start(vec![("LOCKSTEP_ARTIFACTS".into(), directory)], external).await
 }
 
 /// A job with a checkpoint every ten steps.
@@ -70,8 +70,8 @@ async fn lose_the_machine(server: &mut Server) {
 #[tokio::test]
 async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     let _permit = training_permit().await;
-    let (kept, bucket) = (Folder::new(), Bucket::new().await);
-    let mut server = start(bucket.environment(), &kept).await;
+    let (external, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &external).await;
     let finished = server.train(&spec("finished", 20)).await;
     wait_until_stored(&server, &finished).await;
     let (checkpoints, model) = (server.checkpoints(&finished).await, server.last_model(&finished).await);
@@ -114,8 +114,8 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
 #[tokio::test]
 async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     let _permit = training_permit().await;
-    let kept = Folder::new();
-    let server = start_with_directory(&kept).await;
+    let external = Folder::new();
+    let server = start_with_directory(&external).await;
     let id = server.train(&spec("finished", 20)).await;
     wait_until_stored(&server, &id).await;
     let (best, model) = (newest(&server.checkpoints(&id).await), server.last_model(&id).await);
@@ -123,7 +123,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     delete_folder();
     assert_eq!(server.last_model(&id).await, model);
     delete_folder();
-    let files = files_below(&pictures::image_folder(kept.path(), 1));
+    let files = files_below(&pictures::image_folder(external.path(), 1));
     let picture = fs::read(&files[0]).expect("a picture");
     let response = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
     let response = response.send().await.expect("a response");
@@ -137,7 +137,7 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     wait_until_stored(&server, &fork).await;
 
     // The fork has its own objects, which stay when the original job's objects are deleted.
-    let directory = kept.path().join("artifacts/jobs");
+    let directory = external.path().join("artifacts/jobs");
     server.cli(&["delete", &id, "--yes"]).ok();
     server.until("the job's objects are deleted", async |_: &Server| !directory.join(&id).exists()).await;
     fs::remove_dir_all(server.job_dir(&fork)).expect("the fork's folder");
@@ -159,8 +159,8 @@ const PART_BYTES: u64 = 8 << 20;
 #[tokio::test]
 async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     let _permit = training_permit().await;
-    let (kept, bucket) = (Folder::new(), Bucket::new().await);
-    let server = start(bucket.environment(), &kept).await;
+    let (external, bucket) = (Folder::new(), Bucket::new().await);
+    let server = start(bucket.environment(), &external).await;
     // The connection breaks in the third part of the first file.
     bucket.gate.pass_only(2 * PART_BYTES + PART_BYTES / 2);
     let id = server.train(&large()).await;
@@ -168,12 +168,12 @@ async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
     assert_eq!((bucket.objects().await, bucket.open_uploads().await), (Vec::new(), 1));
     bucket.gate.cut();
     wait_until_stored(&server, &id).await;
-    let passed = bucket.gate.passed();
-    let sizes = bucket.objects().await.iter().map(|object| object.size).sum::<u64>();
-    assert!(sizes > 8 * PART_BYTES, "{sizes}");
+    let sent_bytes = bucket.gate.passed();
+    let total_bytes = bucket.objects().await.iter().map(|object| object.size).sum::<u64>();
+    assert!(total_bytes > 8 * PART_BYTES, "{total_bytes}");
     assert!(
-        passed < sizes - PART_BYTES,
-        "{passed} of {sizes} bytes sent after the break, though two parts were stored"
+        sent_bytes < total_bytes - PART_BYTES,
+        "{sent_bytes} of {total_bytes} bytes were sent after the break, although two parts were stored"
     );
     assert_eq!(bucket.open_uploads().await, 0, "no unfinished upload is left");
     server.stop().await;
@@ -182,8 +182,8 @@ async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
 #[tokio::test]
 async fn a_killed_upload_continues() {
     let _permit = training_permit().await;
-    let (kept, bucket) = (Folder::new(), Bucket::new().await);
-    let mut server = start(bucket.environment(), &kept).await;
+    let (external, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &external).await;
     bucket.gate.pass_only(70 << 20);
     let id = server.train(&large()).await;
     server.until("the upload is in its second file", async |_: &Server| bucket.gate.is_waiting()).await;
@@ -215,8 +215,8 @@ async fn a_killed_upload_continues() {
 #[tokio::test]
 async fn jobs_run_while_the_store_is_unreachable() {
     let _permit = training_permit().await;
-    let (kept, bucket) = (Folder::new(), Bucket::new().await);
-    let mut server = start(bucket.environment(), &kept).await;
+    let (external, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &external).await;
     let before = server.train(&spec("before", 10)).await;
     wait_until_stored(&server, &before).await;
     bucket.gate.close();
@@ -235,7 +235,11 @@ async fn jobs_run_while_the_store_is_unreachable() {
     // A job is deleted while the store is unreachable, and then the server is killed.
     server.cli(&["delete", &before, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.2.log")).expect("a log");
-    server.until("it is logged", async |_: &Server| log().contains("object store cannot be used")).await;
+    server
+        .until("the log says that the store is unreachable", async |_: &Server| {
+            log().contains("object store cannot be used")
+        })
+        .await;
     assert_eq!(log().matches("object store cannot be used").count(), 1, "logged once");
     server.kill_serve();
     bucket.gate.open();
@@ -254,8 +258,8 @@ async fn jobs_run_while_the_store_is_unreachable() {
 #[tokio::test]
 async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint() {
     let _permit = training_permit().await;
-    let (kept, bucket) = (Folder::new(), Bucket::new().await);
-    let server = start(bucket.environment(), &kept).await;
+    let (external, bucket) = (Folder::new(), Bucket::new().await);
+    let server = start(bucket.environment(), &external).await;
     let id = server.submit(&spec("damaged", 3000)).await;
     server.until("the job has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.status, 202);
@@ -277,7 +281,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let path = format!("/checkpoints/{last}/model.safetensors");
     let problem = server.request(reqwest::Method::GET, &path, None).await.problem(422);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("its model.safetensors")), "{problem}");
-    assert!(!server.job_dir(&id).join("checkpoints").exists(), "no part of the damaged one is listed");
+    assert!(!server.job_dir(&id).join("checkpoints").exists(), "no file of the damaged checkpoint stays");
     let fork = json!({"checkpoint": last, "set": {"train.steps": 4000}});
     server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
 

@@ -22,9 +22,9 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     assert!(output.ok().contains("backed up 1 job"), "{}", output.stdout);
     // An existing backup is replaced only with --force.
     let repeat = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &options[..]].concat());
-    let kept = std::fs::read(file).expect("a backup");
+    let first_backup = std::fs::read(file).expect("a backup");
     repeat(&[]).assert_usage_error(&[file, "exists already", "--force"]);
-    assert_eq!(std::fs::read(file).expect("a backup"), kept);
+    assert_eq!(std::fs::read(file).expect("a backup"), first_backup);
     repeat(&["--force"]).ok();
     if server.database.is_none() {
         std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
@@ -107,7 +107,11 @@ async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
         attempts["attempts"].as_array().expect("attempts").iter().map(|a| &a["state"]).collect();
     assert_eq!(states, ["paused", "succeeded"], "{attempts:#}");
     let folders = std::fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder");
-    assert_eq!(folders.count(), 3, "each attempt has its own folder");
+    assert_eq!(
+        folders.count(),
+        3,
+        "attempt 2 from before the restore, and attempt 2 from after it, have separate folders"
+    );
     assert!(server.last_model(&id).await == model, "the same weights");
     server.stop().await;
 }

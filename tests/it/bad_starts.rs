@@ -21,8 +21,8 @@ fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
     let folder = Folder::new();
     let data = folder.path().join("data");
 
-    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = taken.local_addr().expect("its address").to_string();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("its address").to_string();
     serve(&address, &data).assert_usage_error(&[&address, "taken", "--listen"]);
 
     for address in ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:7070"] {
@@ -193,9 +193,9 @@ async fn commands_report_all_errors_and_store_nothing() {
     let photos = pictures::image_folder(server.folder().path(), 2);
     let dataset = format!("data.dataset={photos:?}");
     let unregistered = ["--set", dataset.as_str(), "--set", "parallel.ranks=100"];
-    let more = ["--set", "train.lr=-1", "--set", "model.pretrained=1-3", "--set", "a/b=1"];
+    let mistakes = ["--set", "train.lr=-1", "--set", "model.pretrained=1-3", "--set", "a/b=1"];
     for command in ["validate", "submit"] {
-        server.cli(&[&[command, &good][..], &unregistered, &more].concat()).assert_usage_error(&[
+        server.cli(&[&[command, &good][..], &unregistered, &mistakes].concat()).assert_usage_error(&[
             "4 mistakes",
             "train.lr: ",
             "parallel.ranks: 100 ranks",

@@ -14,6 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+const ON_TERMINAL: bool = true;
+
 /// A running command, with a terminal (by `script`) or without.
 struct Started {
     folder: Folder,
@@ -30,21 +32,21 @@ fn install_xdg_open(folder: &Folder, script: &str) {
 }
 
 impl Started {
-    fn new(terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
+    fn new(on_terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let folder = Folder::new();
         install_xdg_open(&folder, XDG_OPEN);
-        Self::start(folder, terminal, screen, args)
+        Self::start(folder, on_terminal, screen, args)
     }
 
-    /// Starts a command with the folder's `bin` first in PATH, or as all of PATH if `bin` has no `xdg-open`. `screen`: the environment
-    /// variable that names a display.
-    fn start(folder: Folder, terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
+    /// Starts a command with the folder's `bin` first in PATH. If `bin` has no `xdg-open`, PATH is only `bin`, so that the system's
+    /// `xdg-open` is not found. `screen`: the environment variable that names a display.
+    fn start(folder: Folder, on_terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let data = folder.path().join("data");
         let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];
         words.extend(&args[1..]);
         let mut command = lockstep();
         command.args(&words[1..]);
-        if terminal {
+        if on_terminal {
             command = Command::new("/usr/bin/script");
             command.args(["-qefc", &words.join(" "), "/dev/null"]);
         }
@@ -61,9 +63,13 @@ impl Started {
         Self { process: command.spawn().expect("script, of util-linux"), folder }
     }
 
-    fn serve(terminal: bool, screen: Option<&str>, more: &[&str]) -> Self {
+    fn serve(on_terminal: bool, screen: Option<&str>, more: &[&str]) -> Self {
         let listen = format!("127.0.0.1:{}", free_port());
-        Self::new(terminal, screen, &[&["serve", "--no-local-agent", "--listen", &listen][..], more].concat())
+        Self::new(
+            on_terminal,
+            screen,
+            &[&["serve", "--no-local-agent", "--listen", &listen][..], more].concat(),
+        )
     }
 
     fn output(&self) -> String {
@@ -134,7 +140,7 @@ impl Started {
 
 #[tokio::test]
 async fn the_opened_file_signs_a_browser_in_once() {
-    let mut serve = Started::serve(true, Some("DISPLAY"), &[]);
+    let mut serve = Started::serve(ON_TERMINAL, Some("DISPLAY"), &[]);
     let link = serve.opened_url();
     // The output arrives through the terminal, perhaps later.
     serve.until("a link is printed", || {
@@ -162,7 +168,7 @@ async fn the_opened_file_signs_a_browser_in_once() {
 
 #[tokio::test]
 async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
-    let mut serve = Started::serve(true, Some("WAYLAND_DISPLAY"), &[]);
+    let mut serve = Started::serve(ON_TERMINAL, Some("WAYLAND_DISPLAY"), &[]);
     serve.opened_url();
     assert!(serve.page().exists());
     serve.end();
@@ -182,14 +188,20 @@ async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
 
 #[tokio::test]
 async fn no_browser_is_opened_without_a_terminal_without_a_screen_or_with_no_open() {
-    let cases: [(bool, Option<&str>, &[&str]); 3] =
-        [(false, Some("DISPLAY"), &[]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])];
-    for (terminal, screen, more) in cases {
-        let mut serve = Started::serve(terminal, screen, more);
+    let cases: [(bool, Option<&str>, &[&str]); 3] = [
+        (!ON_TERMINAL, Some("DISPLAY"), &[]),
+        (ON_TERMINAL, None, &[]),
+        (ON_TERMINAL, Some("DISPLAY"), &["--no-open"]),
+    ];
+    for (on_terminal, screen, more) in cases {
+        let mut serve = Started::serve(on_terminal, screen, more);
         serve.until("the server is ready", || serve.output().contains("sign in: "));
         serve.end();
         let is_opened = ["opened", "part", "pid"].iter().any(|name| serve.folder.path().join(name).exists());
-        assert!(!is_opened && !serve.page().exists(), "terminal: {terminal}, screen: {screen:?}, {more:?}");
+        assert!(
+            !is_opened && !serve.page().exists(),
+            "terminal: {on_terminal}, screen: {screen:?}, {more:?}"
+        );
     }
 }
 
@@ -202,7 +214,7 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
         }
         let listen = format!("127.0.0.1:{}", free_port());
         let args = ["serve", "--no-local-agent", "--listen", &listen];
-        let mut serve = Started::start(folder, true, Some("DISPLAY"), &args);
+        let mut serve = Started::start(folder, ON_TERMINAL, Some("DISPLAY"), &args);
         serve.until("the error is reported", || serve.output().contains("xdg-open"));
         let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("a response");
         assert_eq!(ready.status(), 200, "{}", serve.output());
@@ -213,7 +225,7 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
 #[tokio::test]
 async fn the_demo_opens_a_browser() {
     let _permit = training_permit().await;
-    let mut demo = Started::new(true, Some("DISPLAY"), &["demo", "--ranks", "1"]);
+    let mut demo = Started::new(ON_TERMINAL, Some("DISPLAY"), &["demo", "--ranks", "1"]);
     let link = demo.opened_url();
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");

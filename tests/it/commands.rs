@@ -99,19 +99,24 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let followed = server.cli(&["logs", id, "-f"]);
     assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
 
-    // An evaluation gives the job's own accuracy, up to one picture on the border of two classes. The same pictures in a
-    // dataset of another name give the same result.
+    // An evaluation gives the job's own accuracy, or differs by one picture whose two best classes have nearly equal scores. The
+    // same pictures in a dataset of another name give the same result.
     server.cli(&["dataset", "add", "again", dataset.to_str().expect("UTF-8")]).ok();
     let evaluated = server.cli(&["evaluate", "watched"]);
     assert!(evaluated.ok().starts_with("checkpoint 1-12: accuracy "), "{}", evaluated.stdout);
     assert!(evaluated.stdout.contains(" of 40 pictures") && evaluated.stdout.contains("PRECISION"));
-    let own = server.cli(&["evaluate", id, "--checkpoint", "12", "--json"]).json();
-    let other = server.cli(&["evaluate", id, "--dataset", "again", "--json"]).json();
-    assert_eq!((&own["checkpoint"], &own["job"], &own["samples"]), (&"1-12".into(), &id.into(), &40.into()));
-    assert_eq!((&own["confusion"], &own["loss"]), (&other["confusion"], &other["loss"]));
-    let difference =
-        own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
-    assert!(difference.abs() < 1.5 / 40.0, "{own:#}");
+    let evaluation = server.cli(&["evaluate", id, "--checkpoint", "12", "--json"]).json();
+    let evaluation_of_copy = server.cli(&["evaluate", id, "--dataset", "again", "--json"]).json();
+    assert_eq!(
+        (&evaluation["checkpoint"], &evaluation["job"], &evaluation["samples"]),
+        (&"1-12".into(), &id.into(), &40.into())
+    );
+    for key in ["confusion", "loss"] {
+        assert_eq!(evaluation[key], evaluation_of_copy[key], "{key}");
+    }
+    let difference = evaluation["accuracy"].as_f64().expect("a number")
+        - job["last"]["val_accuracy"].as_f64().expect("one");
+    assert!(difference.abs() < 1.5 / 40.0, "{evaluation:#}");
     // Three pictures leave at least seven of ten classes without a picture, and so without scores.
     let few = pictures::idx_dataset(server.folder().path(), 320, 3);
     server.cli(&["dataset", "add", "few", few.to_str().expect("UTF-8")]).ok();

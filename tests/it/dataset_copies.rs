@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    separate_disks::{Machine, log, online, server, spec, uploaded_weights},
+    separate_disks::{Machine, log, server, spec, until_online, uploaded_weights},
     server::{Agents, Server, signal, training_permit},
     specs,
 };
@@ -49,15 +49,15 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     // An empty folder is part of a dataset, too.
     fs::create_dir(data.join("empty")).expect("a folder");
     let mut a = Machine::start_without(&server, "machine-a", 2, &[], &[]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let id = server.submit(&spec("shared disk", STEPS)).await;
     let expected = uploaded_weights(&server, &id, STEPS).await;
     assert!(!log(&server, &id).await.contains(COPIES), "the machine has the files");
     a.kill();
-    online(&server, 1).await;
+    until_online(&server, 1).await;
 
     let mut b = Machine::start_without(&server, "machine-b", 4, &[&data], &[]);
-    online(&server, 5).await;
+    until_online(&server, 5).await;
     // Two jobs need the dataset at the same time: only one copies it.
     let (first, second) =
         (server.submit(&spec("first", STEPS)).await, server.submit(&spec("second", STEPS)).await);
@@ -66,14 +66,14 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let logs = [log(&server, &first).await, log(&server, &second).await];
     let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
     assert_eq!(copied, 1, "{logs:?}");
-    let kept = copies(&b, &server);
-    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    let copy_folders = copies(&b, &server);
+    let [copy] = copy_folders.as_slice() else { panic!("{copy_folders:?}") };
     assert!(copy.join("data/empty").is_dir());
     // A later job does not copy it again, even with a restarted agent.
     b.kill();
-    online(&server, 1).await;
+    until_online(&server, 1).await;
     b.start_agent(&server);
-    online(&server, 5).await;
+    until_online(&server, 5).await;
     let id = server.submit(&spec("later", STEPS)).await;
     assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     assert!(!log(&server, &id).await.contains(COPIES));
@@ -92,7 +92,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let id = server.train(&spec("changed", STEPS)).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let renewed = copies(&b, &server);
-    assert!(renewed.len() == 1 && renewed != kept, "{renewed:?}");
+    assert!(renewed.len() == 1 && renewed != copy_folders, "{renewed:?}");
     assert_eq!(fs::read(renewed[0].join("data/train-labels-idx1-ubyte")).expect("labels"), changed);
 }
 
@@ -105,7 +105,7 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     filler.set_len(FILLER_BYTES).expect("a sparse file");
     server.register("fashion", &data).await;
     let mut a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     // No restart is allowed: the end of an agent that has not started a rank does not count as one.
     let spec = specs::with(spec("interrupted", STEPS), json!({"recovery": {"max_restarts": 0}}));
     let id = server.submit(&spec).await;
@@ -124,8 +124,8 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     assert!(later.len() > part.len(), "{} and then {}", part.len(), later.len());
     server.start_serve().await;
     server.wait_for_success(&id).await;
-    let kept = copies(&a, &server);
-    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    let copy_folders = copies(&a, &server);
+    let [copy] = copy_folders.as_slice() else { panic!("{copy_folders:?}") };
     let whole = fs::metadata(copy.join("data/filler")).expect("the whole file");
     assert_eq!((whole.ino(), whole.len()), (part.ino(), FILLER_BYTES), "the same file, continued");
 }
@@ -166,31 +166,31 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     };
     // A limit of one byte less than the dataset.
     let mut a = start("machine-a", &less);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let why = server.wait_for_failure(&server.submit(&spec("too large", STEPS)).await).await;
     assert!(why.contains("machine-a") && why.contains("--dataset-cache-limit"), "{why}");
     assert!(copies(&a, &server).is_empty());
     a.kill();
-    online(&server, 1).await;
+    until_online(&server, 1).await;
     // With a limit of 0 nothing is copied.
     let mut b = start("machine-b", "0");
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let why = server.wait_for_failure(&server.submit(&spec("missing", STEPS)).await).await;
     assert!(why.contains("machine-b") && why.contains("--dataset NAME=PATH"), "{why}");
     b.kill();
-    online(&server, 1).await;
+    until_online(&server, 1).await;
     // A mapping to a missing path is an error; the dataset is not copied.
     let nowhere = format!("fashion={}", server.folder().path().join("nowhere").display());
     let mut c = Machine::start_without(&server, "machine-c", 2, &[&data], &["--dataset", &nowhere]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let why = server.wait_for_failure(&server.submit(&spec("mapped", STEPS)).await).await;
     assert!(why.contains("machine-c") && why.contains("nowhere"), "{why}");
     assert!(copies(&c, &server).is_empty());
     c.kill();
-    online(&server, 1).await;
+    until_online(&server, 1).await;
     // A limit of exactly the dataset's size; but first the dataset contains a link to a file outside.
     let d = start("machine-d", &limit);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let secret = server.folder().write("secret", "not for others");
     symlink(secret, data.join("link")).expect("a link");
     let why = server.wait_for_failure(&server.submit(&spec("leads out", STEPS)).await).await;
@@ -202,7 +202,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     assert_eq!(copies(&d, &server).len(), 1);
 }
 
-/// A large file is copied twice.
+/// Only `tests/run full` runs this test, because it copies a large file twice.
 mod full {
     use super::*;
 
@@ -217,17 +217,17 @@ mod full {
         fs::write(data.join("a-note"), "before").expect("a note");
         server.register("fashion", &data).await;
         let a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
-        online(&server, 3).await;
+        until_online(&server, 3).await;
         let id = server.submit(&spec("changing", STEPS)).await;
         wait_for_filler(&a, &server, 0);
         fs::write(data.join("a-note"), "afterwards").expect("another note");
         server.wait_for_success(&id).await;
         let log = log(&server, &id).await;
         assert!(log.contains("the dataset fashion changed while machine-a copied it"), "{log}");
-        let kept = copies(&a, &server);
-        let newest = kept
+        let copy_folders = copies(&a, &server);
+        let newest = copy_folders
             .iter()
             .find(|copy| fs::read(copy.join("data/a-note")).is_ok_and(|note| note == b"afterwards"));
-        assert!(newest.is_some(), "{kept:?}");
+        assert!(newest.is_some(), "{copy_folders:?}");
     }
 }

@@ -39,9 +39,9 @@ async fn a_dataset_is_prepared_and_registered_by_one_command() {
     assert_eq!(server.cli(&add).json()["info"]["format"], "webdataset");
     assert_eq!(paths()[0], (json!("other"), json!(here("elsewhere"))));
 
-    // A name that is taken is reported before hours of work, not after.
-    let taken = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
-    taken.assert_usage_error(&["already called pets", "hub-16"]);
+    // An existing name is reported before the preparation, which may take hours.
+    let refused = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
+    refused.assert_usage_error(&["already called pets", "hub-16"]);
     assert!(!here("hub-17").exists());
     server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).assert_usage_error(&[
         "--prepare",

@@ -30,7 +30,7 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     site.join(1, "h1", 1);
     site.join_with(2, "h2", 2, &[], &["--dataset", &option]);
     site.join(3, "h3", 1);
-    site.online(&["h1", "h2", "h3"]).await;
+    site.until_online(&["h1", "h2", "h3"]).await;
     let failure = async |site: &Site, ranks: u32| {
         let id = site.submit_ranks(ranks, 20).await;
         site.until("the job has failed", async || {
@@ -52,7 +52,7 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     // Also with a single machine, when there is no other copy to compare with.
     site.leave("h1");
     site.leave("h3");
-    site.online(&["h2"]).await;
+    site.until_online(&["h2"]).await;
     let (why, job) = failure(&site, 2).await;
     assert_eq!(job["agents"], json!(["h2"]));
     assert!(why.contains("on the machine h2") && why.contains("was registered"), "{why}");
@@ -72,16 +72,17 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     damage(&dataset);
     let option = format!("fashion={}", copy.display());
     let _other = Machine::start_without(&server, "machine-b", 1, &[], &["--dataset", &option]);
-    separate_disks::online(&server, 2).await;
+    separate_disks::until_online(&server, 2).await;
     let agents = server.get("/agents").await;
     let agents = agents["agents"].as_array().expect("agents").clone();
-    let own = agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
-    let own = own.expect("the server's own agent");
+    let own_agent =
+        agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
+    let own_agent = own_agent.expect("the server's own agent");
     for _ in 0..3 {
         let id = server.submit(&specs::short("both", "fashion", 2, 20)).await;
         let why = server.wait_for_failure(&id).await;
         assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
-        assert!(why.contains(own) && why.contains("machine-b"), "{why}");
+        assert!(why.contains(own_agent) && why.contains("machine-b"), "{why}");
     }
     // A job on only the server's own machine uses the server's files.
     server.train(&specs::short("own", "fashion", 1, 20)).await;

@@ -55,10 +55,10 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let path = path.to_str().expect("UTF-8");
     server.cli(&["download", &id, "--weights", "ema", "-o", path]).ok();
     assert!(fs::read(path).expect("the average") == average);
-    let only = folder.join("only");
-    fs::create_dir(&only).expect("a folder");
-    fs::write(only.join("ema.safetensors"), &average).expect("weights");
-    server.cli(&["export", only.to_str().expect("UTF-8"), "-o", path]).ok();
+    let only_average = folder.join("only");
+    fs::create_dir(&only_average).expect("a folder");
+    fs::write(only_average.join("ema.safetensors"), &average).expect("weights");
+    server.cli(&["export", only_average.to_str().expect("UTF-8"), "-o", path]).ok();
     assert!(fs::read(path).expect("the average") == average, "exported from a folder without other weights");
 
     let loss = async |weights: &str| server.evaluation(&id, weights).await["loss"].as_f64().expect("a loss");
@@ -96,8 +96,7 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         Response::read(request.send().await.expect("a response")).await
     };
     let send_png = async |bytes: usize| {
-        let kind = ("content-type", "image/png");
-        send(server.http.post(&url).header(kind.0, kind.1).body(pad_png(&png, bytes))).await
+        send(server.http.post(&url).header("content-type", "image/png").body(pad_png(&png, bytes))).await
     };
     let count_valid = |response: &Value| {
         let predictions = response["predictions"].as_array().expect("predictions");
@@ -152,10 +151,10 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     }
     let problem = send(server.http.post(&url).header("content-type", "image/png")).await.problem(400);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("empty")), "{problem}");
-    let nothing =
+    let empty_file =
         "--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"x.png\"\r\n\r\n\r\n--B--\r\n";
     let request =
-        server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(nothing);
+        server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(empty_file);
     assert_eq!(send(request).await.json()["predictions"][0]["error"], "is empty");
 
     // The job has no averaged weights.
@@ -216,7 +215,7 @@ async fn the_server_responds_when_few_file_descriptors_are_left() {
     let server = Server::start_wrapped(Agents::None, None, Vec::new(), &wrapper, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();
     let idle: Vec<TcpStream> = (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
-    // The remaining descriptors suffice, even for requests that open files.
+    // The server keeps enough of its 64 descriptors free, even for requests that open files.
     for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
         let fresh = client(&server.token());
         let response = fresh.get(format!("{}{path}", server.url)).send().await.expect("a response");

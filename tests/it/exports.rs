@@ -43,7 +43,8 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let spec = specs::short("exported", "fashion", 1, 12);
     let id = server.train(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
 
-    // The server (although a folder has the job's name), its download, the checkpoint's folder and the weights' file give the same network.
+    // The network is the same from the server, its download, the checkpoint's folder and the file of weights. A folder with the job's name does
+    // not hide the job.
     fs::create_dir(folder.join("exported")).expect("a folder");
     let written = server.cli(&["export", "onnx", "exported", "-o", "model.onnx", "--json"]).json();
     let network = fs::read(folder.join("model.onnx")).expect("a network");
@@ -57,20 +58,20 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
         assert!(fs::read(folder.join("own.onnx")).expect("a network") == network, "{source}");
     }
 
-    let shown = Pictures::bundled("t10k");
+    let test_pictures = Pictures::bundled("t10k");
     let files: Vec<String> = (0..4).map(|index| format!("{index}.png")).collect();
     let mut pixels = Vec::new();
     for (index, file) in files.iter().enumerate() {
-        let of_picture = shown.pixels_of(index).to_vec();
-        pixels.extend(&of_picture);
-        let picture = GrayImage::from_raw(SIDE as u32, SIDE as u32, of_picture).expect("a picture");
+        let picture_pixels = test_pictures.pixels_of(index).to_vec();
+        pixels.extend(&picture_pixels);
+        let picture = GrayImage::from_raw(SIDE as u32, SIDE as u32, picture_pixels).expect("a picture");
         picture.save(folder.join(file)).expect("a file");
     }
     fs::write(folder.join("pixels"), &pixels).expect("pixels");
     let mut arguments = vec!["predict", &id, "--json"];
     arguments.extend(files.iter().map(String::as_str));
     let predicted = server.cli(&arguments).json();
-    let best =
+    let best_classes =
         predicted.as_array().expect("predictions").iter().map(|one| one["classes"][0]["class"].clone());
 
     // The page's example, with pictures of the network's size.
@@ -81,7 +82,7 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let mut command = python("onnx");
     command.current_dir(folder).args(["-c", &format!("{pixels}\n{example}")]);
     let printed: Value = serde_json::from_str(&output_of(command)).expect("JSON");
-    assert_eq!(printed, Value::from_iter(best));
+    assert_eq!(printed, Value::from_iter(best_classes));
 
     let assert_refused = |arguments: &[&str], words: &str| {
         server.cli(&[&["export", "onnx", "-o", "x"][..], arguments].concat()).assert_usage_error(&[words]);
@@ -197,7 +198,7 @@ async fn event_files_and_parquet_contain_every_point_of_every_rank() {
     server.stop().await;
 }
 
-/// Needs TensorBoard in `target/tensorboard`, where `tests/run full` installs it.
+/// Only `tests/run full` runs this test, because it needs TensorBoard, which `tests/run full` installs in `target/tensorboard`.
 mod full {
     use super::*;
 

@@ -78,13 +78,14 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
         assert!(reason.contains(words), "{reason}");
     }
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
-    let from = number(&plan["start_step"]);
-    assert!(from >= CHECKPOINT_STEPS && from.is_multiple_of(CHECKPOINT_STEPS) && from < STEPS, "{plan}");
-    assert!(reason.contains(&format!("starts from step {from}")), "{reason}; {plan}");
+    let start_step = number(&plan["start_step"]);
+    assert!((CHECKPOINT_STEPS..STEPS).contains(&start_step), "{plan}");
+    assert!(start_step.is_multiple_of(CHECKPOINT_STEPS), "{plan}");
+    assert!(reason.contains(&format!("starts from step {start_step}")), "{reason}; {plan}");
     let points = server.points(&id, "loss").await;
     let steps_of_second: Vec<_> =
         points.iter().filter(|p| (p.attempt, p.rank) == (2, 0)).map(|p| p.step).collect();
-    assert_eq!(steps_of_second, (from + 1..=STEPS).collect::<Vec<_>>());
+    assert_eq!(steps_of_second, (start_step + 1..=STEPS).collect::<Vec<_>>());
     assert_every_step(&server, &id).await;
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
@@ -98,8 +99,11 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     assert_eq!((&first["state"], &second["state"]), (&json!("failed"), &json!("succeeded")));
     let why = &first["reason"];
     assert_eq!((&why["code"], &why["rank"], &why["signal"]), (&json!("rank_killed"), &json!(1), &json!(9)));
-    assert!(number(&why["step"]) >= from, "{why}");
-    assert!(second["checkpoint"].as_str().is_some_and(|c| c.ends_with(&format!("-{from}"))), "{second}");
+    assert!(number(&why["step"]) >= start_step, "{why}");
+    assert!(
+        second["checkpoint"].as_str().is_some_and(|c| c.ends_with(&format!("-{start_step}"))),
+        "{second}"
+    );
     let shown = server.cli(&["show", &id]).ok().to_owned();
     assert!(shown.contains("rank 1 was killed by signal 9") && shown.contains("attempt 2"), "{shown}");
     let log = server.cli(&["logs", &id]).ok().to_owned();
@@ -112,12 +116,12 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &attempts["attempts"]));
     // Both attempts' logs are kept.
     for attempt in [1, 2] {
-        let kept = fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder").any(|folder| {
+        let is_kept = fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder").any(|folder| {
             let folder = folder.expect("a folder").path();
             let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             name.starts_with(&format!("{attempt}-")) && folder.join("rank.0.log").exists()
         });
-        assert!(kept, "attempt {attempt}");
+        assert!(is_kept, "log of attempt {attempt}");
     }
 
     // Without restarts the job fails.
@@ -145,8 +149,8 @@ async fn a_job_continues_while_its_server_restarts() {
     // The ranks continue without the server: their logs grow.
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
-    let at_death = length();
-    server.until("a rank trains without a server", async |_: &Server| length() > at_death).await;
+    let length_at_kill = length();
+    server.until("a rank trains without a server", async |_: &Server| length() > length_at_kill).await;
     server.start_serve().await;
 
     let since = seen.last().map_or(0, |e| number(&e["seq"]));

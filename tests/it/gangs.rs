@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, LOCKSTEP, Server, exit_status, lockstep, number, signal, training_permit},
+    server::{Agents, Server, exit_status, lockstep, number, signal, training_permit},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -34,13 +34,13 @@ impl Machines {
         for (name, slots) in agents {
             this.join(name, *slots, variables);
         }
-        this.online(agents.iter().map(|(_, slots)| *slots as usize).sum()).await;
+        this.until_online(agents.iter().map(|(_, slots)| *slots as usize).sum()).await;
         let dataset = pictures::idx_dataset(this.server.folder().path(), 160, 16);
         this.server.register("fashion", &dataset).await;
         this
     }
 
-    async fn online(&self, slots: usize) {
+    async fn until_online(&self, slots: usize) {
         self.server.until("all agents are online", async |s: &Server| s.slots().await == slots).await;
     }
 
@@ -101,7 +101,7 @@ impl Machines {
     }
 
     /// Waits until a job trains.
-    async fn trains(&self, id: &str) -> Value {
+    async fn until_training(&self, id: &str) -> Value {
         self.server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await
     }
 
@@ -142,7 +142,7 @@ async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
         let (a, b) = (format!("a{case}"), format!("b{case}"));
         machines.join(&a, slots, variables);
         machines.join(&b, slots, variables);
-        machines.online(2 * slots as usize).await;
+        machines.until_online(2 * slots as usize).await;
         let id = machines.server.submit(&job(2 * slots, STEPS)).await;
         let job = machines.server.wait_for_success(&id).await;
         assert_eq!((&job["agents"], number(&job["attempt"])), (&json!([a, b]), 1), "{job:#}");
@@ -178,8 +178,8 @@ async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
         let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
         assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
         assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
-        let from = attempts[1]["checkpoint"].as_str().unwrap_or_default();
-        assert!(!is_sharded || from.ends_with('0'), "every tenth step has a checkpoint: {attempts:#?}");
+        let checkpoint = attempts[1]["checkpoint"].as_str().unwrap_or_default();
+        assert!(!is_sharded || checkpoint.ends_with('0'), "every tenth step has a checkpoint: {attempts:#?}");
         assert!(
             machines.server.last_model(&id).await == machines.server.last_model(&undisturbed).await,
             "the same weights"
@@ -193,7 +193,7 @@ async fn after_an_agent_s_lease_expires_the_job_continues_there_or_on_a_spare() 
     let permit = training_permit().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
-    machines.trains(&id).await;
+    machines.until_training(&id).await;
     // A machine hangs: its rank ends itself when the lease expires.
     signal(machines.pid("b"), Signal::STOP);
     // While the job waits for the lease, other tests may train.
@@ -225,7 +225,7 @@ async fn cancel_pause_and_shutdown_reach_all_machines() {
     let _permit = training_permit().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
-    machines.trains(&id).await;
+    machines.until_training(&id).await;
     machines.order(&id, "pause").await;
     let paused = |job: &Value| job["state"] == "paused";
     let job = machines.server.wait_for_job(&id, "the job is paused", paused).await;
@@ -260,11 +260,11 @@ async fn restarted_servers_and_agents_find_their_parts_of_a_job() {
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     let assert_continues = async |machines: &Machines| {
         let step = number(&machines.server.job(&id).await["step"]);
-        let more = |job: &Value| number(&job["step"]) > step + 20;
-        let job = machines.server.wait_for_job(&id, "the job continues", more).await;
+        let has_continued = |job: &Value| number(&job["step"]) > step + 20;
+        let job = machines.server.wait_for_job(&id, "the job continues", has_continued).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("running"), 1), "{job:#}");
     };
-    machines.trains(&id).await;
+    machines.until_training(&id).await;
     machines.server.kill_serve();
     machines.server.start_serve().await;
     assert_continues(&machines).await;
@@ -296,7 +296,7 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
         holders.push(server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await);
     }
     for holder in &holders {
-        machines.trains(holder).await;
+        machines.until_training(holder).await;
     }
     let mut waiting = Vec::new();
     for (name, ranks) in [("first", 4), ("second", 3), ("small", 1)] {
@@ -348,7 +348,6 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
 
 #[test]
 fn invalid_addresses_and_unknown_interfaces_are_refused() {
-    assert!(Path::new(LOCKSTEP).exists());
     for (options, words) in [
         (["--advertise", "10.0.0.7:9000/x"], "--advertise 10.0.0.7:9000/x: give an address or a name"),
         (

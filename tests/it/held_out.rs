@@ -34,10 +34,10 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let held_out = checkpoint["validation"]["pictures"].as_u64().expect("a count");
     assert!((10..40).contains(&held_out), "{checkpoint:#}");
 
-    let own = server.evaluation(&id, "").await;
+    let evaluation = server.evaluation(&id, "").await;
     let facts = |result: &Value| (result["accuracy"].clone(), result["validation"].clone());
-    assert_eq!(facts(&own), (checkpoint["val_accuracy"].clone(), checkpoint["validation"].clone()));
-    assert_eq!((&own["trained_on"], &own["note"]), (&json!(0), &Value::Null), "{own:#}");
+    assert_eq!(facts(&evaluation), (checkpoint["val_accuracy"].clone(), checkpoint["validation"].clone()));
+    assert_eq!((&evaluation["trained_on"], &evaluation["note"]), (&json!(0), &Value::Null), "{evaluation:#}");
 
     // With twice as many pictures, the validation set still contains no training picture.
     let added: Vec<_> = ["boot", "trouser"]
@@ -68,7 +68,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     for (class, name) in added {
         fs::remove_file(images.join("train").join(class).join(name)).expect("removes");
     }
-    assert_eq!(facts(&server.evaluation(&id, "").await), facts(&own));
+    assert_eq!(facts(&server.evaluation(&id, "").await), facts(&evaluation));
 
     // A fork that holds out other pictures is evaluated on pictures that its parent trained on, and says so.
     let set = json!({"set": {"data.validation_seed": 1, "train.steps": 8}});

@@ -52,8 +52,8 @@ async fn exported_jobs_are_imported_with_every_value() {
             .status
             .is_success()
     );
-    let odd = json!({"first": 2001, "records": [{"step": 9000, "values": {"diverged": "NaN"}}]});
-    assert!(server.post("/runs/first/records", &odd).await.status.is_success());
+    let nan = json!({"first": 2001, "records": [{"step": 9000, "values": {"diverged": "NaN"}}]});
+    assert!(server.post("/runs/first/records", &nan).await.status.is_success());
     let expected = points(&server, &id);
     assert_eq!(expected.len(), 4001);
     let shown = server.cli(&["show", &id]);
@@ -214,8 +214,8 @@ fn item(name: &str, value: &str) -> Vec<u8> {
     message(&[(2, name.as_bytes()), (16, value.as_bytes())])
 }
 
-/// A W&B log (LevelDB's log format) with these records, each shorter than a block. A part of a record has a header of 7 bytes and a kind:
-/// 1 (whole record), 2 (first part) or 4 (last part).
+/// A W&B log (LevelDB's log format) with these records, each shorter than a block. A part of a record has a header of 7 bytes with
+/// its kind: 1 (whole record), 2 (first part) or 4 (last part). Zeros fill a block that has no space for a header.
 fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
     const BLOCK: usize = 32 << 10;
     let crc = Crc::<u32>::new(&CRC_32_ISO_HDLC);
@@ -223,13 +223,13 @@ fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
     for record in records {
         let left = BLOCK - log.len() % BLOCK;
         let (first, rest) = record.split_at(record.len().min(left.saturating_sub(7)));
-        let parts = match (left < 7, rest.is_empty()) {
-            (true, _) => {
-                log.extend(vec![0; left]);
-                vec![(1, &record[..])]
-            }
-            (false, true) => vec![(1, first)],
-            (false, false) => vec![(2, first), (4, rest)],
+        let parts = if left < 7 {
+            log.extend(vec![0; left]);
+            vec![(1, &record[..])]
+        } else if rest.is_empty() {
+            vec![(1, first)]
+        } else {
+            vec![(2, first), (4, rest)]
         };
         for (kind, part) in parts {
             let checksum = crc.checksum(&[&[kind], part].concat());
@@ -317,7 +317,7 @@ async fn w_and_b_s_runs_are_imported_up_to_the_last_complete_record() {
     server.stop().await;
 }
 
-/// Needs TensorBoard and W&B in `target/`, where `tests/run full` installs them.
+/// Only `tests/run full` runs this test, because it needs TensorBoard and W&B, which `tests/run full` installs in `target/`.
 mod full {
     use super::*;
 

@@ -73,7 +73,7 @@ async fn ctrl_c_ends_only_the_display() {
 }
 
 #[tokio::test]
-async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
+async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_accepted() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
     // The jobs need three slots and the server's own agent has two, so only launched agents could run them.

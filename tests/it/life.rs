@@ -155,8 +155,8 @@ async fn assert_every_point(server: &Server, id: &str) {
     let highest = |values: &Value| {
         values.as_array().expect("values").iter().filter_map(Value::as_f64).fold(f64::MIN, f64::max)
     };
-    let truth = points.iter().filter(|p| p.rank == 1).map(|p| p.value).fold(f64::MIN, f64::max);
-    assert_eq!(highest(&series["max"]), truth);
+    let expected = points.iter().filter(|p| p.rank == 1).map(|p| p.value).fold(f64::MIN, f64::max);
+    assert_eq!(highest(&series["max"]), expected);
 }
 
 /// (step, accuracy) of each evaluation.

@@ -92,8 +92,8 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         .cli(&["model", "remove", "shoes", "2", "--yes"])
         .assert_usage_error(&["the version has the alias champion"]);
     let path = format!("/jobs/{first}");
-    let kept: Value = server.request(Method::DELETE, &path, None).await.problem(409);
-    assert!(kept["detail"].as_str().is_some_and(|why| why.contains("models:/shoes/1")), "{kept}");
+    let refused: Value = server.request(Method::DELETE, &path, None).await.problem(409);
+    assert!(refused["detail"].as_str().is_some_and(|why| why.contains("models:/shoes/1")), "{refused}");
     server
         .cli(&["model", "remove", "shoes", "1"])
         .assert_usage_error(&["models:/shoes/1 stays as it is", "--yes"]);

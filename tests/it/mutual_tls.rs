@@ -85,7 +85,7 @@ async fn agents(serve: &Serve) -> Vec<Value> {
 }
 
 /// Waits until the agent of this name fulfils a condition, and returns it.
-async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+async fn wait_for_agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let start = Instant::now();
     loop {
         let all = agents(serve).await;
@@ -114,7 +114,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     issue(&serve, "node-a", &["--days", "120"]);
     let certificate = files("node-a");
     let mut first = Agent::start(&serve, "one", &certificate);
-    let joined = agent(&serve, "node-a", is_online).await;
+    let joined = wait_for_agent(&serve, "node-a", is_online).await;
     let warnings = joined["warnings"].as_array().expect("its warnings");
     assert!(!warnings.iter().any(|w| w["text"].to_string().contains("certificate")), "120 days: {joined:#}");
 
@@ -156,7 +156,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     assert!(listed.ok().contains("node-a") && listed.stdout.contains("valid"), "{}", listed.stdout);
     let revoked = Instant::now();
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
-    agent(&serve, "node-a", |agent| !is_online(agent)).await;
+    wait_for_agent(&serve, "node-a", |agent| !is_online(agent)).await;
     assert!(revoked.elapsed() < Duration::from_secs(30), "{:?}", revoked.elapsed());
     first.wait_for_log("which was revoked").await;
     wait_until("the agent tries again", || first.output().matches("revoked").count() >= 2, || first.output())
@@ -175,7 +175,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
         fs::remove_file(serve.folder.path().join(format!("node-a.{ending}"))).expect("a file");
     }
     issue(&serve, "node-a", &["--days", "20"]);
-    let back = agent(&serve, "node-a", is_online).await;
+    let back = wait_for_agent(&serve, "node-a", is_online).await;
     assert_eq!(back["id"], joined["id"]);
 }
 
@@ -186,7 +186,7 @@ async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     issue_at(&serve, "node-a", "-7465h", "400");
     let _agent = Agent::start(&serve, "one", &files("node-a"));
     let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate expires in 88 days");
-    agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
+    wait_for_agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
     wait_until("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log())
         .await;
     let mut doctor = lockstep();
@@ -259,10 +259,10 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     assert!(agents(&serve).await.is_empty());
     // A name that differs from the certificate's.
     issue(&serve, "node-b", &[]);
-    let other = [&files("node-b")[..], &["--name".into(), "node-c".into()]].concat();
-    let mut other = Agent::start(&serve, "other", &other);
-    assert_eq!(exit_status(&mut other.process).await.code(), Some(1), "{}", other.output());
-    assert!(other.output().contains("start this agent with --name node-b"), "{}", other.output());
+    let options = [&files("node-b")[..], &["--name".into(), "node-c".into()]].concat();
+    let mut misnamed = Agent::start(&serve, "misnamed", &options);
+    assert_eq!(exit_status(&mut misnamed.process).await.code(), Some(1), "{}", misnamed.output());
+    assert!(misnamed.output().contains("start this agent with --name node-b"), "{}", misnamed.output());
 }
 
 #[tokio::test]
@@ -304,7 +304,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     assert_eq!(exit_status(&mut wrong.process).await.code(), Some(2), "{}", wrong.output());
     assert!(wrong.output().contains("--pkcs12-password-file"), "{}", wrong.output());
     let right = Agent::start(&serve, "right-password", &packed("right"));
-    agent(&serve, "node-p", is_online).await;
+    wait_for_agent(&serve, "node-p", is_online).await;
     drop(right);
 
     // Key files that other accounts can read are refused before a connection.
@@ -318,9 +318,9 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
         ("node-p.key", ["--cert-file", "node-p.crt", "--key-file", "node-p.key"]),
     ] {
         set_mode(name, 0o644);
-        let mut open = Agent::start(&serve, "open", &options);
-        assert_eq!(exit_status(&mut open.process).await.code(), Some(2), "{}", open.output());
-        assert!(open.output().contains(&format!("chmod 600 {name}")), "{}", open.output());
+        let mut refused = Agent::start(&serve, "open", &options);
+        assert_eq!(exit_status(&mut refused.process).await.code(), Some(2), "{}", refused.output());
+        assert!(refused.output().contains(&format!("chmod 600 {name}")), "{}", refused.output());
         set_mode(name, 0o600);
     }
     // With --agent-ca, certificates of the server's own CA are refused.
@@ -330,11 +330,11 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
 
     // openssl can read the PKCS #12 files of `ca issue`.
     issue(&serve, "node-q", &["--pkcs12", "--pkcs12-password-file", "right"]);
-    let mut read = Command::new("openssl");
-    read.args(["pkcs12", "-in", "node-q.p12", "-passin", "pass:sesame", "-nodes"]);
-    let read = read.current_dir(serve.folder.path()).output().expect("openssl");
-    let read = String::from_utf8_lossy(&read.stdout).into_owned();
-    assert!(read.contains("BEGIN PRIVATE KEY") && read.contains("CN = node-q"), "{read}");
+    let mut openssl = Command::new("openssl");
+    openssl.args(["pkcs12", "-in", "node-q.p12", "-passin", "pass:sesame", "-nodes"]);
+    let output = openssl.current_dir(serve.folder.path()).output().expect("openssl");
+    let contents = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(contents.contains("BEGIN PRIVATE KEY") && contents.contains("CN = node-q"), "{contents}");
 }
 
 #[tokio::test]
@@ -354,7 +354,7 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     let revoked = start_agent("node-1");
     revoked.wait_for_log("which was revoked").await;
     let still_valid = start_agent("node-2");
-    agent(&serve, "node-2", is_online).await;
+    wait_for_agent(&serve, "node-2", is_online).await;
 
     // A truncated list is ignored: the revoked agent stays refused, the other stays connected.
     let list = path.join("lab/ca/ca.crl");
@@ -366,9 +366,9 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
         || serve.log(),
     )
     .await;
-    assert!(is_online(&agent(&serve, "node-2", |_| true).await), "{}", still_valid.output());
+    assert!(is_online(&wait_for_agent(&serve, "node-2", |_| true).await), "{}", still_valid.output());
     assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
     fs::write(&list, &whole).expect("the whole list");
     ca(&path, &["revoke", "node-2", "--data-dir", "lab"]).ok();
-    agent(&serve, "node-2", |agent| !is_online(agent)).await;
+    wait_for_agent(&serve, "node-2", |agent| !is_online(agent)).await;
 }

@@ -109,7 +109,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let model = server.last_model(&id).await;
 
     // With unchanged settings, the final weights are the same at any number of ranks.
-    let same = server.cli(&["fork", &id, "--checkpoint", "50", "--json"]).json();
+    let unchanged = server.cli(&["fork", &id, "--checkpoint", "50", "--json"]).json();
     let one_rank = server
         .cli(&[
             "fork",
@@ -126,7 +126,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let request = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "lower_lr"}});
     let lower_lr = server.post(&format!("/jobs/{id}/fork"), &request).await;
     assert_eq!(lower_lr.status.as_u16(), 201, "{}", lower_lr.text);
-    for (fork, from) in [(&same, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
+    for (fork, from) in [(&unchanged, 50), (&one_rank, 75), (&lower_lr.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
         let reason = fork["reason"].as_str().expect("the reason");
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
@@ -143,7 +143,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         assert_eq!(server.steps(fork_id).await, (from + 1..=STEPS).collect::<Vec<_>>());
     }
     let model_of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
-    assert!(model_of(&same).await == model, "unchanged settings give the same model");
+    assert!(model_of(&unchanged).await == model, "unchanged settings give the same model");
     assert!(
         tensors(&model_of(&one_rank).await) == tensors(&model),
         "the same weights at another number of ranks"
@@ -152,12 +152,13 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     assert_eq!(lower_lr.json()["name"], "lower_lr");
 
     // The fork keeps its checkpoint after the origin is deleted.
-    let manifest = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
+    let manifest =
+        server.job_dir(unchanged["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
     server.cli(&["delete", &id, "--yes"]).ok();
     assert!(fs::metadata(manifest).is_ok());
 
-    let same_id = same["id"].as_str().expect("an id").to_owned();
-    let path = format!("/jobs/{same_id}/fork");
+    let unchanged_id = unchanged["id"].as_str().expect("an id").to_owned();
+    let path = format!("/jobs/{unchanged_id}/fork");
     let fork = async |request: Value| server.post(&path, &request).await;
     assert!(
         fork(json!({"checkpoint": 51})).await.problem(409)["detail"]
@@ -180,20 +181,20 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     server.wait_for_success(&larger).await;
     assert_eq!(server.steps(&larger).await, [51, 52]);
 
-    let listed = server.cli(&["checkpoints", &same_id]);
+    let listed = server.cli(&["checkpoints", &unchanged_id]);
     assert!(listed.ok().lines().count() > 3 && listed.stdout.contains("STEP"), "{}", listed.stdout);
-    let csv = server.cli(&["metrics", &same_id, "loss", "--csv"]);
+    let csv = server.cli(&["metrics", &unchanged_id, "loss", "--csv"]);
     assert_eq!(csv.ok().lines().count(), 1 + 2 * 70, "a heading and every point of two ranks");
-    assert!(server.cli(&["metrics", &same_id]).ok().contains("val_loss"));
+    assert!(server.cli(&["metrics", &unchanged_id]).ok().contains("val_loss"));
 
     // A checkpoint can also be another job's pretrained weights.
-    let teacher = server.checkpoints(&same_id).await[0]["id"].as_str().expect("an id").to_owned();
+    let teacher = server.checkpoints(&unchanged_id).await[0]["id"].as_str().expect("an id").to_owned();
     let fresh = specs::short("fresh", "fashion", 2, 5);
     let tuned = specs::with(fresh.clone(), json!({"name": "tuned", "model": {"pretrained": teacher}}));
     let (tuned, fresh) = (server.submit(&tuned).await, server.submit(&fresh).await);
     server.wait_for_success(&tuned).await;
     server.wait_for_success(&fresh).await;
-    let first = async |id: &str| server.points(id, "loss").await[0].value;
-    assert!(first(&tuned).await < first(&fresh).await - 0.3, "the loss starts lower");
+    let first_loss = async |id: &str| server.points(id, "loss").await[0].value;
+    assert!(first_loss(&tuned).await < first_loss(&fresh).await - 0.3, "the loss starts lower");
     server.stop().await;
 }

@@ -154,7 +154,7 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     );
     let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
     assert!(message.contains("--set data.image_size=SIDE, such as 32 or 224"), "{message}");
-    // More memory than this machine has is refused before the measurement, with the error of training.
+    // A job that needs more memory than this machine has is refused before the measurement, with the error of training.
     let message = refusal(&["--classes", "9", "--ranks", "1024", "--set", "data.image_size=4096"]);
     assert!(
         message.contains("pictures of 4096 x 4096 pixels take at least ")
@@ -186,7 +186,7 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     assert!(message.contains("memory_bytes_per_second is 0 and must be a number above 0"), "{message}");
 }
 
-/// The page's commands, which measure this machine.
+/// Only `tests/run full` runs this test, because it measures this machine.
 mod full {
     use super::*;
 
@@ -204,8 +204,8 @@ mod full {
                 command.current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache")),
             )
         };
-        let first = pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --json");
-        let measured = run(&first);
+        let command_line = pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --json");
+        let measured = run(&command_line);
         assert!(measured.stderr.contains("measuring this machine with "), "{}", measured.stderr);
         measured.ok();
         let figures = || -> Value {
@@ -216,7 +216,7 @@ mod full {
         assert!(stored["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
         assert!(stored["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{stored}");
         // A second run uses the stored measurements.
-        let again = run(&first);
+        let again = run(&command_line);
         assert_eq!(again.stderr, "");
         assert_eq!(figures(), stored);
         let others =

@@ -8,7 +8,7 @@ use crate::{
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// 12 steps per epoch, with 8 pixels in the first epoch and 12 in the second and third; evaluated at 16.
+/// 12 steps per epoch. Pictures have 8 x 8 pixels in the first epoch and 12 x 12 in the second and third, and 16 x 16 in evaluations.
 const JOB: &str = r#"
 name = "larger and larger"
 [model]

@@ -209,7 +209,7 @@ async fn a_job_can_be_cancelled_in_any_state() {
     cancel(&server, &early).await;
     assert_eq!(server.wait_for_end(&early).await["state"], "cancelled");
     server.until("the job's ranks have ended", async |s: &Server| s.ranks(&early).is_empty()).await;
-    let next = server.train(&specs::short("next", "fashion", 2, 5)).await;
+    let finished = server.train(&specs::short("next", "fashion", 2, 5)).await;
 
     // Several jobs in one command: with an unknown name nothing is cancelled; a job that has ended does not prevent the others.
     let long = server.submit(&endless("long", 2)).await;
@@ -217,10 +217,10 @@ async fn a_job_can_be_cancelled_in_any_state() {
     let refused = server.cli(&["cancel", &long, "no-such-job"]);
     assert!(refused.status == 2 && refused.stderr.contains("no-such-job"), "{refused:?}");
     assert_ne!(server.job(&long).await["state"], "cancelled");
-    let both = server.cli(&["cancel", &long, &next, &behind, &long]);
-    assert_eq!(both.status, 2, "{both:?}");
-    assert_eq!(both.stdout, format!("{long} cancelled\n{behind} cancelled\n"), "{both:?}");
-    assert!(both.stderr.contains("succeeded"), "{both:?}");
+    let output = server.cli(&["cancel", &long, &finished, &behind, &long]);
+    assert_eq!(output.status, 2, "{output:?}");
+    assert_eq!(output.stdout, format!("{long} cancelled\n{behind} cancelled\n"), "{output:?}");
+    assert!(output.stderr.contains("succeeded"), "{output:?}");
     server.stop().await;
 }
 
@@ -230,10 +230,10 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     let server = Server::start_slow(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     // Enough steps that seconds of training remain when the other job is submitted.
-    let last = 160;
+    let total_steps = 160;
     // 40 steps per epoch, and no regular checkpoint before the end: only the checkpoint of the preemption.
     let low = specs::with(
-        specs::short("low", "fashion", 2, last),
+        specs::short("low", "fashion", 2, total_steps),
         json!({
             "priority": -1,
             "preemptible": true,
@@ -259,7 +259,7 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     let points = server.points(&id, "loss").await;
     let of_rank_0 = points.iter().filter(|point| point.rank == 0);
     let (attempts, steps): (Vec<_>, Vec<_>) = of_rank_0.map(|point| (point.attempt, point.step)).unzip();
-    assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "no step is missing or repeated");
+    assert_eq!(steps, (1..=total_steps).collect::<Vec<_>>(), "no step is missing or repeated");
     assert!(attempts.contains(&2), "the second attempt reports its own points");
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,

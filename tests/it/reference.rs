@@ -121,13 +121,13 @@ fn completions(script: &Path, words: &[&str]) -> Vec<String> {
     let last = words.last().expect("a word");
     let previous = words[words.len() - 2];
     let line = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
-    let program = format!(
+    let bash_line = format!(
         "source {} && complete -p lockstep >&2 && COMP_WORDS=({line}) && COMP_CWORD={} && \
          _lockstep lockstep '{last}' '{previous}' && printf '%s\\n' \"${{COMPREPLY[@]}}\"",
         script.display(),
         words.len() - 1
     );
-    let ended = Finished::of(Command::new("bash").args(["--norc", "--noprofile", "-c", &program]));
+    let ended = Finished::of(Command::new("bash").args(["--norc", "--noprofile", "-c", &bash_line]));
     ended.ok().lines().map(str::to_owned).collect()
 }
 
@@ -182,6 +182,6 @@ fn there_is_a_man_page_for_each_command() {
         page.as_ref().is_ok_and(|page| page.file_name().to_string_lossy().ends_with("-help.1"))
     });
     assert_eq!(help_pages.count(), 1, "only a page of the program's own `help`");
-    let taken = folder.write("taken", "");
-    program(&["man", "--out", taken.to_str().expect("UTF-8")]).assert_usage_error(&["--out", "taken"]);
+    let file = folder.write("file", "");
+    program(&["man", "--out", file.to_str().expect("UTF-8")]).assert_usage_error(&["--out", "file"]);
 }

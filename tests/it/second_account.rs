@@ -112,9 +112,9 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         let seen = text_of(&run_as_other(&format!("cat /proc/{}/cmdline", process.pid)));
         assert!(seen.contains(process.command()), "{seen}");
         assert!(!secrets.iter().any(|secret| seen.contains(secret)), "{seen}");
-        for read in ["head -c 1 environ", "head -c 1 mem", "head -c 1 maps", "ls cwd/", "ls fd/"] {
-            let tried = run_as_other(&format!("cd /proc/{} && {read}", process.pid));
-            assert!(!tried.status.success(), "{}: {read}: {tried:?}", process.command());
+        for action in ["head -c 1 environ", "head -c 1 mem", "head -c 1 maps", "ls cwd/", "ls fd/"] {
+            let tried = run_as_other(&format!("cd /proc/{} && {action}", process.pid));
+            assert!(!tried.status.success(), "{}: {action}: {tried:?}", process.command());
         }
         let killed = run_as_other(&format!("kill -9 {}", process.pid));
         assert!(!killed.status.success());
@@ -156,14 +156,14 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
             other => panic!("{token:?}: {other:?}"),
         }
     }
-    let spare = tempfile::Builder::new().prefix("lockstep-other-").tempdir().expect("a folder");
-    fs::set_permissions(spare.path(), PermissionsExt::from_mode(0o777)).expect("open to all");
-    let program = spare.path().join("lockstep");
+    let others_folder = tempfile::Builder::new().prefix("lockstep-other-").tempdir().expect("a folder");
+    fs::set_permissions(others_folder.path(), PermissionsExt::from_mode(0o777)).expect("open to all");
+    let program = others_folder.path().join("lockstep");
     fs::copy(env!("CARGO_BIN_EXE_lockstep"), &program).expect("a copy of the program");
     fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("its permissions");
     let joined = run_as_other(&format!(
         "HOME={0} timeout 5 {1} agent --server {2} --name local --cpu-slots 1 --data-dir {0}/agent",
-        spare.path().display(),
+        others_folder.path().display(),
         program.display(),
         server.url
     ));

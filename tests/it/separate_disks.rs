@@ -22,7 +22,7 @@ pub(crate) struct Machine {
     name: &'static str,
     slots: u32,
     options: Vec<String>,
-    /// Other folders that are hidden from the agent.
+    /// Folders that are hidden from the agent in addition to the server's data directory.
     hidden: Vec<PathBuf>,
     /// `LOCKSTEP_FAULT` of the agent's ranks.
     fault: &'static str,
@@ -36,7 +36,7 @@ impl Machine {
         Self::start_with(server, name, 2, &[], options, "step:slow")
     }
 
-    /// Starts a machine with this number of slots, from which `hidden` folders are hidden, too.
+    /// Starts a machine with steps of normal speed. The folders `hidden` are hidden from it in addition to the server's data directory.
     pub(crate) fn start_without(
         server: &Server,
         name: &'static str,
@@ -117,7 +117,7 @@ pub(crate) async fn server() -> Server {
 }
 
 /// Waits until this number of slots is online.
-pub(crate) async fn online(server: &Server, slots: usize) {
+pub(crate) async fn until_online(server: &Server, slots: usize) {
     server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
 }
 
@@ -155,7 +155,7 @@ fn file_names(folder: &Path) -> Vec<String> {
 async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
     let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
     assert!(
@@ -194,18 +194,12 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let set = json!({"set": {"parallel.ranks": 1, "train.steps": 2 * STEPS + 5}});
     let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(&fork).await;
-    // A fork for two ranks runs on the other machine, which fetches the checkpoint. A job that starts from a checkpoint's weights, too.
+    // A fork for two ranks runs on the other machine, which fetches the checkpoint, and so does a job that starts from its weights.
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.create(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(&fork).await;
-    let weights =
-        specs::with(spec("tuned", STEPS), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
-    let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
-    let weights = match is_kept {
-        true => weights,
-        false => specs::with(weights, json!({"model": {"pretrained": listed[0]["id"]}})),
-    };
-    server.train(&weights).await;
+    let pretrained = json!({"model": {"pretrained": listed[0]["id"]}});
+    server.train(&specs::with(spec("tuned", 5), pretrained)).await;
 }
 
 #[tokio::test]
@@ -218,12 +212,12 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     server.register("fashion", &dataset).await;
     // Machine A has the same pictures at another path; machine B has other pictures under the name.
     let (there, others) = (Folder::new(), Folder::new());
-    let same = pictures::idx_dataset(there.path(), 640, 64);
-    let other = pictures::idx_dataset(others.path(), 600, 64);
+    let same_pictures = pictures::idx_dataset(there.path(), 640, 64);
+    let other_pictures = pictures::idx_dataset(others.path(), 600, 64);
     let prefix = format!("{}={}", here.display(), there.path().display());
-    assert_eq!(same.strip_prefix(there.path()).ok(), dataset.strip_prefix(&here).ok());
+    assert_eq!(same_pictures.strip_prefix(there.path()).ok(), dataset.strip_prefix(&here).ok());
     let mut a = Machine::start(&server, "machine-a", &["--path-map", &prefix]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     // Only the mapped path exists from now on.
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
     // More steps than any machine trains before the agent is killed.
@@ -231,7 +225,7 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     server.until("a checkpoint is uploaded", async |s: &Server| uploaded_step(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
-    let named = format!("fashion={}", other.display());
+    let named = format!("fashion={}", other_pictures.display());
     let mut b = Machine::start(&server, "machine-b", &["--dataset", &named]);
     let why = server.wait_for_failure(&id).await;
     assert!(
@@ -241,12 +235,12 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     b.kill();
     // A machine without the dataset.
     let _c = Machine::start(&server, "machine-c", &[]);
-    online(&server, 3).await;
+    until_online(&server, 3).await;
     let why = server.wait_for_failure(&server.submit(&spec("missing", STEPS)).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
 }
 
-/// Takes minutes.
+/// Only `tests/run full` runs this test, because it takes minutes.
 mod full {
     use super::*;
 
@@ -254,7 +248,7 @@ mod full {
     async fn uploads_continue_after_kills_and_a_full_disk() {
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
-        online(&server, 3).await;
+        until_online(&server, 3).await;
         let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
         let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
 
@@ -303,10 +297,10 @@ mod full {
         fs::copy(whole.join("MANIFEST.json"), part.join("MANIFEST.json")).expect("a copy");
         let weights = fs::read(whole.join("model.safetensors")).expect("the weights");
         fs::write(part.join("model.safetensors"), &weights[..weights.len() / 2]).expect("half a file");
-        let mut wrong = fs::read(whole.join("optimizer.safetensors")).expect("the optimizer's");
-        wrong.truncate(100_000);
-        wrong[99_999] ^= 1;
-        fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
+        let mut damaged = fs::read(whole.join("optimizer.safetensors")).expect("the optimizer's");
+        damaged.truncate(100_000);
+        damaged[99_999] ^= 1;
+        fs::write(part.join("optimizer.safetensors"), &damaged).expect("a damaged file");
         a.start_agent(&server);
         server.until("the upload is done", async |s: &Server| uploaded_step(s, &id).await == STEPS).await;
         assert_eq!(server.last_model(&id).await, expected, "the same weights");

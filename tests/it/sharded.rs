@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    separate_disks::{Machine, online, uploaded_step},
+    separate_disks::{Machine, until_online, uploaded_step},
     server::{Agents, Folder, Server, number, training_permit},
     socket::{Socket, is_metric, last_step},
     specs,
@@ -12,10 +12,10 @@ use std::{collections::BTreeSet, fs};
 
 const STEPS: u64 = 100;
 
-fn spec(name: &str, ranks: u32, sharded: bool) -> Value {
+fn spec(name: &str, ranks: u32, is_sharded: bool) -> Value {
     specs::with(
         specs::short(name, "fashion", ranks, STEPS),
-        json!({"checkpoint": {"every_epochs": null, "every_steps": 25, "keep": 10, "sharded": sharded}}),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 25, "keep": 10, "sharded": is_sharded}}),
     )
 }
 
@@ -100,7 +100,7 @@ async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store()
     let store = vec![("LOCKSTEP_ARTIFACTS".into(), folder.path().join("artifacts").display().to_string())];
     let server = Server::start_on(Agents::None, None, store).await;
     let _machines = ["machine-a", "machine-b"].map(|name| Machine::start_without(&server, name, 2, &[], &[]));
-    online(&server, 4).await;
+    until_online(&server, 4).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let uploaded_weights = async |id: &str| {
         server.wait_for_success(id).await;

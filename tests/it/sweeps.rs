@@ -30,13 +30,13 @@ impl LossyProxy {
     fn start(server: &Server, lost: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let url = format!("http://{}", listener.local_addr().expect("an address"));
-        let to = server.url.trim_start_matches("http://").to_owned();
+        let server_address = server.url.trim_start_matches("http://").to_owned();
         let left = Arc::new(AtomicUsize::new(lost));
-        let counted = left.clone();
+        let left_to_lose = left.clone();
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
-                let (to, left) = (to.clone(), counted.clone());
-                thread::spawn(move || forward(client, &to, &left));
+                let (server_address, left) = (server_address.clone(), left_to_lose.clone());
+                thread::spawn(move || forward(client, &server_address, &left));
             }
         });
         Self { url, left }
@@ -44,34 +44,34 @@ impl LossyProxy {
 }
 
 /// Forwards a connection. If the connection submits a sweep while `left` is above 0, its response is lost.
-fn forward(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()> {
-    let mut server = TcpStream::connect(to)?;
-    let (mut responses, mut back) = (server.try_clone()?, client.try_clone()?);
+fn forward(mut client: TcpStream, server_address: &str, left: &AtomicUsize) -> io::Result<()> {
+    let mut server = TcpStream::connect(server_address)?;
+    let (mut from_server, mut to_client) = (server.try_clone()?, client.try_clone()?);
     let is_lost = Arc::new(AtomicBool::new(false));
-    let loses = is_lost.clone();
+    let is_lost_here = is_lost.clone();
     thread::spawn(move || -> io::Result<()> {
         let mut bytes = [0; 16384];
         loop {
-            let read = responses.read(&mut bytes)?;
-            if read == 0 || loses.load(Ordering::Relaxed) {
-                return back.shutdown(Shutdown::Both);
+            let count = from_server.read(&mut bytes)?;
+            if count == 0 || is_lost_here.load(Ordering::Relaxed) {
+                return to_client.shutdown(Shutdown::Both);
             }
-            back.write_all(&bytes[..read])?;
+            to_client.write_all(&bytes[..count])?;
         }
     });
     let mut bytes = [0; 16384];
     loop {
-        let read = client.read(&mut bytes)?;
-        if read == 0 {
+        let count = client.read(&mut bytes)?;
+        if count == 0 {
             return server.shutdown(Shutdown::Both);
         }
         let one_less = |left: usize| left.checked_sub(1);
-        if bytes[..read].starts_with(SUBMISSION)
+        if bytes[..count].starts_with(SUBMISSION)
             && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
         {
             is_lost.store(true, Ordering::Relaxed);
         }
-        server.write_all(&bytes[..read])?;
+        server.write_all(&bytes[..count])?;
     }
 }
 
@@ -92,7 +92,6 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
         .current_dir(server.folder().path())
         .envs(server.client_variables())
         .env("LOCKSTEP_SERVER", &network.url);
-    // If a trial has an error, no dataset is registered.
     let add_arguments = |command: &mut std::process::Command, seeds: &str| {
         command.args([
             "submit",
@@ -104,6 +103,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
             seeds,
         ]);
     };
+    // If a trial has an error, no dataset is registered.
     let mut mistaken = lockstep();
     mistaken.current_dir(server.folder().path()).envs(server.client_variables());
     add_arguments(&mut mistaken, "train.seed=1,-1");
@@ -117,7 +117,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
         Some(1),
         "one sweep is stored"
     );
-    let sweep = sweep_ended(&server, submitted["id"].as_str().expect("an id")).await;
+    let sweep = wait_for_sweep(&server, submitted["id"].as_str().expect("an id")).await;
     assert_eq!((&sweep["state"], trials(&sweep).len()), (&json!("finished"), 4), "{sweep:#}");
     assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
     let mut datasets: Vec<_> = trials(&sweep).iter().map(|trial| &trial["setting"]["data.dataset"]).collect();
@@ -138,14 +138,14 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
         .post("/runs", &json!({"id": "outside", "name": "outside", "config": {"lr": 0.5, "width": 8}}))
         .await;
     let compared = server.cli(&["compare", "outside", jobs[0], "--json"]).json();
-    // Its `config.lr` is compared with `train.lr`, and its other settings have rows of their own.
+    // The run's `config.lr` is compared with `train.lr`, and its other settings have separate rows.
     assert_eq!(compared["settings"]["train.lr"][0], 0.5, "{compared:#}");
     for (key, values) in
         [("config.lr", Value::Null), ("config.width", json!([8, null])), ("train.batch_size", Value::Null)]
     {
         assert_eq!(compared["settings"][key], values, "{key}");
     }
-    // The number of its validation pictures is unknown.
+    // The number of the run's validation pictures is unknown.
     let records = json!({"first": 1, "records": [{"step": 1, "values": {"val_accuracy": 0.995}}]});
     server.post("/runs/outside/records", &records).await;
     let compared = server.cli(&["compare", "outside", jobs[0]]);
@@ -213,7 +213,7 @@ pub(crate) fn submit_sweep(server: &Server, toml: &str) -> String {
 }
 
 /// Waits for the end of a sweep and returns the sweep.
-pub(crate) async fn sweep_ended(server: &Server, id: &str) -> Value {
+pub(crate) async fn wait_for_sweep(server: &Server, id: &str) -> Value {
     let path = format!("/sweeps/{id}");
     let has_ended = async |server: &Server| !server.get(&path).await["finished_at"].is_null();
     server.until_within(Duration::from_secs(600), "the sweep has ended", has_ended).await;
@@ -240,19 +240,19 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         "--json",
     ];
     let webhook = server.cli(&add).json()["id"].as_str().expect("an id").to_owned();
-    let mut ends = Vec::new();
+    let mut results = Vec::new();
     for is_killed in [false, true] {
         let id = submit_sweep(&server, &sweep_file(3, section));
         if is_killed {
             let path = format!("/sweeps/{id}");
-            let reached_rung = async |server: &Server| {
+            let has_reached_rung = async |server: &Server| {
                 trials(&server.get(&path).await).iter().any(|trial| number(&trial["rung"]) > 0)
             };
-            server.until("a trial has reached its rung", reached_rung).await;
+            server.until("a trial has reached its rung", has_reached_rung).await;
             server.kill_serve();
             server.start_serve().await;
         }
-        let sweep = sweep_ended(&server, &id).await;
+        let sweep = wait_for_sweep(&server, &id).await;
         assert_eq!(sweep["state"], "finished", "{sweep:#}");
         assert_eq!(sweep["rungs"], json!([1, 3]));
         let facts = |trial: &Value| {
@@ -260,7 +260,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
                 ["number", "setting", "state", "rung", "metric", "step"].map(|key| trial[key].clone());
             Value::from(known.to_vec())
         };
-        ends.push(trials(&sweep).iter().map(facts).collect::<Vec<_>>());
+        results.push(trials(&sweep).iter().map(facts).collect::<Vec<_>>());
         // Four of six trials trained one epoch of three, and none was restarted.
         assert_eq!(number(&sweep["steps"]), 4 * 4 + 2 * 12, "{sweep:#}");
         let finished: Vec<_> = trials(&sweep).iter().filter(|trial| trial["state"] == "succeeded").collect();
@@ -296,7 +296,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         let shown = server.cli(&["show", ended["job"].as_str().expect("an id")]);
         assert!(shown.ok().contains("ended early: ended by its sweep"), "{}", shown.stdout);
     }
-    assert_eq!(ends[0], ends[1]);
+    assert_eq!(results[0], results[1]);
     server.stop().await;
 }
 
@@ -310,11 +310,11 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
         "method = \"grid\"\nmax_concurrent = 2\n[sweep.parameters]\ntrain.seed = { values = [1, 2, 3] }\n";
     let id = submit_sweep(&server, &sweep_file(1, section));
     let path = format!("/sweeps/{id}");
-    let started = async |server: &Server| {
+    let count_jobs = async |server: &Server| {
         let jobs = server.get(&format!("/jobs?tag={id}")).await;
         jobs["jobs"].as_array().expect("jobs").len()
     };
-    server.until("two trials wait", async |server: &Server| started(server).await == 2).await;
+    server.until("two trials wait", async |server: &Server| count_jobs(server).await == 2).await;
     assert!(server.cli(&["sweep", "pause", &id]).ok().contains("is paused: 0 of 3"));
     server.cli(&["sweep", "pause", &id]).assert_usage_error(&["the sweep is paused"]);
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
@@ -326,14 +326,14 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
         .assert_usage_error(&["no job is called swept", "`lockstep sweep show swept`"]);
     server.cli(&["cancel", "swept"]).assert_usage_error(&["`lockstep sweep cancel swept`"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
-    let sweep = sweep_ended(&server, &id).await;
+    let sweep = wait_for_sweep(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");
     assert!(trials(&sweep)[2]["job"].is_null());
     server.cli(&["delete", &first, "--yes"]).ok();
     let after = server.get(&path).await;
     assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
     server.cli(&["sweep", "delete", &id, "--jobs", "--yes"]).ok();
-    assert_eq!(started(&server).await, 0, "the second trial's job is deleted with the sweep");
+    assert_eq!(count_jobs(&server).await, 0, "the second trial's job is deleted with the sweep");
     // The dataset's folder was moved: the first trial fails, and the sweep starts no other.
     assert_eq!(server.post(&format!("/agents/{agent}/undrain"), &json!({})).await.status.as_u16(), 204);
     let data = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();

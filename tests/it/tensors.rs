@@ -9,7 +9,7 @@ pub(crate) fn tensors(file: &[u8]) -> BTreeMap<String, Vec<u8>> {
     file.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
 }
 
-/// The values of each tensor of float32, which are all but `num_batches_tracked`.
+/// The values of each float32 tensor: of all tensors except `num_batches_tracked`.
 pub(crate) fn floats(file: &[u8]) -> BTreeMap<String, Vec<f32>> {
     let file = SafeTensors::deserialize(file).expect("safetensors");
     let floats = file.tensors().into_iter().filter(|(_, tensor)| tensor.dtype() == Dtype::F32);

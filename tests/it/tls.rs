@@ -53,15 +53,15 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
     let client = serve.client(&ca);
-    let online = async || -> Vec<String> {
+    let online_agents = async || -> Vec<String> {
         let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let response: Value = response.json().await.expect("JSON");
         let agents = response["agents"].as_array().expect("agents").clone();
         let online = agents.iter().filter(|agent| agent["online"] == true);
         online.map(|agent| agent["name"].as_str().expect("a name").to_owned()).collect()
     };
-    while online().await.len() < 2 {
-        assert!(start.elapsed() < TIMEOUT, "{:?} {}", online().await, serve.log());
+    while online_agents().await.len() < 2 {
+        assert!(start.elapsed() < TIMEOUT, "{:?} {}", online_agents().await, serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // A job on each of the two agents; one agent uses TLS.
@@ -104,7 +104,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
 /// Starts a proxy that connects every request, for any host, to a port of this machine. Returns the proxy's URL and the request lines.
 fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let (asked, requests) = mpsc::channel();
+    let (sender, requests) = mpsc::channel();
     let address = format!("http://{}", listener.local_addr().expect("an address"));
     thread::spawn(move || {
         for mut client in listener.incoming().flatten() {
@@ -115,7 +115,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
                 head.push(byte[0]);
             }
             let head = String::from_utf8(head).expect("text");
-            let _ = asked.send(head.lines().next().unwrap_or_default().to_owned());
+            let _ = sender.send(head.lines().next().unwrap_or_default().to_owned());
             let server = TcpStream::connect(("127.0.0.1", port)).expect("the server");
             client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("a response");
             for (mut from, mut to) in [(&client, &server), (&server, &client)]
@@ -167,10 +167,10 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
     let requests: Vec<_> = requests.try_iter().collect();
     let line = format!("CONNECT lockstep.example.org:{} HTTP/1.1", serve.port);
-    assert!(requests.len() > 3 && requests.iter().all(|asked| *asked == line), "{requests:?}");
+    assert!(requests.len() > 3 && requests.iter().all(|request| *request == line), "{requests:?}");
 
-    let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
-    run(&server, &without, &["list"])
+    let no_proxy = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
+    run(&server, &no_proxy, &["list"])
         .assert_fails(1, &["the name of the host was not found", "HTTPS_PROXY is set", "NO_PROXY"]);
     // A server on this machine is reached without the proxy.
     let plain = Serve::start(&["--no-local-agent"], listens).await;
@@ -197,9 +197,11 @@ async fn tls_errors_of_clients_are_explained() {
     let file =
         |ending: &str| serve.folder.path().join(format!("other.example.{ending}")).display().to_string();
     let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
-    let named = Serve::start(&options, listens).await;
-    let other = url("https", "localhost", named.port);
-    serve.cli(&other, Some(&serve.ca()), &["list"]).assert_fails(1, &["not for localhost", "other.example"]);
+    let other_server = Serve::start(&options, listens).await;
+    let other_url = url("https", "localhost", other_server.port);
+    serve
+        .cli(&other_url, Some(&serve.ca()), &["list"])
+        .assert_fails(1, &["not for localhost", "other.example"]);
     serve
         .cli(&url("http", "localhost", serve.port), None, &["list"])
         .assert_usage_error(&["HTTPS", "https://"]);
@@ -217,7 +219,7 @@ async fn tls_errors_of_clients_are_explained() {
         (https.clone(), None, "does not know the authority"),
         (url("http", "localhost", serve.port), None, "https://"),
         (url("https", "localhost", plain.port), None, "plain HTTP"),
-        (other, Some(serve.ca()), "not for localhost"),
+        (other_url, Some(serve.ca()), "not for localhost"),
     ] {
         let log = serve.folder.path().join("agent.log");
         let mut command = lockstep();
@@ -295,8 +297,9 @@ async fn the_server_works_behind_nginx_with_tls() {
     ca(&["init"]).ok();
     ca(&["issue", "lockstep.example.org"]).ok();
     // The header that nginx adds for a client on another machine.
-    let add = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
-    let _nginx = Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[add]).await;
+    let client_address = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
+    let _nginx =
+        Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[client_address]).await;
     let trusted = client_config_for(&folder.path().join("lockstep-data/ca/ca.crt"));
     let url = |path: &str| format!("{public}{path}");
     let client = reqwest::Client::builder()

@@ -157,24 +157,24 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
     server.wait_for_job(&id, "the job trains", |job| job["step"].as_u64() > Some(0)).await;
     let folder = Folder::new();
     let follow = |name: &str, args: &[&str]| {
-        let file = folder.path().join(name);
+        let err = folder.path().join(name);
         let mut command = lockstep();
         command.args(args).envs(server.client_variables());
         command.stdout(fs::File::create(folder.path().join(format!("{name}.out"))).expect("a file"));
-        let child = command.stderr(fs::File::create(&file).expect("a file")).spawn().expect("lockstep");
-        (file, folder.path().join(format!("{name}.out")), Watching(child))
+        let child = command.stderr(fs::File::create(&err).expect("a file")).spawn().expect("lockstep");
+        (err, folder.path().join(format!("{name}.out")), Watching(child))
     };
     let followers = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
     for (_, out, _) in &followers {
         wait_for_text(out, &["loss"]).await;
     }
     server.kill_serve();
-    for (file, ..) in &followers {
-        wait_for_text(file, &["the server does not answer; trying again"]).await;
+    for (err, ..) in &followers {
+        wait_for_text(err, &["the server does not answer; trying again"]).await;
     }
     server.start_serve().await;
-    for (file, ..) in &followers {
-        let text = wait_for_text(file, &["trying again", "the server answers again"]).await;
+    for (err, ..) in &followers {
+        let text = wait_for_text(err, &["trying again", "the server answers again"]).await;
         assert_eq!(text.matches("does not answer").count(), 1, "{text}");
     }
     request_action(&server, &id, "cancel").await;

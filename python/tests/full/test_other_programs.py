@@ -29,9 +29,9 @@ LIGHTNING = """
 import sys, types
 
 # Replaces a module for models of several processes, which Debian's Python cannot import from Debian's PyTorch.
-shared = types.ModuleType("torch.distributed._shard.sharded_tensor")
-shared.pre_load_state_dict_hook = shared.state_dict_hook = lambda *_: None
-sys.modules[shared.__name__] = shared
+module = types.ModuleType("torch.distributed._shard.sharded_tensor")
+module.pre_load_state_dict_hook = module.state_dict_hook = lambda *_: None
+sys.modules[module.__name__] = module
 
 import torch
 from lightning import Trainer, seed_everything
@@ -99,7 +99,7 @@ Trainer(max_epochs=3, logger=False).fit(model, data)
     "LockstepLogger": (example("docs/tracking.md", "LockstepLogger"), "digits", {"depth": 3}, {}),
 }
 
-# Fails in the second epoch, and is then continued by a test of the model.
+# A training that fails in the second epoch. A test of the model then continues the run.
 FAILS = """
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lockstep.integrations.lightning import LockstepLogger
@@ -189,7 +189,7 @@ def stored_points(job: lockstep.Job) -> dict[str, list[tuple[int, Any]]]:
     return series
 
 
-def sizes(job: lockstep.Job) -> dict[str, int]:
+def file_sizes(job: lockstep.Job) -> dict[str, int]:
     return {file["path"]: file["size_bytes"] for file in job.files()}
 
 
@@ -213,7 +213,7 @@ def test_lightning_logs_the_values_of_its_csv_file(logger: str) -> None:
     assert external["config"].items() >= config.items() and external.get("values", {}).items() >= tags.items()
     if logger == "MLFlowLogger":
         [checkpoint] = Path().rglob("*.ckpt")
-        stored, folder = sizes(job), f"model/checkpoints/{checkpoint.stem}"
+        stored, folder = file_sizes(job), f"model/checkpoints/{checkpoint.stem}"
         assert stored.keys() == {f"{folder}/{name}" for name in (checkpoint.name, "metadata.yaml", "aliases.txt")}
         assert stored[f"{folder}/{checkpoint.name}"] == checkpoint.stat().st_size
 
@@ -253,7 +253,7 @@ def test_transformers_logs_the_values_of_its_history(program: str, monkeypatch: 
     if uses_mlflow:
         assert external["values"]["team"] == "text"
         # The model is stored in MLflow's format, which contains the checkpoint.
-        stored, weights = sizes(job), "checkpoint-8/model.safetensors"
+        stored, weights = file_sizes(job), "checkpoint-8/model.safetensors"
         assert "checkpoint-8/MLmodel" in stored
         assert stored[f"checkpoint-8/artifacts/{weights}"] == Path("out", weights).stat().st_size
     else:
@@ -261,11 +261,11 @@ def test_transformers_logs_the_values_of_its_history(program: str, monkeypatch: 
         assert [step for step, _ in series["test/loss"]] == [8]
 
 
-def wandb_examples(file: str, *documented: str) -> list[str]:
+def wandb_examples(file: str, *calls: str) -> list[str]:
     """Returns the examples of these calls in W&B's documentation, which is generated from the package's comments."""
     found = []
     for node in ast.walk(ast.parse((ROOT / "target/wandb/wandb/sdk" / file).read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in documented:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in calls:
             found += re.findall(r"```python\n(.*?)```", ast.get_docstring(node) or "", re.DOTALL)
     return found
 
@@ -288,7 +288,7 @@ def test_wandb_examples_run_with_another_import() -> None:
         exec(text.replace("import wandb", "import lockstep as wandb"), names)
         job = lockstep.Client().job(names["run"].name)
         assert job.state == "succeeded"
-        runs.append((job.data["external"]["config"], stored_points(job), list(sizes(job))))
+        runs.append((job.data["external"]["config"], stored_points(job), list(file_sizes(job))))
     assert runs[0] == ({"lr": 0.01, "batch_size": 32}, {"accuracy": [(0, 0.95)], "loss": [(0, 0.05)]}, [])
     series = [series for _, series, _ in runs]
     train = {"train/accuracy": [(0, 0.9)], "train/loss": [(0, 30)]}

@@ -32,7 +32,7 @@ fn python() -> Command {
 }
 
 impl S3Server {
-    /// Starts a server. After `unchecked` requests it accepts only keys that it has created; `None`: it accepts any key.
+    /// Starts a server. After the first `unchecked` requests, it accepts only keys that it has created (`None`: it always accepts any key).
     fn start(unchecked: Option<u32>) -> Self {
         let port = free_port();
         let log = std::env::temp_dir().join(format!("lockstep-moto-{port}.log"));
@@ -210,13 +210,13 @@ impl Gate {
                     continue;
                 }
                 let server = TcpStream::connect(("127.0.0.1", server)).expect("moto");
-                let so_far = cuts.load(Ordering::SeqCst);
-                for (from, to, counts) in [(&client, &server, true), (&server, &client, false)] {
+                let cuts_before = cuts.load(Ordering::SeqCst);
+                for (from, to, is_counted) in [(&client, &server, true), (&server, &client, false)] {
                     let (from, to) = (from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
                     let (is_open, cuts, left) = (is_open.clone(), cuts.clone(), left.clone());
                     let is_connected =
-                        move || is_open.load(Ordering::SeqCst) && cuts.load(Ordering::SeqCst) == so_far;
-                    thread::spawn(move || pass(&from, &to, is_connected, counts.then_some(&*left)));
+                        move || is_open.load(Ordering::SeqCst) && cuts.load(Ordering::SeqCst) == cuts_before;
+                    thread::spawn(move || pass(&from, &to, is_connected, is_counted.then_some(&*left)));
                 }
             }
         });

@@ -122,7 +122,7 @@ impl Kubernetes {
     pub(crate) async fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
         let deadline = Instant::now() + 2 * TIMEOUT;
         loop {
-            // No objects, as from an API server that is down, count only if the test waits until objects are gone.
+            // The list is also empty if the API server is down, so it counts only if `what` says that objects are gone.
             let all = self.try_act("objects", &json!({})).await.unwrap_or_default();
             let all = all["items"].as_array().cloned().unwrap_or_default();
             if is_so(&all) && (!all.is_empty() || what.contains("gone")) {

@@ -11,7 +11,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
 
 /// Three hosts.
 struct Hosts {
-    // Dropped before the namespaces that they are in.
+    // The first field, so that the servers end before their namespaces are removed.
     sshds: Vec<Sshd>,
     network: Network,
     folder: Folder,
@@ -99,8 +99,8 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     let version = findings(good, "Lockstep");
     assert!(version.len() == 1 && version[0].0 == "problem" && version[0].1.contains("0.0.1 on"), "{good:#}");
     assert_eq!(good["grade"], "problem");
-    for way in ["to_a", "to_b"] {
-        assert!(good[way]["round_trip_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{good:#}");
+    for direction in ["to_a", "to_b"] {
+        assert!(good[direction]["round_trip_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{good:#}");
     }
     assert!(findings(good, "speed").iter().all(|(grade, _)| *grade != "problem"), "{good:#}");
     let clocks = ["clock_ahead_ms", "clock_within_ms"].map(|key| good[key].as_f64().expect("a number"));
@@ -124,8 +124,11 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     assert!(speed[0].0 == "problem" && speed[0].1.contains(&format!("from {three} to {two}")), "{slow:#}");
     let from_third = slow["to_b"]["bytes_per_second"].as_f64().expect("a number");
     assert!((1e5..1e6).contains(&from_third), "4 Mbit/s are 0.5 MB/s less headers: {slow:#}");
-    for way in [&slow["to_a"], &good["to_a"], &good["to_b"]] {
-        assert!(way["bytes_per_second"].as_f64().is_some_and(|speed| speed > 4.0 * from_third), "{report:#}");
+    for direction in [&slow["to_a"], &good["to_a"], &good["to_b"]] {
+        assert!(
+            direction["bytes_per_second"].as_f64().is_some_and(|speed| speed > 4.0 * from_third),
+            "{report:#}"
+        );
     }
 
     // Without these faults no problem is reported.

@@ -71,7 +71,7 @@ fn write_files(folder: &Path) {
 fn add_dry_run(line: &str) -> String {
     let (command, comment) = line.split_once(" # ").unwrap_or((line, ""));
     match command.split_once(" -- ") {
-        Some((own, theirs)) => format!("{own} --dry-run -- {theirs}"),
+        Some((launch, theirs)) => format!("{launch} --dry-run -- {theirs}"),
         None => format!("{} --dry-run # {comment}", command.trim_end()),
     }
 }
@@ -84,7 +84,7 @@ fn shrink_and_watch(line: &str) -> String {
 }
 
 /// Runs the lines of a block.
-async fn run((server, serving): (&Server, &mut Serving), folder: &Path, page: &str, block: &str) {
+async fn run(server: &Server, serving: &mut Serving, folder: &Path, page: &str, block: &str) {
     let mut script = String::new();
     // The token of the server that an example has started, if lines use that server.
     let mut token = None;
@@ -113,6 +113,7 @@ async fn run((server, serving): (&Server, &mut Serving), folder: &Path, page: &s
     run_script(server, token.as_deref(), folder, page, &script);
 }
 
+/// Runs lines in a shell, where `curl` uses the test's server in place of 127.0.0.1:7070, and `$JOB` is the first job of `lockstep list`.
 fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, lines: &str) {
     let script = format!(
         "set -eu -o pipefail\ntrap 'echo \"this failed: $BASH_COMMAND\" >&2' ERR\n\
@@ -170,7 +171,7 @@ async fn documented_commands_run_as_written() {
         for block in pages::blocks(&page, "sh") {
             let lines = block.lines().filter(|line| !is_skipped(&page, line));
             let block: String = lines.flat_map(|line| [line, "\n"]).collect();
-            run((&server, &mut serving), &folder, &page, &block).await;
+            run(&server, &mut serving, &folder, &page, &block).await;
             // Jobs of a block are cancelled before the next block.
             for job in server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs") {
                 if !crate::server::state_of(job).is_final() {

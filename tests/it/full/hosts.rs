@@ -42,7 +42,7 @@ impl Site {
         let mut site = Self::new().await;
         (1..=hosts).for_each(|host| site.network.add(host));
         site.join(1, "whole", 4);
-        site.online(&["whole"]).await;
+        site.until_online(&["whole"]).await;
         site.register_pictures();
         let id = site.submit().await;
         let (job, model) = site.wait_for_success(&id).await;
@@ -141,7 +141,7 @@ impl Site {
         }
     }
 
-    pub(crate) async fn online(&self, names: &[&str]) {
+    pub(crate) async fn until_online(&self, names: &[&str]) {
         self.until("agents are online", async || {
             let agents = self.get("/agents").await;
             let mut online: Vec<_> = agents["agents"]
@@ -172,13 +172,14 @@ impl Site {
         let base = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}});
         let spec = specs::with(specs::short("hosts", "pictures", ranks, steps), base);
         let spec = specs::with(spec, changes);
+        // With `launched=true`, the server accepts a job before its agents have joined.
         let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
         let response = self.http.post(jobs).json(&spec).send().await;
         let job: Value = response.expect("a response").json().await.expect("JSON");
         job["id"].as_str().unwrap_or_else(|| panic!("{job:#}")).to_owned()
     }
 
-    pub(crate) async fn at_step(&self, id: &str, step: u64) {
+    pub(crate) async fn until_step(&self, id: &str, step: u64) {
         self.until("the job trains", async || {
             number(&self.get(&format!("/jobs/{id}")).await["step"]) >= step
         })
@@ -262,20 +263,20 @@ impl Drop for Site {
 #[tokio::test]
 async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
     let _permit = training_permit().await;
-    let (mut site, model) = Site::with_reference_weights(5).await;
+    let (mut site, reference_weights) = Site::with_reference_weights(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);
     }
-    site.online(&["h1", "h2", "h3", "h4"]).await;
+    site.until_online(&["h1", "h2", "h3", "h4"]).await;
     // A short outage: the ranks' connections survive, and no step is repeated.
     let id = site.submit().await;
-    site.at_step(&id, 25).await;
+    site.until_step(&id, 25).await;
     site.network.set_connected(3, false);
     tokio::time::sleep(SHORT_OUTAGE).await;
     site.network.set_connected(3, true);
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
-    assert!(same == model, "the same weights over four hosts");
+    assert!(weights == reference_weights, "the same weights over four hosts");
     assert_eq!(
         site.count_in_log(
             &id,
@@ -286,23 +287,24 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
 
     // A longer outage within the lease: the job continues on the same machines, as there is no other.
     let id = site.submit().await;
-    site.at_step(&id, 25).await;
+    site.until_step(&id, 25).await;
     site.network.set_connected(3, false);
     tokio::time::sleep(LONG_OUTAGE).await;
     site.network.set_connected(3, true);
     let (_, from) = site.next_step(&id, 2).await;
     assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(2)));
-    assert!(same == model, "the same weights after an outage");
+    assert!(weights == reference_weights, "the same weights after an outage");
 
-    // An outage without end, and a spare machine. Then the machine of rank 0 is lost, and the machine that was lost first is the spare.
+    // The machine of rank 2 is lost for good, and a spare machine replaces it. In the second round, the machine of rank 0 is lost, and the
+    // machine that was lost before is the spare.
     site.join(5, "h5", 1);
-    site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
+    site.until_online(&["h1", "h2", "h3", "h4", "h5"]).await;
     let host = |name: &str| name.trim_start_matches('h').parse::<u32>().expect("a number");
     for rank in [2, 0] {
         let id = site.submit().await;
-        site.at_step(&id, 45).await;
+        site.until_step(&id, 45).await;
         let job = site.get(&format!("/jobs/{id}")).await;
         let victim = job["agents"][rank].as_str().expect("an agent").to_owned();
         let cut = Instant::now();
@@ -320,14 +322,14 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
         let log = attempt_dir(&job_dir, 1).join(format!("rank.{rank}.log"));
         let log = fs::read_to_string(log).expect("its log");
         assert!(log.contains("lost the connection") && !log.contains("lease"), "{log}");
-        let (job, same) = site.wait_for_success(&id).await;
-        assert!(same == model, "the same weights after a host was lost");
+        let (job, weights) = site.wait_for_success(&id).await;
+        assert!(weights == reference_weights, "the same weights after a host was lost");
         let agents = job["agents"].as_array().expect("agents");
         assert!(agents.len() == 4 && !agents.contains(&json!(victim)), "{agents:?} without {victim}");
         let attempts = site.get(&format!("/jobs/{id}/attempts")).await;
         let attempts = attempts["attempts"].as_array().expect("attempts").clone();
         assert_eq!(attempts.len(), 2, "{attempts:#?}");
-        let first = attempts.iter().find(|attempt| attempt["attempt"] == 1).expect("the first");
+        let first = attempts.iter().find(|attempt| attempt["attempt"] == 1).expect("attempt 1");
         let reason = first["reason"].to_string();
         assert!(reason.contains(&victim), "{first:#}");
         assert!(
@@ -335,6 +337,6 @@ async fn a_job_over_four_hosts_has_one_host_s_weights_even_after_outages() {
             "not by its lease: {first:#}"
         );
         site.network.set_connected(host(&victim), true);
-        site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
+        site.until_online(&["h1", "h2", "h3", "h4", "h5"]).await;
     }
 }

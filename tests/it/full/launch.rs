@@ -285,12 +285,12 @@ async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt(
         command.current_dir(server.folder().path()).spawn().expect("lockstep agent starts")
     };
     let mut agent = start();
-    batch::trains_past(&server, &id, 1, 20).await;
+    batch::until_past_step(&server, &id, 1, 20).await;
     agent.kill().expect("SIGKILL");
     server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
     server.wait_for_job(&id, "the lease has expired", |job| job["state"] == "restarting").await;
     let mut second = start();
-    batch::trains_past(&server, &id, 2, 20).await;
+    batch::until_past_step(&server, &id, 2, 20).await;
     server.cli(&["cancel", &id]).ok();
     server.until("the agent ends with its job", async |s: &Server| launched_agents(s) == 0).await;
     assert!(second.wait().expect("its status").success());
@@ -304,10 +304,9 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let sshd = Sshd::start(server.folder().path());
     let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
     let id = submit(&server, &specs::with(endless("fewer", 2), fewer)).await;
-    let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:2"];
-    let mut first =
-        launch(&server, &hosts, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
-    batch::trains_past(&server, &id, 1, 20).await;
+    let args = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:2"];
+    let mut first = launch(&server, &args, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
+    batch::until_past_step(&server, &id, 1, 20).await;
     // The agent and the ranks end as in a power failure.
     for process in server.processes().iter().filter(|p| p.command() == "agent" && p.option("--job").is_some())
     {
@@ -317,10 +316,10 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     first.wait().expect("it ends");
     server.wait_for_job(&id, "the lease has expired", |job| job["state"] == "restarting").await;
     // No sshd listens at the second address.
-    let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
-    let mut second = launch(&server, &hosts, &sshd.options(sshd.port));
+    let args = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
+    let mut second = launch(&server, &args, &sshd.options(sshd.port));
     let second = tokio::task::spawn_blocking(move || Finished::of(&mut second));
-    let job = batch::trains_past(&server, &id, 2, 60).await;
+    let job = batch::until_past_step(&server, &id, 2, 60).await;
     assert!(job["cause"]["code"] == "fewer_ranks" && job["cause"]["ranks"] == 1, "{job:#}");
     server.cli(&["cancel", &id]).ok();
     let Finished { stdout, stderr, .. } = second.await.expect("it ends");

@@ -18,7 +18,7 @@ const ENDLESS: u64 = 1_000_000;
 const LAUNCHERS: [&str; 2] = ["ssh", "mpirun"];
 
 struct Cluster {
-    // Dropped before the namespaces that they are in.
+    // The first field, so that the servers end before their namespaces are removed.
     sshds: Vec<Sshd>,
     site: Site,
 }
@@ -38,7 +38,7 @@ impl Cluster {
         let mut site = Site::new().await;
         (1..=3).for_each(|host| site.network.add(host));
         site.join(3, "whole", 2);
-        site.online(&["whole"]).await;
+        site.until_online(&["whole"]).await;
         site.register_pictures();
         let mut this = Self { sshds: Vec::new(), site };
         for host in [1, 2] {
@@ -63,9 +63,9 @@ impl Cluster {
         self.folder().write("hosts", text)
     }
 
-    fn launch(&self, id: &str, with: &str, hosts: &[&str], more: &[&str]) -> Finished {
+    fn launch(&self, id: &str, launcher: &str, hosts: &[&str], more: &[&str]) -> Finished {
         let ssh = self.sshds[0].options(22);
-        let options = match with {
+        let options = match launcher {
             "ssh" => ssh,
             _ => {
                 let network = format!("{}/24", self.site.network.address(0));
@@ -76,7 +76,7 @@ impl Cluster {
         };
         let dir = self.folder().path().join("launch");
         let dir = dir.to_str().expect("UTF-8");
-        let mut args = vec!["launch", id, "--with", with, "--program", LOCKSTEP, "--dir", dir];
+        let mut args = vec!["launch", id, "--with", launcher, "--program", LOCKSTEP, "--dir", dir];
         args.extend(hosts.iter().chain(more));
         args.push("--");
         args.extend(options.iter().map(String::as_str));
@@ -105,27 +105,27 @@ impl Cluster {
 #[tokio::test]
 async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_process() {
     let _permit = training_permit().await;
-    let (cluster, model) = Cluster::with_reference_weights().await;
+    let (cluster, reference_weights) = Cluster::with_reference_weights().await;
     let site = &cluster.site;
     let hosts = cluster.hostfile();
     let hosts = ["--hostfile", hosts.to_str().expect("UTF-8")];
-    for with in LAUNCHERS {
+    for launcher in LAUNCHERS {
         let id = site.submit_ranks(2, STEPS).await;
-        cluster.launch(&id, with, &hosts, &[]).ok();
-        let (job, same) = site.wait_for_success(&id).await;
-        assert!(cluster.are_on(&job, &[2, 1]), "{with}: in the hostfile's order: {job:#}");
-        assert!(same == model, "{with}: the same weights");
+        cluster.launch(&id, launcher, &hosts, &[]).ok();
+        let (job, weights) = site.wait_for_success(&id).await;
+        assert!(cluster.are_on(&job, &[2, 1]), "{launcher}: in the hostfile's order: {job:#}");
+        assert!(weights == reference_weights, "{launcher}: the same weights");
         for host in [1, 2] {
             cluster.until_empty(host).await;
         }
 
         let id = site.submit_ranks(2, ENDLESS).await;
-        cluster.launch(&id, with, &hosts, &["--detach"]).ok();
-        site.at_step(&id, 5).await;
+        cluster.launch(&id, launcher, &hosts, &["--detach"]).ok();
+        site.until_step(&id, 5).await;
         assert_eq!(
             [1, 2].map(|host| site.network.variable_of_ranks(host, "NOTE")),
             [vec!["first".to_owned()], vec!["of the second".to_owned()]],
-            "{with}"
+            "{launcher}"
         );
         site.cli(&["cancel", &id]).ok();
         for host in [1, 2] {
@@ -142,13 +142,13 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
 #[tokio::test]
 async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
     let _permit = training_permit().await;
-    let (mut cluster, model) = Cluster::with_reference_weights().await;
-    for with in LAUNCHERS {
+    let (mut cluster, reference_weights) = Cluster::with_reference_weights().await;
+    for launcher in LAUNCHERS {
         let site = &cluster.site;
         let hosts = cluster.hostfile();
         let id = site.submit_ranks(2, STEPS).await;
-        cluster.launch(&id, with, &["--hostfile", hosts.to_str().expect("UTF-8")], &["--detach"]).ok();
-        site.at_step(&id, 45).await;
+        cluster.launch(&id, launcher, &["--hostfile", hosts.to_str().expect("UTF-8")], &["--detach"]).ok();
+        site.until_step(&id, 45).await;
         site.network.kill(1);
         let attempts = format!("/jobs/{id}/attempts");
         let dead = site.network.address(1);
@@ -158,17 +158,17 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
                 all["attempts"].as_array().expect("attempts").iter().find(|one| one["attempt"] == 1).cloned();
             let reason = first.map(|first| first["reason"].to_string()).unwrap_or_default();
             // mpirun ends the other agent, perhaps before the dead agent's lease expires.
-            reason.contains(&dead) || with == "mpirun" && reason.contains("was shut down")
+            reason.contains(&dead) || launcher == "mpirun" && reason.contains("was shut down")
         })
         .await;
         let job = site.get(&format!("/jobs/{id}")).await;
-        assert!(["queued", "restarting"].iter().any(|state| job["state"] == *state), "{with}: {job:#}");
+        assert!(["queued", "restarting"].iter().any(|state| job["state"] == *state), "{launcher}: {job:#}");
         // The other host gets slots for both ranks.
-        let rest = format!("{}:2", site.network.address(2));
-        cluster.launch(&id, with, &["-H", &rest], &[]).ok();
-        let (job, same) = site.wait_for_success(&id).await;
-        assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
-        assert!(same == model, "{with}: the same weights after a host was lost");
+        let other_host = format!("{}:2", site.network.address(2));
+        cluster.launch(&id, launcher, &["-H", &other_host], &[]).ok();
+        let (job, weights) = site.wait_for_success(&id).await;
+        assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{launcher}: {job:#}");
+        assert!(weights == reference_weights, "{launcher}: the same weights after a host was lost");
         cluster.until_empty(2).await;
         cluster.site.network.set_connected(1, true);
         cluster.sshds[0] = cluster.sshd(1);
@@ -178,7 +178,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
 #[tokio::test]
 async fn a_rank_table_decides_which_host_has_rank_0() {
     let _permit = training_permit().await;
-    let (cluster, model) = Cluster::with_reference_weights().await;
+    let (cluster, reference_weights) = Cluster::with_reference_weights().await;
     let site = &cluster.site;
     let server = |host: u32, rank: u32| {
         let device = json!({"device_id": "0", "device_ip": "192.168.0.1", "rank_id": rank.to_string()});
@@ -191,9 +191,9 @@ async fn a_rank_table_decides_which_host_has_rank_0() {
     let table = ["--rank-table", table.to_str().expect("UTF-8")];
     let id = site.submit_ranks(2, STEPS).await;
     cluster.launch(&id, "ssh", &table, &[]).ok();
-    let (job, same) = site.wait_for_success(&id).await;
+    let (job, weights) = site.wait_for_success(&id).await;
     assert!(cluster.are_on(&job, &[2, 1]), "in the order of the ranks: {job:#}");
-    assert!(same == model, "the same weights");
+    assert!(weights == reference_weights, "the same weights");
     for host in [1, 2] {
         cluster.until_empty(host).await;
     }
@@ -217,7 +217,7 @@ async fn machines_of_a_hostfile_keep_their_slots_and_order_under_slurm() {
     launch.args(["--server", &site.url, "--ca-file"]).arg(&site.ca).env("SLURM_CONF", slurm.config());
     launch.arg("--token-file").arg(cluster.folder().path().join("data/token"));
     Finished::of(launch.current_dir(cluster.folder().path())).ok();
-    site.at_step(&id, 5).await;
+    site.until_step(&id, 5).await;
     let job = site.get(&format!("/jobs/{id}")).await;
     let agents: Vec<_> = job["agents"].as_array().expect("agents").iter().filter_map(Value::as_str).collect();
     assert!(agents.len() == 2 && agents[0].contains("-0-n1-") && agents[1].contains("-1-n0-"), "{agents:?}");

@@ -18,7 +18,7 @@ use std::{
     sync::LazyLock,
 };
 
-/// In 24 steps each node sends more bytes of gradients than this to the other.
+/// A lower bound of the gradients that each node sends to the other in 24 steps.
 const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 
 /// Simulates MindSpore's msrun, whose package has 800 MB.
@@ -86,7 +86,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
     let on = |host: u32| {
         let mut torchrun = bench.line(&pages::line("docs/launchers.md", "torchrun "), "torchrun");
         torchrun.env("LOCKSTEP_SHARED_MEMORY", "0");
-        // Options for a missing rank: Debian's PyTorch 1.13 rejects its own defaults under Python 3.11.
+        // Redirects only rank 9, which does not exist: without a value, Debian's PyTorch 1.13 fails under Python 3.11.
         torchrun.envs([("PET_REDIRECTS", "9:1"), ("PET_TEE", "9:1")]);
         network.on(host, &torchrun)
     };

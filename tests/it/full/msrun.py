@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Simulates MindSpore's msrun for tests: its variables, a scheduler on the first machine, and a log file for each process.
 
-Like the real msrun (2.10), it runs any command but Python by `python`, so that a program needs `python3 -c`.
+Like the real msrun (2.10), it passes a command that is not Python to `python`, so any other program must be started by `python3 -c`.
 """
 
 import argparse
@@ -26,5 +26,5 @@ first = args.node_rank * args.local_worker_num
 processes = [(f"worker_{first + i}.log", {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(first + i), "RANK_ID": str(first + i), "DEVICE_ID": str(i)}) for i in range(args.local_worker_num)]
 if args.node_rank == 0:
     processes.insert(0, ("scheduler.log", {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}))
-running = [subprocess.Popen(command, env={**common, **own}, stdout=open(log, "w"), stderr=subprocess.STDOUT) for log, own in processes]
+running = [subprocess.Popen(command, env={**common, **extra}, stdout=open(log, "w"), stderr=subprocess.STDOUT) for log, extra in processes]
 sys.exit(any([process.wait() for process in running]))

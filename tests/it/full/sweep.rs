@@ -3,13 +3,13 @@
 use crate::{
     pictures,
     server::{Agents, Server, number, training_permit},
-    sweeps::{submit_sweep, sweep_ended},
+    sweeps::{submit_sweep, wait_for_sweep},
 };
 
 #[tokio::test]
 async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps() {
     let _permit = training_permit().await;
-    // Slows only steps that no trial reaches.
+    // By default, tests slow steps after step 100. Here only steps that no trial reaches are slow.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
@@ -23,9 +23,9 @@ async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps(
              train.weight_decay = {{ values = [0.0, 0.8, 1.0] }}\n"
         )
     };
-    let grid = sweep_ended(&server, &submit_sweep(&server, &file("grid", ""))).await;
+    let grid = wait_for_sweep(&server, &submit_sweep(&server, &file("grid", ""))).await;
     let asha =
-        sweep_ended(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
+        wait_for_sweep(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
     assert_eq!(asha["best"]["setting"], grid["best"]["setting"], "{grid:#} {asha:#}");
     assert_eq!(
         asha["best"]["metric"], grid["best"]["metric"],

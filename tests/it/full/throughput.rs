@@ -31,12 +31,12 @@ fn spec(name: &str, ranks: u32) -> Value {
 /// Pictures per second of an attempt, from the points of rank 0.
 async fn expected_speed(server: &Server, id: &str, attempt: u64) -> f64 {
     let points = server.points(id, "step_ms").await;
-    let own: Vec<_> = points.iter().filter(|p| p.attempt == attempt && p.rank == 0).collect();
-    assert!(own.len() >= 10, "attempt {attempt} of {id} has {} steps", own.len());
-    let last = PICTURES - (STEPS_PER_EPOCH - 1) * 16;
+    let of_rank_0: Vec<_> = points.iter().filter(|p| p.attempt == attempt && p.rank == 0).collect();
+    assert!(of_rank_0.len() >= 10, "attempt {attempt} of {id} has {} steps", of_rank_0.len());
+    let last_batch = PICTURES - (STEPS_PER_EPOCH - 1) * 16;
     let pictures: u64 =
-        own.iter().map(|p| if p.step.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
-    pictures as f64 / own.iter().map(|p| p.value / 1e3).sum::<f64>()
+        of_rank_0.iter().map(|p| if p.step.is_multiple_of(STEPS_PER_EPOCH) { last_batch } else { 16 }).sum();
+    pictures as f64 / of_rank_0.iter().map(|p| p.value / 1e3).sum::<f64>()
 }
 
 /// The step and the time of a log line with a loss; `None` for other lines.
@@ -59,8 +59,8 @@ async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
     for lines in epochs.values() {
         let (Some((first, from)), Some((last, to))) = (lines.first(), lines.last()) else { continue };
         clock += to.duration_since(*from).as_secs_f64();
-        let own = points.iter().filter(|p| p.attempt == attempt && p.rank == 0);
-        let between = own.filter(|p| p.step > *first && p.step <= *last);
+        let of_rank_0 = points.iter().filter(|p| p.attempt == attempt && p.rank == 0);
+        let between = of_rank_0.filter(|p| p.step > *first && p.step <= *last);
         steps += between.map(|p| p.value / 1e3).sum::<f64>();
     }
     (clock, steps)
@@ -72,13 +72,13 @@ async fn assert_evaluations_excluded(server: &Server, id: &str) {
     let lines: Vec<(u64, jiff::Timestamp)> =
         response["lines"].as_array().expect("lines").iter().filter_map(loss_line).collect();
     let points = server.points(id, "step_ms").await;
-    let mut seen = 0;
+    let mut checked = 0;
     for pair in lines.windows(2) {
         let [(before, from), (step, to)] = *pair else { continue };
         if before % STEPS_PER_EPOCH != 0 || step != before + 1 {
             continue;
         }
-        seen += 1;
+        checked += 1;
         let between = to.duration_since(from).as_secs_f64() * 1e3;
         let took = points.iter().find(|p| p.rank == 0 && p.step == step).expect("its time").value;
         assert!(
@@ -86,7 +86,7 @@ async fn assert_evaluations_excluded(server: &Server, id: &str) {
             "step {step} took {took} ms of the {between} ms since the previous step"
         );
     }
-    assert!(seen > 0, "no epoch's first step: {lines:?}");
+    assert!(checked > 0, "no epoch's first step: {lines:?}");
 }
 
 /// The text of a cell of the list page, as the server renders it.
@@ -106,8 +106,8 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     let plain = server.train(&spec("plain", 1)).await;
     assert_evaluations_excluded(&server, &plain).await;
 
-    let from = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
-    let fork = server.post(&format!("/jobs/{plain}/fork"), &from).await.json();
+    let settings = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
+    let fork = server.post(&format!("/jobs/{plain}/fork"), &settings).await.json();
     let forked = fork["id"].as_str().expect("an id").to_owned();
     assert_eq!(fork["images_per_second"], Value::Null, "the fork has not trained yet");
     server.wait_for_success(&forked).await;

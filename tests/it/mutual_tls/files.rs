@@ -26,14 +26,14 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     assert!(!ready().await.contains(outdated) && !serve.log().contains(outdated), "{}", serve.log());
 
     // An outdated list, written ten years and a day ago according to the clock of `ca revoke`. It is still enforced.
-    let mut late = lockstep();
-    late.arg("ca").args(revoke("node-3")).current_dir(serve.folder.path());
-    Finished::of(with_clock(&mut late, "-3651d")).ok();
+    let mut revoke_outdated = lockstep();
+    revoke_outdated.arg("ca").args(revoke("node-3")).current_dir(serve.folder.path());
+    Finished::of(with_clock(&mut revoke_outdated, "-3651d")).ok();
     wait_until("the outdated list is reported", || serve.log().contains(outdated), || serve.log()).await;
     let noted = ready().await;
     assert!(noted.contains("note: the revocation list") && noted.contains(outdated), "{noted}");
     let _still_valid = start_agent("node-2");
-    agent(&serve, "node-2", is_online).await;
+    wait_for_agent(&serve, "node-2", is_online).await;
     assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
     assert_eq!(serve.log().matches(outdated).count(), 1, "logged once: {}", serve.log());
 

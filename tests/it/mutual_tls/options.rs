@@ -7,13 +7,13 @@ use crate::{
 };
 use std::process::{Command, Stdio};
 
-/// With openssl as the client, as the program's own client uses the server's TLS library.
+/// openssl is the client, because the program's own client uses the same TLS library as the server.
 #[tokio::test]
 async fn only_the_configured_suites_and_versions_are_accepted() {
     let offered = "TLS_AES_128_GCM_SHA256,ECDHE-ECDSA-AES256-GCM-SHA384";
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent", "--tls-suites", offered], listens).await;
-    let newest = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];
-    let newest = Serve::start(&newest, listens).await;
+    let tls13_server = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];
+    let tls13_server = Serve::start(&tls13_server, listens).await;
     let connects = |serve: &Serve, version: &str, suite: &str| {
         let mut openssl = Command::new("openssl");
         openssl.args([
@@ -41,7 +41,7 @@ async fn only_the_configured_suites_and_versions_are_accepted() {
         connected
     };
     // At its default security level, openssl refuses old versions itself.
-    for (version, suite, of_list, of_newest) in [
+    for (version, suite, is_listed, is_tls13) in [
         ("-tls1", "DEFAULT@SECLEVEL=0", false, false),
         ("-tls1_1", "DEFAULT@SECLEVEL=0", false, false),
         ("-tls1_3", "TLS_AES_128_GCM_SHA256", true, true),
@@ -51,12 +51,12 @@ async fn only_the_configured_suites_and_versions_are_accepted() {
         ("-tls1_2", "ECDHE-ECDSA-AES128-GCM-SHA256", false, false),
         ("-tls1_2", "ECDHE-ECDSA-CHACHA20-POLY1305", false, false),
     ] {
-        assert_eq!(connects(&serve, version, suite), of_list, "{version} {suite}");
-        assert_eq!(connects(&newest, version, suite), of_newest, "only TLS 1.3: {version} {suite}");
+        assert_eq!(connects(&serve, version, suite), is_listed, "{version} {suite}");
+        assert_eq!(connects(&tls13_server, version, suite), is_tls13, "only TLS 1.3: {version} {suite}");
     }
     // The program's own client can connect to both servers.
     serve.cli(&https(&serve), Some(&serve.ca()), &["list"]).ok();
-    newest.cli(&https(&newest), Some(&newest.ca()), &["list"]).ok();
+    tls13_server.cli(&https(&tls13_server), Some(&tls13_server.ca()), &["list"]).ok();
 }
 
 #[test]

@@ -36,9 +36,9 @@ impl Server {
     }
 
     /// Sends SIGINT or SIGTERM to the server and returns the exit status.
-    pub(crate) async fn stop_serve(&mut self, with: Signal) -> ExitStatus {
+    pub(crate) async fn stop_serve(&mut self, stop_signal: Signal) -> ExitStatus {
         let mut serve = self.serve.take().expect("a server");
-        signal(serve.id() as i32, with);
+        signal(serve.id() as i32, stop_signal);
         exit_status(&mut serve).await
     }
 

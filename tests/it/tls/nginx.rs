@@ -19,11 +19,11 @@ impl Nginx {
         folder: &Path,
         name: &str,
         port: u16,
-        server: u16,
+        server_port: u16,
         changes: &[(&str, &str)],
     ) -> Self {
         let path = folder.join("nginx.conf");
-        fs::write(&path, config(folder, name, port, server, changes)).expect("a file");
+        fs::write(&path, config(folder, name, port, server_port, changes)).expect("a file");
         let log = fs::File::create(folder.join("nginx.log")).expect("a log");
         let mut command = Command::new("nginx");
         command.arg("-p").arg(folder).arg("-c").arg(&path).arg("-e").arg("stderr").stderr(log);
@@ -47,7 +47,7 @@ impl Drop for Nginx {
 
 /// The page's configuration with this machine's values, and the settings that nginx needs without root. Each replaced text must occur
 /// exactly once.
-fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &str)]) -> String {
+fn config(folder: &Path, name: &str, port: u16, server_port: u16, changes: &[(&str, &str)]) -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/team.md"));
     let page = page.expect("the page");
     let (_, block) = page.split_once("```nginx\n").expect("a block for nginx");
@@ -58,7 +58,7 @@ fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &
         ("server_name lockstep.example.org;", format!("server_name {name};")),
         ("/etc/letsencrypt/live/lockstep.example.org/fullchain.pem", format!("{dir}/{name}.crt")),
         ("/etc/letsencrypt/live/lockstep.example.org/privkey.pem", format!("{dir}/{name}.key")),
-        ("http://127.0.0.1:7070", format!("http://127.0.0.1:{server}")),
+        ("http://127.0.0.1:7070", format!("http://127.0.0.1:{server_port}")),
     ];
     for (text, value) in values.iter().map(|(a, b)| (*a, b.as_str())).chain(changes.iter().copied()) {
         assert_eq!(block.matches(text).count(), 1, "docs/team.md must have exactly once: {text}");

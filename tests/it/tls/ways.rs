@@ -53,9 +53,9 @@ async fn behind_nginx() -> TlsServer {
 }
 
 /// Asserts that an agent joins and trains a job, and that commands, pages, the REST interface and a stream work.
-async fn assert_works(reached: TlsServer) {
+async fn assert_works(server: TlsServer) {
     let _permit = training_permit().await;
-    let TlsServer { serve, url, ca, .. } = &reached;
+    let TlsServer { serve, url, ca, .. } = &server;
     let cli = |args: &[&str]| serve.cli(url, Some(ca), args);
     let token = cli(&["token", "create", "--scope", "agent", "--agent", "far"]);
     let token = serve.folder.write("far.token", token.ok());

@@ -26,10 +26,10 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let files =
         fs::read_dir(bench.out("cache")).expect("the cache").map(|entry| entry.expect("a file").path());
     let files: Vec<_> = files.filter(|file| file.extension().is_some_and(|name| name == "json")).collect();
-    let [figures] = &files[..] else { panic!("{files:?}") };
+    let [measurements] = &files[..] else { panic!("{files:?}") };
     let last = bench.model("one", "1-13");
     let auto = "parallel.mode=auto";
-    // The fastest plan depends on the machine and its load. Settings of the job are kept.
+    // The fastest plan depends on the machine and its load, but keeps the height and model that the job sets (`pinned`).
     for (out, ranks, sets, pinned) in [
         ("two", 2, &[auto][..], [None, None]),
         ("four", 4, &[auto, "parallel.ranks=4", "parallel.model=2"], [None, Some(2)]),
@@ -48,7 +48,10 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         let plans = [first, timed].map(|network| network.plan.as_ref().expect("a plan"));
         let mesh = [plans[0].height, plans[0].model];
         assert_eq!(plans[0].data * mesh[0] * mesh[1], ranks);
-        assert!(pinned.iter().zip(mesh).all(|(pin, is)| pin.is_none_or(|pin| pin == is)), "{out}: {mesh:?}");
+        assert!(
+            pinned.iter().zip(mesh).all(|(pin, chosen)| pin.is_none_or(|pin| pin == chosen)),
+            "{out}: {mesh:?}"
+        );
         let predicted = plans[0].predicted.as_ref().map(|cost| cost.step_ms);
         assert!(predicted > Some(0.0) && plans[0].measured_step_ms.is_none());
         assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
@@ -56,18 +59,18 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
     }
     // Damaged measurements are repeated and replaced, even if they can still be read.
-    let half = |file: &mut Vec<u8>| file.truncate(file.len() / 2);
-    let digit = |file: &mut Vec<u8>| {
+    let halve = |file: &mut Vec<u8>| file.truncate(file.len() / 2);
+    let change_digit = |file: &mut Vec<u8>| {
         let last = file.iter().rposition(u8::is_ascii_digit).expect("a digit");
         file[last] ^= 1;
     };
-    for (out, damage) in [("half", half as fn(&mut Vec<u8>)), ("digit", digit)] {
-        let mut damaged = fs::read(figures).expect("figures");
+    for (out, damage) in [("half", halve as fn(&mut Vec<u8>)), ("digit", change_digit)] {
+        let mut damaged = fs::read(measurements).expect("measurements");
         damage(&mut damaged);
-        fs::write(figures, &damaged).expect("figures");
+        fs::write(measurements, &damaged).expect("measurements");
         let text = run(out, &[auto]);
         assert!(text.contains("measuring operators"), "{out}: {text}");
-        assert_ne!(fs::read(figures).expect("figures"), damaged, "{out}");
+        assert_ne!(fs::read(measurements).expect("measurements"), damaged, "{out}");
     }
     // A plan that is impossible is refused before training.
     let mut command =
@@ -77,7 +80,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     assert!(refused.status.code() == Some(2) && text.contains("fc cannot be split by \"groups\""), "{text}");
 }
 
-/// The example job file.
+/// Only `tests/run full` runs this test of an example job file.
 mod full {
     use super::*;
 

@@ -32,14 +32,14 @@ async fn ranks_that_share_a_network_match_one_rank() {
         line.split(", loss").next().expect("an accuracy").into()
     };
     let alone = assert_success(&run("one", &["parallel.ranks=1"], &[]));
-    let shared = [
+    let hybrid = [
         "parallel.ranks=4",
         "parallel.mode=hybrid",
         "parallel.model=2",
         "train.ema_decay=0.5",
         "train.ema_steps=1",
     ];
-    let output = assert_success(&run("four", &shared, &[]));
+    let output = assert_success(&run("four", &hybrid, &[]));
     assert!(output.contains("a mesh of 2 (data) x 1 (height) x 2 (model) ranks"), "{output}");
     assert_eq!(validation(&output), validation(&alone));
     let last = bench.model("one", "1-13");
@@ -55,11 +55,11 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let from = bench.out("four").join("checkpoints/1-4");
     let from = ["--resume", from.to_str().expect("a path")];
     let split = r#"parallel.shard=[{match="layer3.*", split="out"}, {match="layer3.*.conv2", split="in"}]"#;
-    let other = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
+    let split_layers = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
     let rows = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.model=2", "parallel.height=2"];
-    let averaged = [&shared[3..], &["parallel.ranks=1"]].concat();
+    let averaged = [&hybrid[3..], &["parallel.ranks=1"]].concat();
     let continued = [
-        ("two", &other[..]),
+        ("two", &split_layers[..]),
         ("one-resumed", &["parallel.ranks=1"][..]),
         ("averaged", &averaged[..]),
         ("rows", &rows[..]),
@@ -74,7 +74,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
 
     // With pretrained weights, of which each rank loads its part.
     let pretrained = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
-    for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
+    for (out, sets) in [("tuned", &hybrid[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
         assert_success(&run(out, &[sets, &[pretrained.as_str()]].concat(), &[]));
     }
     let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
@@ -88,7 +88,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     assert_eq!(validation(&output), validation(&alone));
 
     let wrong = r#"parallel.shard=[{match="layer9.*", split="out"}, {match="fc", split="groups"}]"#;
-    let refused = run("wrong", &[&other[..3], &[wrong]].concat(), &[]);
+    let refused = run("wrong", &[&split_layers[..3], &[wrong]].concat(), &[]);
     let output =
         String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && !output.contains("step: 1,"), "{output}");
@@ -174,7 +174,7 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     assert!(bench.model("killed", "2-26") == bench.model("undisturbed", "2-26"), "the same bytes");
 }
 
-/// The example job files.
+/// Only `tests/run full` runs this test of example job files.
 mod full {
     use super::*;
 

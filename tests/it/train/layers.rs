@@ -93,9 +93,11 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
         }
     }
     // The histograms are the same over TCP and on one rank.
-    for (out, ranks, shared) in [("over-tcp", "parallel.ranks=2", "0"), ("alone", "parallel.ranks=1", "1")] {
+    for (out, ranks, shared_memory) in
+        [("over-tcp", "parallel.ranks=2", "0"), ("alone", "parallel.ranks=1", "1")]
+    {
         let mut run = bench.train(out, &sets(&["log.histograms=10", ranks]));
-        assert_success(&run.env("LOCKSTEP_SHARED_MEMORY", shared).output().expect("it runs"));
+        assert_success(&run.env("LOCKSTEP_SHARED_MEMORY", shared_memory).output().expect("it runs"));
         assert!(recorded(&bench, out, 0).0 == histograms, "{out}");
     }
 
@@ -127,8 +129,8 @@ async fn frozen_batch_norms_keep_the_given_weights() {
     let (given, trained) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
     assert!(given.keys().eq(trained.keys()));
     for (name, values) in &trained {
-        let of_norm = name.contains("bn") || name.contains("downsample.1") || name.contains("running_");
-        assert_eq!(*values == given[name], of_norm, "{name}");
+        let is_of_norm = name.contains("bn") || name.contains("downsample.1") || name.contains("running_");
+        assert_eq!(*values == given[name], is_of_norm, "{name}");
     }
     assert!(trained == tensors(&bench, "one", "2-24"), "the same weights on one rank");
     // A continuation gives the same weights.

@@ -264,8 +264,8 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     let bench = Bench::new().await;
     let folder = pictures::image_folder(bench.folder.path(), 40);
     let dataset = format!("data.dataset={}", folder.display());
-    let two = ["--set", &dataset, "--set", "data.validation=val"];
-    bench.train_to_success("two", &two);
+    let two_classes = ["--set", &dataset, "--set", "data.validation=val"];
+    bench.train_to_success("two", &two_classes);
     for split in ["train", "val"] {
         let third = folder.join(split).join("wellington");
         fs::create_dir(&third).expect("a folder");
@@ -275,14 +275,14 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     }
     // 80 pictures give 2 steps per epoch, 120 give 3.
     let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
-    let three = [&two[..], &["--set", &weights]].concat();
-    let error = bench.train_to_success("three", &three);
-    assert!(error.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{error}");
-    assert!(error.contains("the last layer (fc) keeps its initial values"), "{error}");
+    let three_classes = [&two_classes[..], &["--set", &weights]].concat();
+    let output = bench.train_to_success("three", &three_classes);
+    assert!(output.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{output}");
+    assert!(output.contains("the last layer (fc) keeps its initial values"), "{output}");
     assert!(!bench.model("three", "2-6").is_empty());
 
-    let other = [&three[..], &["--set", "model.arch=resnet32"]].concat();
-    let output = bench.train("other", &other).output().expect("it runs");
+    let deeper = [&three_classes[..], &["--set", "model.arch=resnet32"]].concat();
+    let output = bench.train("other", &deeper).output().expect("it runs");
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(error.contains("does not fit a resnet32") && error.contains("are missing"), "{error}");
@@ -312,9 +312,9 @@ async fn diverged_weights_are_refused_with_file_and_tensor() {
         set_first_value(&file, tensor, value);
         let weights = format!("model.pretrained={}", file.display());
         let output = bench.train(tensor, &["--set", &weights]).output().expect("it runs");
-        let words = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{words}");
-        assert!(words.contains(&format!("{}: {message}", file.display())), "{words}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(&format!("{}: {message}", file.display())), "{error}");
         // `predict` refuses the weights, too.
         let picture = bench.folder.path().join("picture.png");
         image::GrayImage::from_pixel(28, 28, image::Luma([99])).save(&picture).expect("a picture");
@@ -323,9 +323,9 @@ async fn diverged_weights_are_refused_with_file_and_tensor() {
             .args([&file, &picture])
             .output()
             .expect("it runs");
-        let words = String::from_utf8_lossy(&predicted.stderr).into_owned();
-        assert_eq!((predicted.status.code(), predicted.stdout.len()), (Some(2), 0), "{words}");
-        assert!(words.contains(message), "{words}");
+        let error = String::from_utf8_lossy(&predicted.stderr).into_owned();
+        assert_eq!((predicted.status.code(), predicted.stdout.len()), (Some(2), 0), "{error}");
+        assert!(error.contains(message), "{error}");
     }
 }
 
@@ -334,34 +334,34 @@ async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged(
     let bench = Bench::new().await;
     bench.train_to_success("out", &[]);
     let checkpoint = bench.out("out").join("checkpoints/1-7");
-    let names = bench.folder.path().join("fashion-400-100/classes.txt");
+    let class_names = bench.folder.path().join("fashion-400-100/classes.txt");
     let resume = |out: &str, sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
         let more: Vec<_> =
             ["--resume", checkpoint.to_str().expect("a path")].into_iter().chain(sets).collect();
         let output = bench.train(out, &more).output().expect("it runs");
-        let words = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{words}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{error}");
         assert!(
-            words.contains("checkpoints/1-7 does not fit this job") && !words.contains("damaged"),
-            "{words}"
+            error.contains("checkpoints/1-7 does not fit this job") && !error.contains("damaged"),
+            "{error}"
         );
-        words
+        error
     };
     // A checkpoint beyond the last step is refused, too: otherwise the run would succeed without training.
     let later = bench.out("out").join("checkpoints/2-21");
     let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
-    let past = bench.train("past", &more).output().expect("it runs");
-    let words = String::from_utf8_lossy(&past.stderr);
-    assert_eq!(past.status.code(), Some(1), "{words}");
-    assert!(words.contains("2-21 is of step 21 and the training ends at step 12"), "{words}");
-    let words = resume("deeper", &["model.arch=resnet32"]);
-    assert!(words.contains("layer1.3.bn1.bias, ") && words.contains("57 more are missing"), "{words}");
+    let beyond = bench.train("past", &more).output().expect("it runs");
+    let error = String::from_utf8_lossy(&beyond.stderr);
+    assert_eq!(beyond.status.code(), Some(1), "{error}");
+    assert!(error.contains("2-21 is of step 21 and the training ends at step 12"), "{error}");
+    let error = resume("deeper", &["model.arch=resnet32"]);
+    assert!(error.contains("layer1.3.bn1.bias, ") && error.contains("57 more are missing"), "{error}");
     let stem = ["model.arch=resnet20", "model.stem=imagenet", "data.image_size=16"];
-    let words = resume("stem", &stem);
-    assert!(words.contains("conv1.weight is [16, 1, 3, 3], wanted [16, 1, 7, 7]"), "{words}");
+    let error = resume("stem", &stem);
+    assert!(error.contains("conv1.weight is [16, 1, 3, 3], wanted [16, 1, 7, 7]"), "{error}");
     let classes: String = (0..10).map(|c| format!("{}\n", 9 - c)).collect();
-    fs::write(&names, classes).expect("names");
-    let words = resume("turned", &[]);
-    assert!(words.contains("class 0 is \"0\" for the model and \"9\" in the dataset"), "{words}");
+    fs::write(&class_names, classes).expect("names");
+    let error = resume("turned", &[]);
+    assert!(error.contains("class 0 is \"0\" for the model and \"9\" in the dataset"), "{error}");
 }

@@ -24,6 +24,7 @@ const HYBRID: [&str; 5] = [
     "train.ema_decay=0.5",
     "train.ema_steps=1",
 ];
+/// The last checkpoint.
 const LAST: &str = "1-12";
 
 fn run(bench: &Bench, out: &str, sets: &[&str], more: &[&str]) -> Output {
@@ -31,7 +32,7 @@ fn run(bench: &Bench, out: &str, sets: &[&str], more: &[&str]) -> Output {
     bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
 }
 
-fn folder(bench: &Bench, out: &str, checkpoint: &str) -> PathBuf {
+fn checkpoint_dir(bench: &Bench, out: &str, checkpoint: &str) -> PathBuf {
     bench.out(out).join("checkpoints").join(checkpoint)
 }
 
@@ -39,7 +40,11 @@ fn folder(bench: &Bench, out: &str, checkpoint: &str) -> PathBuf {
 fn export(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8> {
     let file = bench.folder.path().join("exported.safetensors");
     let mut command = lockstep();
-    command.arg("export").arg(folder(bench, out, checkpoint)).args(["--weights", weights, "-o"]).arg(&file);
+    command
+        .arg("export")
+        .arg(checkpoint_dir(bench, out, checkpoint))
+        .args(["--weights", weights, "-o"])
+        .arg(&file);
     assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
 }
@@ -92,7 +97,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
         assert!(output.contains("4 of 4 ranks write a part of each checkpoint"), "{output}");
         // The weights are the same in one file or in parts.
         for checkpoint in ["1-4", LAST] {
-            let path = folder(&bench, &parts, checkpoint);
+            let path = checkpoint_dir(&bench, &parts, checkpoint);
             for kind in ["model", "optimizer"] {
                 assert!(!path.join(format!("{kind}.safetensors")).exists());
                 let sizes = check_index(&path, kind, 4);
@@ -115,8 +120,9 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
                 .all(|entry| { !entry.file_name().to_string_lossy().starts_with('.') })
         );
     }
-    let average = fs::read(folder(&bench, "hybrid", LAST).join("ema.safetensors")).expect("an average");
-    check_index(&folder(&bench, "hybrid-parts", LAST), "ema", 4);
+    let average =
+        fs::read(checkpoint_dir(&bench, "hybrid", LAST).join("ema.safetensors")).expect("an average");
+    check_index(&checkpoint_dir(&bench, "hybrid-parts", LAST), "ema", 4);
     assert!(tensors(&export(&bench, "hybrid-parts", LAST, "ema")) == tensors(&average));
 
     let mut number = 0;
@@ -129,10 +135,13 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     ] {
         number += 1;
         let out = format!("resumed-{number}");
-        let parts = folder(&bench, &format!("{from}-parts"), "1-4");
+        let parts = checkpoint_dir(&bench, &format!("{from}-parts"), "1-4");
         let output = assert_success(&run(&bench, &out, sets, &["--resume", parts.to_str().expect("a path")]));
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
-        assert_eq!(folder(&bench, &out, LAST).join("model.safetensors").exists(), !sets.contains(&sharded));
+        assert_eq!(
+            checkpoint_dir(&bench, &out, LAST).join("model.safetensors").exists(),
+            !sets.contains(&sharded)
+        );
         let (last, expected) = (export(&bench, &out, LAST, "model"), bench.model(from, LAST));
         if from == "data" {
             assert!(
@@ -146,7 +155,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     }
 
     // `predict` and `model.pretrained` accept a sharded checkpoint.
-    let parts = folder(&bench, "hybrid-parts", LAST);
+    let parts = checkpoint_dir(&bench, "hybrid-parts", LAST);
     let boots = pictures::image_folder(bench.folder.path(), 1).join("val/boot");
     let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
     let predicted = |model: &Path| {
@@ -154,11 +163,11 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
             &lockstep().arg("predict").arg(&picture).arg("--model").arg(model).output().expect("it runs"),
         )
     };
-    assert_eq!(predicted(&parts), predicted(&folder(&bench, "hybrid", LAST)));
-    let average = |out: &str| folder(&bench, out, LAST).join("ema.safetensors");
+    assert_eq!(predicted(&parts), predicted(&checkpoint_dir(&bench, "hybrid", LAST)));
+    let average = |out: &str| checkpoint_dir(&bench, out, LAST).join("ema.safetensors");
     assert_eq!(predicted(&average("hybrid-parts")), predicted(&average("hybrid")));
     let tuned = |out: &str, from: &str| {
-        let pretrained = format!("model.pretrained={}", folder(&bench, from, LAST).display());
+        let pretrained = format!("model.pretrained={}", checkpoint_dir(&bench, from, LAST).display());
         assert_success(&run(&bench, out, &[&data[..], &[&pretrained]].concat(), &[]));
         bench.model(out, "1-4")
     };
@@ -184,8 +193,8 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
     assert_success(&run(&bench, "undisturbed", &sets, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
         let mark = bench.folder.path().join(format!("{point}.mark"));
-        let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
-        let mut command = bench.train(point, &all);
+        let arguments: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
+        let mut command = bench.train(point, &arguments);
         // The first rank that reaches the point in its second checkpoint is killed; only rank 0 reaches the last two points.
         command.env("LOCKSTEP_FAULT", format!("{point}:kill@2:{}", mark.display()));
         let output = String::from_utf8_lossy(&command.output().expect("it runs").stdout).into_owned();
@@ -208,12 +217,12 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
 async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
     let bench = Bench::new().await;
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
-    // A rank cannot write its part of 1-8, and a rank cannot write its part of the last checkpoint, which is retried.
+    let arguments: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
+    // One rank cannot write its part of 1-8. One rank cannot write its part of the last checkpoint, which is retried.
     let marks = [2, 3].map(|time| bench.folder.path().join(format!("{time}")));
     let faults = [(2, &marks[0]), (3, &marks[1])]
         .map(|(time, mark)| format!("checkpoint.model:error@{time}:{}", mark.display()));
-    let mut command = bench.train("full", &all);
+    let mut command = bench.train("full", &arguments);
     command.env("LOCKSTEP_FAULT", faults.join(","));
     let output = assert_success(&command.output().expect("it runs"));
     assert!(marks.iter().all(|mark| mark.exists()), "{output}");
@@ -224,6 +233,6 @@ async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
     ] {
         assert!(output.contains(words), "{words}: {output}");
     }
-    let exists = |name: &str| folder(&bench, "full", name).exists();
+    let exists = |name: &str| checkpoint_dir(&bench, "full", name).exists();
     assert_eq!([exists("1-4"), exists("1-8"), exists(LAST)], [true, false, true]);
 }

@@ -211,7 +211,7 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
     assert!(log.contains("lost the connection to rank 1"), "{log}");
 }
 
-/// More ranks than a machine has cores.
+/// Only `tests/run full` runs this test, because it has more ranks than most machines have cores.
 mod full {
     use super::*;
 

@@ -24,7 +24,7 @@ from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, 
 
 
 def shown(item):
-    """An object as clients see it."""
+    """An object as clients see it, without fields that only the simulation has."""
     item = json.loads(json.dumps(item))
     secret = item.pop("test-data", None)
     if secret is not None:

@@ -233,6 +233,7 @@ def make_pod(job, index):
 
 
 def control():
+    """The loops of the Job controller and of the kubelet."""
     while True:
         time.sleep(0.05)
         with LOCK:

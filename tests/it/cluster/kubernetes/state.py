@@ -10,12 +10,13 @@ PORT, TOKEN, ROLE, HIDDEN, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(ope
 GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": "", "serviceaccounts": "", "roles": "rbac.authorization.k8s.io", "rolebindings": "rbac.authorization.k8s.io"}
 KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret", "serviceaccounts": "ServiceAccount", "roles": "Role", "rolebindings": "RoleBinding"}
 LOCK = threading.Condition(threading.RLock())
-STORE = {}
+STORE = {}  # objects by (resource, namespace, name)
 LOG = []  # (version, resource, type, object)
+# `version`: the newest; `oldest`: the oldest from which a watch can start; `down`: no server listens; `refused`: forbidden requests;
 # `conflicts`: updates to refuse; `lost`: responses to lose; `expired`: refuse watches; `lists`, `watches`: times of requests.
 STATE = {"version": 100, "oldest": 0, "conflicts": 0, "lost": 0, "down": False, "refused": [], "expired": False, "lists": [], "watches": []}
 CONNECTIONS = set()
-PROCESSES = {}
+PROCESSES = {}  # of pods, by the key in STORE
 HOOKS = {}  # functions of nodes.py, which imports this module
 
 

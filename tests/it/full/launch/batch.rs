@@ -18,10 +18,11 @@ fn launch_detached(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -
     slurm.job()
 }
 
+/// Slurm's KillWait in the test of a slow checkpoint.
 const KILL_WAIT_SECS: u64 = 13;
 
 /// Waits until a job trains in at least this attempt and has passed this step.
-pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
+pub(super) async fn until_past_step(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
@@ -53,7 +54,7 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("cancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     // Slurm's description of the job contains no token.
     let bundle = server.folder().path().join("launch").join(&id).join("bundle.json");
     let bundle: Value = serde_json::from_slice(&fs::read(bundle).expect("a file")).expect("JSON");
@@ -66,21 +67,30 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
 
     let id = submit(&server, &endless("scancelled", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &[]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     slurm.run("scancel", &[&batch]);
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
-    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
-    assert!(kept.is_some_and(|kept| kept >= step), "a checkpoint was written: {kept:?}, {step}; {job:#}");
+    let saved_step = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
+    assert!(
+        saved_step.is_some_and(|saved| saved >= step),
+        "a checkpoint was written: {saved_step:?}, {step}; {job:#}"
+    );
     server.cli(&["cancel", &id]).ok();
     // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
-/// Asserts that a job that is queued again, here and in Slurm, passes its checkpoint's step `kept`, and cancels the job.
-async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, batch: &str, kept: u64) {
+/// Asserts that a job that is queued again, here and in Slurm, passes the step of its checkpoint, and cancels the job.
+async fn assert_continues_then_cancel(
+    server: &Server,
+    slurm: &Slurm,
+    id: &str,
+    batch: &str,
+    saved_step: u64,
+) {
     slurm.start_now(batch);
-    let job = trains_past(server, id, 2, kept).await;
+    let job = until_past_step(server, id, 2, saved_step).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     server.cli(&["cancel", id]).ok();
     slurm.until_ended(batch);
@@ -92,14 +102,15 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     // The signal that Slurm sends two minutes before the time limit.
     slurm.run("scancel", &["--batch", "--signal=USR1", &batch]);
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
-    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
-    assert!(kept >= step, "{kept} and {step}");
-    assert_continues_then_cancel(&server, &slurm, &id, &batch, kept).await;
+    let saved_step =
+        server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
+    assert!(saved_step >= step, "{saved_step} and {step}");
+    assert_continues_then_cancel(&server, &slurm, &id, &batch, saved_step).await;
     // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
@@ -113,20 +124,24 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit", 2)).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
     server.permit = None;
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
-    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
-    assert!(kept >= step && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
+    let saved_step =
+        server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
+    assert!(
+        saved_step >= step && saved_step == number(&job["step"]),
+        "{saved_step} is the last step: {job:#}"
+    );
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let reason = attempts["attempts"][0]["reason"].to_string();
     assert!(reason.contains("was shut down"), "{reason}");
     let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
-    assert_continues_then_cancel(&server, &slurm, &id, &batch, kept).await;
+    assert_continues_then_cancel(&server, &slurm, &id, &batch, saved_step).await;
     // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
@@ -145,19 +160,21 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     Finished::of(command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", fault)).ok();
     let batch = slurm.job();
     server.wait_for_job(&id, "the third checkpoint is being written", |_| hold.exists()).await;
-    let kept = 100;
-    let has_two = async |s: &Server| s.checkpoints(&id).await.iter().any(|c| number(&c["step"]) == kept);
+    // The second checkpoint, as `endless` jobs write one every 50 steps.
+    let saved_step = 100;
+    let has_two =
+        async |s: &Server| s.checkpoints(&id).await.iter().any(|c| number(&c["step"]) == saved_step);
     server.until("two checkpoints are written", has_two).await;
     let rank = server.attempt_dir(&id, 1).join("rank.0.json");
     let rank: Value = serde_json::from_slice(&fs::read(rank).expect("a file")).expect("JSON");
     assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has read Slurm's KillWait");
     slurm.run("scontrol", &["requeue", &batch]);
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
-    assert!(number(&job["step"]) > kept, "later steps are lost: {job:#}");
+    assert!(number(&job["step"]) > saved_step, "later steps are lost: {job:#}");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
     slurm.start_now(&batch);
-    trains_past(&server, &id, 2, kept).await;
+    until_past_step(&server, &id, 2, saved_step).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
     assert!(begun.ends_with("-100"), "{attempts:#}");
@@ -207,12 +224,12 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
     times.sort();
     assert!(times.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{times:?}");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
-    let left: Vec<_> = fs::read_dir(server.folder().path().join("launch").join(&tag))
+    let bundles: Vec<_> = fs::read_dir(server.folder().path().join("launch").join(&tag))
         .expect("a folder")
         .filter_map(Result::ok)
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("bundle"))
         .collect();
-    assert!(left.is_empty(), "{left:?}");
+    assert!(bundles.is_empty(), "{bundles:?}");
     drop(slurm);
     server.stop().await;
 }

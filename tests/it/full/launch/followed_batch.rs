@@ -1,6 +1,6 @@
 //! Launches that follow a batch job to its end and report its states, and a job that loses a node.
 
-use super::{batch::trains_past, endless, launch, pods::Following, server, submit, valid_agent_tokens};
+use super::{batch::until_past_step, endless, launch, pods::Following, server, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
     server::{Server, number},
@@ -28,7 +28,7 @@ async fn following_a_batch_job_shows_its_states_and_its_end() {
     following.wait_for_output(&server, "Slurm's job 1: PENDING (JobHeldUser)").await;
     slurm.run("scontrol", &["release", "1"]);
     following.wait_for_output(&server, "Slurm's job 1: RUNNING (None)").await;
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     slurm.run("scancel", &["1"]);
     let (status, output) = following.end();
     assert_eq!(status.code(), Some(1), "{output}");
@@ -62,7 +62,7 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     let id = submit(&server, &over_two_nodes("node-lost")).await;
     let following = follow(&server, &slurm, &id, &["--nodes", "2"], &[]);
     following.wait_for_output(&server, "Slurm's job 2: RUNNING").await;
-    trains_past(&server, &id, 1, LOST_AT).await;
+    until_past_step(&server, &id, 1, LOST_AT).await;
     assert_eq!(slurm.field("2", "%N"), "n[0-1]");
     slurm.kill_node("n1");
     slurm.until("Slurm has queued the job again", |slurm| slurm.field("2", "%T") == "PENDING");
@@ -78,8 +78,11 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     let begun: u64 = begun.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
     assert!((LOST_AT - 20..STEPS).contains(&begun), "the newest checkpoint: {attempts:#}");
     let losses = server.points(&id, "loss").await;
-    let first = losses.iter().filter(|p| p.attempt == 1).map(|p| p.step).max();
-    assert!(first.is_some_and(|last| last >= begun && last < number(&job["step"])), "{first:?}, {begun}");
+    let last_step = losses.iter().filter(|p| p.attempt == 1).map(|p| p.step).max();
+    assert!(
+        last_step.is_some_and(|last| last >= begun && last < number(&job["step"])),
+        "{last_step:?}, {begun}"
+    );
     assert!(server.last_model(&id).await == server.last_model(&undisturbed).await, "the same weights");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     slurm.start_node("n1");

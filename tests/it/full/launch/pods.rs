@@ -1,6 +1,6 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{batch::trains_past, endless, server, short, submit, valid_agent_tokens};
+use super::{batch::until_past_step, endless, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
@@ -135,7 +135,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    let step = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 10).await["step"]);
     let secret = cluster.objects("Secret").await.remove(0)["secret"]["bundle.json"].take();
     let bundle: Value = serde_json::from_str(secret.as_str().expect("a description")).expect("JSON");
     for node in bundle["nodes"].as_array().expect("agents") {
@@ -152,10 +152,10 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "other clients' annotations are kept");
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
-    let kept = newest_step(&server, &id).await;
-    assert!(kept >= step, "{kept} and {step}");
+    let saved_step = newest_step(&server, &id).await;
+    assert!(saved_step >= step, "{saved_step} and {step}");
     server.cli(&["resume", &id]).ok();
-    let step = number(&trains_past(&server, &id, 2, kept).await["step"]);
+    let step = number(&until_past_step(&server, &id, 2, saved_step).await["step"]);
     // A Job that another client suspends stays suspended, with a checkpoint.
     cluster.act("suspend", json!({"suspend": true})).await;
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
@@ -163,10 +163,10 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     server
         .until("the checkpoint is uploaded", async |server: &Server| newest_step(server, &id).await >= step)
         .await;
-    let kept = newest_step(&server, &id).await;
+    let saved_step = newest_step(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
-    trains_past(&server, &id, 3, kept).await;
+    until_past_step(&server, &id, 3, saved_step).await;
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     let (status, output) = following.end();
@@ -189,13 +189,13 @@ async fn a_second_launch_takes_over_the_pods_of_the_first() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;
     Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
-    trains_past(&server, &id, 1, 0).await;
-    let first = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
+    until_past_step(&server, &id, 1, 0).await;
+    let uid = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
     let tokens = valid_agent_tokens(&server).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
     following.wait_for_output(&server, "of an earlier launch exists").await;
     following.wait_for_output(&server, "1 of 1 pods are running").await;
-    assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], first);
+    assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], uid);
     assert_eq!(valid_agent_tokens(&server).await, tokens, "no additional tokens");
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
@@ -222,14 +222,14 @@ fn a_dry_run_shows_the_objects_and_templates_have_a_maximum_size() {
     let shown: Value = serde_json::from_str(done.ok()).expect("JSON");
     assert_eq!(shown["items"][0]["spec"]["completions"], 2, "8 ranks on pods of 4 GPUs");
     assert_eq!(shown["items"][2]["stringData"], json!({}), "no secret is shown");
-    let full = format!("{pod}#{}", "x".repeat((256 << 10) - pod.len() - 1));
-    dry_run(&full, &[]).ok();
+    let largest = format!("{pod}#{}", "x".repeat((256 << 10) - pod.len() - 1));
+    dry_run(&largest, &[]).ok();
     let assert_refused = |text: &str, more: &[&str], words: &str| {
         let done = dry_run(text, more);
         assert_eq!(done.status, 2, "{}", done.stdout);
         assert!(done.stderr.contains(words), "{more:?}: {}", done.stderr);
     };
-    assert_refused(&format!("{full}x"), &[], "is larger than 256 KiB");
+    assert_refused(&format!("{largest}x"), &[], "is larger than 256 KiB");
     let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
     assert_refused(
         &wrong,

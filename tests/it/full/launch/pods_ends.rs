@@ -1,7 +1,7 @@
 //! The end of a launch's pods: they wait until their checkpoints are on the server, even if it is down, and only the agents' tokens are revoked.
 
 use super::{
-    batch::trains_past,
+    batch::until_past_step,
     endless,
     pods::{Following, newest_step, of_kind},
     server, submit, valid_agent_tokens,
@@ -30,9 +30,9 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     let uploads = server.job_dir(&id).join("uploads");
     fs::write(&uploads, "").expect("a file");
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    let step = number(&trains_past(&server, &id, 1, 60).await["step"]);
-    let first = pods(&cluster).await;
-    assert_eq!(first.len(), 1);
+    let step = number(&until_past_step(&server, &id, 1, 60).await["step"]);
+    let first_pods = pods(&cluster).await;
+    assert_eq!(first_pods.len(), 1);
     server.cli(&["pause", &id]).ok();
     following.wait_for_output(&server, "is still being uploaded to the server").await;
     server.kill_serve();
@@ -41,8 +41,8 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.output());
     // A job that is resumed during the upload continues in the same pod.
     server.cli(&["resume", &id]).ok();
-    trains_past(&server, &id, 2, step).await;
-    assert_eq!(pods(&cluster).await, first);
+    until_past_step(&server, &id, 2, step).await;
+    assert_eq!(pods(&cluster).await, first_pods);
     server.cli(&["pause", &id]).ok();
     fs::remove_file(&uploads).expect("the file");
     cluster.until("the Job is suspended", |all| of_kind(all, "Job")[0]["spec"]["suspend"] == true).await;
@@ -61,7 +61,7 @@ async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("ended", 1)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     following.wait_for_output(&server, "1 of 1 pods are running").await;
     server.kill_serve();
     cluster.act("drop", json!({"resource": "jobs"})).await;
@@ -82,7 +82,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("tokens", 1)).await;
     Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     let job = cluster.objects("Job").await.remove(0);
     let own = job["metadata"]["annotations"]["lockstep/tokens"].as_str().expect("a token's id").to_owned();
     let create_token = async |token: Value| {

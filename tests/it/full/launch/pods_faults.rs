@@ -1,7 +1,7 @@
 //! Errors, lost responses and expired versions of Kubernetes, and the reports of a launch.
 
 use super::{
-    batch::trains_past,
+    batch::until_past_step,
     endless,
     pods::{Following, cancel},
     server, submit, valid_agent_tokens,
@@ -24,40 +24,41 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
     // The responses to the first two requests that create objects are lost.
     cluster.act("state", json!({"lost": 2, "watch_secs": WATCH_SECS})).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     assert_eq!(cluster.objects("Job").await.len(), 1);
     following.wait_for_output(&server, "2 of 2 pods are running").await;
     // The messages appear twice for the lost responses, and more often if a busy machine responds late.
-    let times = |words: &str| following.output().matches(words).count();
+    let count = |words: &str| following.output().matches(words).count();
     let (down, up) = ("API server does not answer", "API server answers again");
     server
-        .until("the API server responds", async |_: &Server| times(up) >= 2 && times(up) == times(down))
+        .until("the API server responds", async |_: &Server| count(up) >= 2 && count(up) == count(down))
         .await;
     // While no object changes, the launch starts a new watch whenever a watch ends.
     let watches = async || {
         let all = cluster.act("objects", json!({})).await;
         all["watches"].as_array().expect("times").iter().filter_map(Value::as_f64).collect::<Vec<_>>()
     };
-    let first = watches().await.len();
-    server.until("Jobs are watched six times", async |_: &Server| watches().await.len() >= first + 6).await;
-    let mut gaps: Vec<_> = watches().await[first..].windows(2).map(|pair| pair[1] - pair[0]).collect();
+    let earlier = watches().await.len();
+    server.until("Jobs are watched six times", async |_: &Server| watches().await.len() >= earlier + 6).await;
+    let mut gaps: Vec<_> = watches().await[earlier..].windows(2).map(|pair| pair[1] - pair[0]).collect();
     gaps.sort_by(f64::total_cmp);
+    // One pause may be long, as the machine may be busy.
     assert!(gaps[gaps.len() - 2] < WATCH_SECS + 4.0, "the pauses between watches do not grow: {gaps:?}");
-    let before = times(down);
+    let before = count(down);
     cluster.act("away", json!({"secs": 5, "forget": true})).await;
-    server.until("the API server is down", async |_: &Server| times(down) > before).await;
-    server.until("the API server responds again", async |_: &Server| times(up) == times(down)).await;
+    server.until("the API server is down", async |_: &Server| count(down) > before).await;
+    server.until("the API server responds again", async |_: &Server| count(up) == count(down)).await;
     // A pod is evicted for lack of memory: another pod continues, and the Job counts no failure.
-    let attempt = number(&trains_past(&server, &id, 1, 0).await["attempt"]);
+    let attempt = number(&until_past_step(&server, &id, 1, 0).await["attempt"]);
     cluster.act("evict", json!({})).await;
     following
         .wait_for_output(&server, "was evicted from its node: The node was low on resource: memory.")
         .await;
-    trains_past(&server, &id, attempt + 1, 0).await;
+    until_past_step(&server, &id, attempt + 1, 0).await;
     let attempt = number(&server.job(&id).await["attempt"]);
     cluster.act("oom", json!({})).await;
     following.wait_for_output(&server, "was killed because its memory was used up (OOMKilled)").await;
-    let job = trains_past(&server, &id, attempt + 1, 0).await;
+    let job = until_past_step(&server, &id, attempt + 1, 0).await;
     assert_eq!(job["state"], "running");
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(
@@ -110,7 +111,7 @@ async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
     assert_eq!(job["spec"]["suspend"], true, "{job:#}");
     assert!(cluster.objects("Pod").await.is_empty());
     cluster.act("suspend", json!({"suspend": false})).await;
-    trains_past(&server, &id, 1, 0).await;
+    until_past_step(&server, &id, 1, 0).await;
     cancel(&server, &cluster, &id, following).await;
 
     for (name, text, words) in [
@@ -157,11 +158,11 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
     Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
     let name = cluster.objects("Job").await.remove(0)["metadata"]["name"].take();
     cluster.act("suspend", json!({"suspend": true})).await;
-    let other = json!({
+    let others_job = json!({
         "kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": name, "namespace": "theirs"},
         "spec": {"suspend": true, "completions": 1},
     });
-    cluster.act("put", other).await;
+    cluster.act("put", others_job).await;
     assert_fails(&cluster, &["--namespace", "theirs"], &["that does not belong to this job", "--namespace"]);
     assert_fails(&cluster, &["--namespace", "Not_One"], &["--namespace"]);
     assert_fails(&cluster, &["--context", "none-such"], &["none-such"]);
@@ -193,12 +194,12 @@ async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("node-died", 2)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
-    let step = number(&trains_past(&server, &id, 1, 60).await["step"]);
+    let step = number(&until_past_step(&server, &id, 1, 60).await["step"]);
     let names = async || {
         let pods = cluster.objects("Pod").await;
         pods.iter().map(|pod| pod["metadata"]["name"].to_string()).collect::<BTreeSet<_>>()
     };
-    let first = names().await;
+    let first_names = names().await;
     cluster.act("node-dies", json!({"node": "node-1"})).await;
     following.wait_for_output(&server, "never happens on a lost node: if node-1 is").await;
     following.wait_for_output(&server, "kubectl taint nodes node-1 node.kubernetes.io/out-of-service").await;
@@ -213,13 +214,13 @@ async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
             server.get("/queue").await["jobs"][0]["reason"]["words"].to_string().contains("2 slots")
         })
         .await;
-    assert_eq!(names().await, first, "no pod replaces the lost pod");
+    assert_eq!(names().await, first_names, "no pod replaces the lost pod");
     cluster.act("out-of-service", json!({"node": "node-1"})).await;
-    let job = trains_past(&server, &id, 2, step).await;
+    let job = until_past_step(&server, &id, 2, step).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     let all = server.get(&attempts).await;
     assert!(all["attempts"][1]["checkpoint"].is_string(), "the job continues from a checkpoint: {all:#}");
-    assert_eq!(names().await.difference(&first).count(), 1, "one new pod");
+    assert_eq!(names().await.difference(&first_names).count(), 1, "one new pod");
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
     cancel(&server, &cluster, &id, following).await;

@@ -216,10 +216,10 @@ impl Agent {
         }
     }
 
-    /// Asserts that no message arrives for some rounds of dispatch, which takes place twice a second.
+    /// Asserts that no message arrives within `ms` milliseconds. The server dispatches jobs twice a second.
     pub async fn expect_silence(&mut self, ms: u64) {
-        let early = timeout(Duration::from_millis(ms), self.next()).await;
-        assert!(early.is_err(), "{early:?}");
+        let message = timeout(Duration::from_millis(ms), self.next()).await;
+        assert!(message.is_err(), "{message:?}");
     }
 
     /// Waits for the next message, which must be a request. Returns its id, too.
@@ -230,7 +230,8 @@ impl Agent {
         }
     }
 
-    /// Sends a report and waits until the server has stored it. Returns the number of acknowledged records.
+    /// Sends a report, whose first record has the number `first` (from 0), and waits until the server has stored it. Returns the number of
+    /// acknowledged records.
     pub async fn report(
         &mut self,
         attempt: &AttemptRef,

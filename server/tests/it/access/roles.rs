@@ -1,7 +1,7 @@
 //! Tries every route and method as a viewer, as the owner of a job and as another member, for a private job and a public job, with tokens
 //! and with sessions.
 
-use super::routes::{METHODS, Outcome, every_path, send_request, sufficient};
+use super::routes::{METHODS, Outcome, every_path, send_request, sufficient_scopes};
 use crate::{
     agent::{Agent, dataset_info},
     document::create_failed_job,
@@ -13,7 +13,7 @@ use serde_json::json;
 /// Routes with unsafe methods that need only the right to read the object.
 const READ_ONLY: [&str; 3] =
     ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
-/// Routes where every person manages own tokens.
+/// Routes with which every person manages tokens of their own.
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 
 /// Whether a route belongs to an object with an owner.
@@ -106,17 +106,19 @@ async fn try_all_routes(by: By) {
                     path if path.contains("/sweeps/{id}") => sweep,
                     _ => job,
                 };
-                let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
-                let real = real.replace("{version}", "1").replace("{alias}", "champion");
-                let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
+                let target = path.replace("{id}", id).replace("{file}", "model.safetensors");
+                let target = target.replace("{version}", "1").replace("{alias}", "champion");
+                let target =
+                    target.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
                 // Methods without a body are tried only with tokens.
                 let is_tried =
                     |method: &&Method| by == By::Token || ![Method::HEAD, Method::OPTIONS].contains(method);
                 for method in METHODS.iter().filter(is_tried) {
-                    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
-                    // The owner deletes its objects, so its responses differ, but none is 403.
-                    let owns = *name == "mona" && is_of_object(&path);
-                    let outcome = send_request(&server, &who, method, &real).await;
+                    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
+                    let is_read_only = is_safe || READ_ONLY.contains(&path.as_str());
+                    // The owner's requests delete the objects, so the owner's responses vary, but none is 403.
+                    let is_owner = *name == "mona" && is_of_object(&path);
+                    let outcome = send_request(&server, &who, method, &target).await;
                     let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {outcome:?}");
                     if by == By::Session && path == "/logout" && *method == Method::POST {
                         assert_eq!(
@@ -127,17 +129,18 @@ async fn try_all_routes(by: By) {
                         who = by.client(&server, name, token).await;
                         continue;
                     }
-                    let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
-                    if !enough && !OWN_TOKENS.contains(&path.as_str()) {
+                    let has_scope =
+                        sufficient_scopes(method, &path).is_none_or(|scopes| scopes.contains(scope));
+                    if !has_scope && !OWN_TOKENS.contains(&path.as_str()) {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
-                    } else if is_of_object(&path) && !owns && *private {
+                    } else if is_of_object(&path) && !is_owner && *private {
                         assert_eq!(outcome, Outcome::Status(404), "{what}");
-                    } else if is_of_object(&path) && !owns && !safe && !READ_ONLY.contains(&path.as_str()) {
+                    } else if is_of_object(&path) && !is_owner && !is_read_only {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else {
                         assert!(matches!(outcome, Outcome::Status(_)), "{what}");
                         // The object still exists, because only the owner deletes it.
-                        if is_of_object(&path) && safe && *name != "mona" {
+                        if is_of_object(&path) && is_safe && *name != "mona" {
                             assert_ne!(outcome, Outcome::Status(404), "{what}");
                         }
                     }

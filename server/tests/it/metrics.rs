@@ -79,8 +79,8 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
         for rank in 0..2 {
             let batch: Vec<_> =
                 (first..first + 1000).step_by(4).map(|from| points(rank, from, from + 3)).collect();
-            let sent = if rank == 0 { &mut records } else { &mut other_records };
-            *sent = agent.report(&attempt, Source::Rank(rank), *sent, batch).await;
+            let next_record = if rank == 0 { &mut records } else { &mut other_records };
+            *next_record = agent.report(&attempt, Source::Rank(rank), *next_record, batch).await;
         }
     }
     let get = async |query: &str| {

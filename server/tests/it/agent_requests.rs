@@ -166,7 +166,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!((status, &body["inspected"]), (202, &Value::Null), "{body}");
     let (id, request) = next_request(&mut agent, true).await;
     assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into(), allowed: None });
-    // A repeated request does not start another inspection: the agent only reports its progress.
+    // A repeated request does not start another inspection: the server only asks the agent for the progress.
     let (status, body) = tokio::select! {
         response = ask("0") => response,
         () = answer_only_progress(&mut agent, Some((300_000, 1_300_000))) => unreachable!(),

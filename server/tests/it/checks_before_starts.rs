@@ -61,7 +61,7 @@ async fn waits_for(server: &TestServer, id: &JobId, code: &str) -> bool {
 }
 
 #[tokio::test]
-async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
+async fn two_checkpoints_are_checked_at_a_time_and_the_jobs_keep_their_slots() {
     let (server, _store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 6).await;
     let (mut attempts, mut files) = (Vec::new(), Vec::new());

@@ -82,7 +82,7 @@ async fn with_long_lease() -> (TestServer, Agent, Agent) {
     (server, a, b)
 }
 
-/// Asserts that an attempt has ended long before its lease.
+/// Asserts that an attempt that began to end at `start` has ended long before its lease expires.
 pub fn assert_before_lease(start: tokio::time::Instant) {
     assert!(start.elapsed() < LONG_LEASE / 2, "after {:?}", start.elapsed());
 }
@@ -223,7 +223,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let attempt = next_attempt(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();
-    // The first machine still sends heartbeats; its ranks have lost the other ranks.
+    // The first machine still sends heartbeats; its ranks have lost contact with the other ranks.
     let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
     loop {
         tokio::select! {

@@ -299,7 +299,7 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
     agent
         .report(&start.attempt, Source::Rank(0), 0, vec![begin, losses(0, 1..=32), step_ms(0, 1..=32, 100.0)])
         .await;
-    // Steps of the other rank are not counted again.
+    // Steps that rank 1 reports are not counted again.
     agent.report(&start.attempt, Source::Rank(1), 0, vec![losses(1, 1..=32), step_ms(1, 1..=32, 90.0)]).await;
     let job = server.job(&id).await;
     let speed = job.images_per_second.unwrap();

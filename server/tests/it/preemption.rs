@@ -22,7 +22,7 @@ async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: boo
         .await
 }
 
-/// Expects the order to write a checkpoint and end. Returns its attempt.
+/// Waits for the order to preempt an attempt, whose ranks write a checkpoint and end. Returns the attempt.
 async fn expect_preemption(agent: &mut Agent) -> AttemptRef {
     match agent.next().await {
         Some(ToAgent::Stop { attempt, reason, patient: true }) => {

@@ -20,7 +20,7 @@ async fn set_column(server: &TestServer, table: &str, column: &str, value: &str,
 async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    // A running job, so that the others wait.
+    // This job uses all slots, so that the other jobs wait.
     let (running_id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let newer = server.submit(|s| s["priority"] = json!(9)).await;

@@ -147,7 +147,7 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     assert_eq!(api_a.request("POST", "", vec![]).await.0, 204);
     let (status, state) = api_a.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
-    // Refused: another agent with its own id or this agent's id, this token with another id, a wrong fencing token, another attempt.
+    // Refused: agent b with its own id and with a's id, agent a with b's id, with a wrong fencing token, and for another attempt.
     let guessed = AttemptRef {
         fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
         ..start.attempt.clone()

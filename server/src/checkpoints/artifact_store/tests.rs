@@ -5,7 +5,7 @@ fn store(dir: &std::path::Path) -> ArtifactStore {
 }
 
 #[test]
-fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
+fn the_newest_checkpoint_is_uploaded_first_and_by_one_worker() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     for id in ["old", "new", "old", "newest"] {
@@ -96,7 +96,7 @@ fn a_failing_store_is_reported_once_until_it_works_again() {
 }
 
 #[test]
-fn messages_say_why_a_checkpoint_is_not_fetched() {
+fn the_message_of_a_damaged_copy_says_what_is_damaged() {
     let how = "the bytes of its state.json are not those that were written";
     let damaged = NotFetched::Damaged(how.into()).to_string();
     assert_eq!(damaged, format!("the checkpoint in the store is damaged: {how}"));

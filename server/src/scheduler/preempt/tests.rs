@@ -139,7 +139,7 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped() {
 }
 
 #[test]
-fn at_most_64_jobs_are_tried_for_being_unneeded() {
+fn at_most_64_victims_are_checked_for_being_unneeded() {
     // The slots of the large job are enough. The small jobs are chosen at first only because their machines also have
     // a free slot, so that fewer machines are needed.
     let stopped_with = |small: usize| {

@@ -128,6 +128,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
 
 #[tokio::test]
 async fn private_jobs_are_visible_only_to_owners_and_admins() {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
@@ -284,7 +285,7 @@ async fn people_create_tokens_within_their_role() {
     assert_eq!(
         server.send_as(&worker, "DELETE", &id_of(&read_token), None).await.0,
         204,
-        "the token with more rights"
+        "a token may revoke a token with fewer rights"
     );
     assert_eq!(server.delete(&id_of(&submit_token)).await.0, 204);
     for ended in [&reader, &worker, &child, &grandchild] {

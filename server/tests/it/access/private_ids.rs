@@ -47,6 +47,7 @@ async fn comparable_response(
 
 #[tokio::test]
 async fn private_ids_get_the_same_response_as_unknown_ids() {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let people = add_people(&server).await;

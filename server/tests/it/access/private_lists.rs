@@ -79,6 +79,7 @@ async fn read_all(server: &TestServer, who: &Client, path: &str, key: &str) -> (
 
 #[tokio::test]
 async fn lists_hide_private_jobs_of_others() {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { vera, mona, otto, ada } = add_people(&server).await;

@@ -65,7 +65,7 @@ async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &st
 
 #[tokio::test]
 async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
-    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
+    let mut server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, ada, .. } = add_people(&server).await;
     let (_, otto_secret) = server.client_of("otto", "submit").await;
@@ -116,7 +116,7 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
 
 #[tokio::test]
 async fn forks_show_public_parents_and_own_private_parents() {
-    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
+    let mut server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, .. } = add_people(&server).await;
     server.http = mona.clone();

@@ -63,6 +63,7 @@ async fn every_route_with_sessions_of_a_viewer_an_owner_and_another_member() {
 }
 
 async fn try_all_routes(by: By) {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
@@ -96,7 +97,7 @@ async fn try_all_routes(by: By) {
         assert_eq!(status, 201, "{sweep}");
         sweeps.push(sweep["id"].as_str().unwrap().to_owned());
     }
-    // The owner comes last and deletes the objects. The server refuses the changes of the others before.
+    // The owner comes last, because the owner's requests delete the objects. The server refuses the requests of the people before.
     for (name, scope, token) in &people {
         let mut who = by.client(&server, name, token).await;
         for ((private, job, checkpoint, dataset), sweep) in objects.iter().zip(&sweeps) {
@@ -129,8 +130,7 @@ async fn try_all_routes(by: By) {
                         who = by.client(&server, name, token).await;
                         continue;
                     }
-                    let has_scope =
-                        sufficient_scopes(method, &path).is_none_or(|scopes| scopes.contains(scope));
+                    let has_scope = sufficient_scopes(method, &path).is_none_or(|s| s.contains(scope));
                     if !has_scope && !OWN_TOKENS.contains(&path.as_str()) {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else if is_of_object(&path) && !is_owner && *private {

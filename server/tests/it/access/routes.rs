@@ -181,7 +181,7 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
     let ada = server.signed_in("ada").await;
     let agent = client_without_redirects(&server.agent_token("somebody").await);
     let stranger = client_without_redirects("");
-    let own = format!("http://{}", server.address);
+    let own_origin = format!("http://{}", server.address);
     let mut refused = 0;
     for path in every_path() {
         let url =
@@ -210,7 +210,8 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             }
             // After POST /logout, all requests of this cookie would be redirected to sign in.
             if path != "/logout" {
-                let text = by_cookie().header("origin", &own).send().await.unwrap().text().await.unwrap();
+                let text =
+                    by_cookie().header("origin", &own_origin).send().await.unwrap().text().await.unwrap();
                 assert!(!text.contains(REFUSAL), "{method} {path}: from the server's own page");
             }
         }

@@ -25,7 +25,7 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     assert_eq!(
         server.delete(&format!("/tokens/{id}")).await.0,
         204,
-        "names of revoked tokens stay reserved, because of their jobs"
+        "the name of a revoked token stays reserved, because it may be the owner of jobs"
     );
     let set_account = |subject: &str, name: &str| {
         let claims = json!({"sub": subject, "preferred_username": name});
@@ -73,7 +73,7 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     assert_eq!(
         server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0,
         422,
-        "neither password nor subject"
+        "a person needs a password or a subject"
     );
     assert_eq!(server.change_person("bob", &json!({"subject": ""})).await.0, 200);
     assert!(!browser.is_signed_in().await, "a change of the person ends its sessions");

@@ -288,10 +288,10 @@ mod tests {
             read_token_file(&path)
         };
         assert_eq!(read(4096).unwrap(), "lockstep_abc");
-        let why = read(4097).unwrap_err().to_string();
-        assert!(why.contains("has more than 4 KiB; a token is one short line"), "{why}");
-        let endless = read_token_file(Path::new("/dev/zero")).unwrap_err().to_string();
-        assert!(endless.contains("/dev/zero has more than 4 KiB"), "{endless}");
+        let message = read(4097).unwrap_err().to_string();
+        assert!(message.contains("has more than 4 KiB; a token is one short line"), "{message}");
+        let message = read_token_file(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert!(message.contains("/dev/zero has more than 4 KiB"), "{message}");
     }
 
     #[test]
@@ -300,7 +300,7 @@ mod tests {
         let access = AccessArgs { token_file: None, data_dir: Some(dir.path().into()) };
         let server = |given: Option<&str>| access.server(given);
         // The recorded address, and the address that a command uses.
-        for (recorded, used) in [
+        for (recorded, expected) in [
             (None, DEFAULT_SERVER),
             (Some("http://127.0.0.1:43211"), "http://127.0.0.1:43211"),
             (Some("http://[::1]:43211"), "http://[::1]:43211"),
@@ -310,7 +310,7 @@ mod tests {
         ] {
             forget_address(dir.path(), SocketAddr::from(([127, 0, 0, 1], 7491)));
             recorded.map_or(Ok(()), |url| record_address(dir.path(), url)).unwrap();
-            assert_eq!(server(None), used);
+            assert_eq!(server(None), expected);
             assert_eq!(server(Some("http://other:1")), "http://other:1");
         }
         forget_address(dir.path(), SocketAddr::from(([127, 0, 0, 1], 7491)));
@@ -325,12 +325,12 @@ mod tests {
 
     #[test]
     fn a_data_directory_s_token_stays_on_this_machine() {
-        for here in
+        for local in
             ["http://127.0.0.1:7070", "localhost:7070", "http://[::1]:7070/", "127.1.2.3", "http://LOCALHOST"]
         {
-            assert!(is_this_machine(here), "{here}");
+            assert!(is_this_machine(local), "{local}");
         }
-        for elsewhere in [
+        for remote in [
             "http://10.0.0.1:7070",
             "example.com",
             "http://localhost.example.com",
@@ -338,7 +338,7 @@ mod tests {
             "http://127.0.0.1@example.com",
             "",
         ] {
-            assert!(!is_this_machine(elsewhere), "{elsewhere}");
+            assert!(!is_this_machine(remote), "{remote}");
         }
     }
 }

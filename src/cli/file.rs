@@ -93,7 +93,7 @@ mod tests {
     use std::{sync::mpsc, time::Duration};
 
     /// Reads up to four bytes, and fails if the read would block.
-    fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
+    fn read_at_once(path: PathBuf) -> Result<Vec<u8>, String> {
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || sender.send(read(&path, 4, "is larger than 4 bytes")));
         receiver.recv_timeout(Duration::from_secs(20)).expect("it does not wait")
@@ -107,7 +107,7 @@ mod tests {
         assert!(status.unwrap().success());
         fs::write(path_of("file"), "four").unwrap();
         fs::write(path_of("larger"), "fives").unwrap();
-        assert_eq!(at_once(path_of("file")), Ok(b"four".to_vec()));
+        assert_eq!(read_at_once(path_of("file")), Ok(b"four".to_vec()));
         for (path, words) in [
             (path_of("pipe"), "is a named pipe (FIFO), not a regular file"),
             ("/dev/zero".into(), "is a device, not a regular file"),
@@ -116,7 +116,7 @@ mod tests {
             (path_of("larger"), "is larger than 4 bytes"),
             (path_of("none"), "No such file"),
         ] {
-            let message = at_once(path.clone()).unwrap_err();
+            let message = read_at_once(path.clone()).unwrap_err();
             assert!(message.contains(words), "{words:?} in {message}, of {}", path.display());
         }
         std::os::unix::fs::symlink(path_of("pipe"), path_of("link")).unwrap();

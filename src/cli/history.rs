@@ -96,14 +96,14 @@ mod tests {
     #[test]
     fn later_attempts_replace_the_steps_that_they_repeat() {
         let points = |all: &[(u32, u64)]| all.iter().map(|&(a, s)| point(a, s)).collect::<Vec<_>>();
-        for (all, kept) in [
+        for (all, remaining) in [
             (&[(1, 1), (1, 2)][..], &[(1, 1), (1, 2)][..]),
             (&[(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)], &[(1, 1), (2, 2), (2, 3)]),
             (&[(1, 1), (1, 2), (2, 3)], &[(1, 1), (1, 2), (2, 3)]),
             (&[(1, 5), (2, 3), (3, 4)], &[(2, 3), (3, 4)]),
             (&[], &[]),
         ] {
-            assert_eq!(without_repeated(&points(all)), points(kept), "{all:?}");
+            assert_eq!(without_repeated(&points(all)), points(remaining), "{all:?}");
         }
     }
 }

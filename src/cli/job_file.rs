@@ -281,7 +281,10 @@ mod tests {
         fs::write(&path, &text).unwrap();
         assert_eq!(read_document(&path, &[]).expect("it is read")["data"]["dataset"], "d");
         fs::write(&path, text + "#").unwrap();
-        let why = read_document(&path, &[]).unwrap_err().to_string();
-        assert!(why.ends_with("job.toml: is larger than 1 MiB, the maximum size of a job file"), "{why}");
+        let message = read_document(&path, &[]).unwrap_err().to_string();
+        assert!(
+            message.ends_with("job.toml: is larger than 1 MiB, the maximum size of a job file"),
+            "{message}"
+        );
     }
 }

@@ -183,8 +183,8 @@ mod tests {
     #[test]
     fn a_cause_is_named_once() {
         let missing = || io::Error::from_raw_os_error(2);
-        let quoting = ServeError::DataDir { path: "/data".into(), source: missing() };
-        let text = describe_error(&anyhow::Error::new(quoting).context("serve"));
+        let with_cause = ServeError::DataDir { path: "/data".into(), source: missing() };
+        let text = describe_error(&anyhow::Error::new(with_cause).context("serve"));
         assert!(text.starts_with("serve: the data directory /data cannot be used: No such file"), "{text}");
         assert_eq!(text.matches("os error 2").count(), 1, "{text}");
         let text = describe_error(&anyhow::Error::new(missing()).context("/data/agent.log"));

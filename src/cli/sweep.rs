@@ -229,13 +229,13 @@ mod tests {
             (json!({}), &[long.as_str()], "a list of 1 to 500 values"),
         ] {
             let path = Path::new("job.toml");
-            let found = grid(job, arguments, None).and_then(|document| check(path, &document));
-            let message = found.expect_err("it is refused").to_string();
+            let result = grid(job, arguments, None).and_then(|document| check(path, &document));
+            let message = result.expect_err("it is refused").to_string();
             assert!(message.contains(words), "{arguments:?}: {message}");
         }
-        let both = json!({"train": {"lrr": 1}, "sweep": {"method": "grid", "metric": {"name": "acc"},
+        let job_with_mistakes = json!({"train": {"lrr": 1}, "sweep": {"method": "grid", "metric": {"name": "acc"},
             "parameters": {"train.momentumm": {"values": [0.9]}}}});
-        let (_, mistakes) = find_mistakes(&both).expect("a sweep");
+        let (_, mistakes) = find_mistakes(&job_with_mistakes).expect("a sweep");
         for pointer in ["/sweep/metric/name", "/train/lrr", "/train/momentumm"] {
             assert!(mistakes.iter().any(|mistake| mistake.pointer == pointer), "{pointer}: {mistakes:?}");
         }

@@ -229,8 +229,8 @@ mod tests {
         let longest = "x".repeat(LINE_BYTES as usize);
         assert_eq!(first_line(longest.as_bytes()).unwrap(), longest);
         let refused = |line: &[u8]| first_line(line).unwrap_err().to_string();
-        let why = refused(format!("{longest}x").as_bytes());
-        assert!(why.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{why}");
+        let message = refused(format!("{longest}x").as_bytes());
+        assert!(message.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{message}");
         assert!(refused(b"\xff\n").contains("not text (UTF-8)"));
         assert!(refused(b"").contains("give the password on standard input"));
     }

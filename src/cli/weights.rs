@@ -176,11 +176,11 @@ mod tests {
     #[test]
     fn wrong_content_is_refused_with_advice() {
         let content = weights();
-        let other: Vec<u8> = content.iter().map(|byte| byte ^ 1).collect();
+        let changed: Vec<u8> = content.iter().map(|byte| byte ^ 1).collect();
         let gone = Behaviour { status: Some("404 Not Found"), ..serve_files(Vec::new()) };
         let busy = Behaviour { status: Some("503 Service Unavailable"), ..serve_files(Vec::new()) };
         for (behaviour, is_wrong, words) in [
-            (serving(pointer_to(&content), other), true, "its SHA-256 is"),
+            (serving(pointer_to(&content), changed), true, "its SHA-256 is"),
             (serving(pointer_to(&content), content[1..].to_vec()), true, "bytes, but model.safetensors has"),
             (serving(content.clone(), content.clone()), true, "is not a Git LFS pointer"),
             (serving(b"oid sha256:12\nsize 3\n".to_vec(), content.clone()), true, "is not a Git LFS pointer"),

@@ -351,7 +351,7 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     std::fs::rename(&moved, &data).expect("moves");
     server.cli(&["retry", trials(&sweep)[0]["job"].as_str().expect("an id")]).ok();
     server.cli(&["sweep", "resume", &id]).ok();
-    let sweep = sweep_ended(&server, &id).await;
+    let sweep = wait_for_sweep(&server, &id).await;
     assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
     server.cli(&["submit", "wrong.toml"]).assert_usage_error(&["sweep.run_cap: no key is called"]);

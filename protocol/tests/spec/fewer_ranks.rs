@@ -13,8 +13,8 @@ fn min_ranks_is_at_most_ranks_and_needs_losses_independent_of_ranks() {
         let spec = from_toml(&job(&format!("ranks = {ranks}"), &line, "")).expect("a job");
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
     }
-    let none = from_toml(&job("ranks = 8", "", "")).expect("no min_ranks");
-    assert_eq!(none.fewer_ranks(), [0; 0], "the job waits for all ranks");
+    let without_min_ranks = from_toml(&job("ranks = 8", "", "")).expect("no min_ranks");
+    assert_eq!(without_min_ranks.fewer_ranks(), [0; 0], "the job waits for all ranks");
 
     for (parallel, line, expected) in [
         ("ranks = 2", "min_ranks = 3", "3 is more than parallel.ranks = 2: give 2 or less"),
@@ -29,7 +29,7 @@ fn min_ranks_is_at_most_ranks_and_needs_losses_independent_of_ranks() {
             "set parallel.gradients_mean = true, or leave min_ranks out",
         ),
     ] {
-        one_mistake(&job(parallel, line, ""), "/recovery/min_ranks", &[expected]);
+        assert_error(&job(parallel, line, ""), "/recovery/min_ranks", &[expected]);
     }
 }
 
@@ -54,12 +54,12 @@ fn pictures_of_a_step_are_the_same_on_fewer_ranks() {
     // The default is 32 per rank.
     let fewer = from_toml(&job("ranks = 4", "min_ranks = 1", "")).expect("valid").on_ranks(1);
     assert_eq!((fewer.micro_batch_size(), fewer.global_batch_size()), (128, 128));
-    one_mistake(
+    assert_error(
         &job("ranks = 8", "min_ranks = 5", "batch_size = 1"),
         "/recovery/min_ranks",
         &["the 8 pictures of a micro-batch cannot be divided over 5 to 7 ranks: give 4 or less"],
     );
-    one_mistake(
+    assert_error(
         &job("ranks = 4", "min_ranks = 3", "batch_size = 1"),
         "/recovery/min_ranks",
         &["cannot be divided over 3 ranks: give 2 or less"],

@@ -24,9 +24,9 @@ fn fast_is_ffcv_s_recipe_and_scales_with_the_epochs() {
         (Some(16), 1.7, ScheduleKind::OneCycle, 0.125)
     );
     assert_eq!((spec.data.validation_size, spec.data.resize_size), (Some(256), Some(292)));
-    for (epochs, second) in [(16, 13), (88, 67), (4, 4), (2, 2)] {
+    for (epochs, second_from) in [(16, 13), (88, 67), (4, 4), (2, 2)] {
         let spec = job("fast", "", &format!("epochs = {epochs}")).expect("a job");
-        let sizes = [SizeFrom { epoch: 1, size: 160 }, SizeFrom { epoch: second, size: 192 }].to_vec();
+        let sizes = [SizeFrom { epoch: 1, size: 160 }, SizeFrom { epoch: second_from, size: 192 }].to_vec();
         assert_eq!(spec.data.image_size, Some(ImageSize::Schedule(sizes)), "{epochs} epochs");
     }
     let spec = job("fast", "", "epochs = 1").expect("a job");
@@ -39,7 +39,7 @@ fn cifar_94_has_the_published_learning_rates() {
     let spec = job("cifar-94", "", "global_batch_size = 2000").expect("a job");
     let train = &spec.train;
     assert_eq!((train.lr, train.epochs, train.schedule), (0.24, Some(8), ScheduleKind::OneCycle));
-    let near = |found: f32, wanted: f32| (found / wanted - 1.0).abs() < 1e-3;
+    let near = |found: f32, published: f32| (found / published - 1.0).abs() < 1e-3;
     assert!(near(train.lr * train.bias_lr / 2000.0, 0.053), "{}", train.bias_lr);
     assert!(near(train.lr * train.head_lr / 2000.0 * 256.0 * 256.0, 0.67), "{}", train.head_lr);
     assert!(near(train.lr * train.weight_decay, 2e-6 * 2000.0), "{}", train.weight_decay);
@@ -72,7 +72,7 @@ fn impossible_settings_with_muon_and_cifarnet_are_refused() {
         ("validation_size = 40\n[model]\narch = \"cifarnet\"", "/data/validation_size", &["one size"]),
         ("[evaluate]\nviews = 3", "/evaluate/views", &["1, 2 or 6"]),
     ] {
-        one_mistake(&job_with("data", lines), pointer, expected);
+        assert_error(&job_with("data", lines), pointer, expected);
     }
     let data_parallel = "[train]\noptimizer = \"muon\"\n[parallel]\nranks = 4";
     assert!(from_toml(&job_with("data", data_parallel)).is_ok());
@@ -148,9 +148,9 @@ fn a_resolved_job_is_read_back_unchanged_and_needs_no_recipe() {
             assert_eq!(read_leniently(&stored), (spec.clone(), Vec::new()));
             assert_eq!(stored["train"]["recipe"], name);
             stored["train"].as_object_mut().expect("a table").remove("recipe");
-            let mut without = spec;
-            without.train.recipe = None;
-            assert_eq!(from_json(&stored), Ok(without), "{name}, {train}");
+            let mut without_recipe = spec;
+            without_recipe.train.recipe = None;
+            assert_eq!(from_json(&stored), Ok(without_recipe), "{name}, {train}");
         }
     }
     let stored =
@@ -160,13 +160,13 @@ fn a_resolved_job_is_read_back_unchanged_and_needs_no_recipe() {
 
 #[test]
 fn errors_name_the_recipes_and_the_keys_that_a_recipe_needs() {
-    one_mistake(
+    assert_error(
         &job_text("imagnet", "", ""),
         "/train/recipe",
         &["one of imagenet, imagenet-2021, fast, cifar", "did you mean \"imagenet\""],
     );
-    one_mistake("[train]\nrecipe = 1\n[data]\ndataset = \"d\"", "/train/recipe", &["imagenet-2021", "is 1"]);
-    one_mistake(
+    assert_error("[train]\nrecipe = 1\n[data]\ndataset = \"d\"", "/train/recipe", &["imagenet-2021", "is 1"]);
+    assert_error(
         "[train]\nrecipe = \"finetune\"\n[data]\ndataset = \"d\"",
         "/model/pretrained",
         &["trained weights", "safetensors"],
@@ -177,5 +177,5 @@ fn errors_name_the_recipes_and_the_keys_that_a_recipe_needs() {
     let at_limit = "batch_size = 25000\n[parallel]\nranks = 1024";
     assert_eq!(job("imagenet", "", at_limit).expect("at the limit").train.lr, 10_000.0);
     let above_limit = "batch_size = 25001\n[parallel]\nranks = 1024";
-    one_mistake(&job_text("imagenet", "", above_limit), "/train/lr", &["10000.4", "25601024", "give lr"]);
+    assert_error(&job_text("imagenet", "", above_limit), "/train/lr", &["10000.4", "25601024", "give lr"]);
 }

@@ -182,15 +182,15 @@ fn slots_of(start: &Start) -> impl Iterator<Item = (&AgentState, u32)> {
 fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
     for seed in 0..CASES {
         let (snapshot, plan) = random_case(seed);
-        let mut given = HashSet::new();
+        let mut used = HashSet::new();
         for start in &plan.starts {
             let job = &start.row.job;
-            let fewer = match start.fewer_ranks_reason.as_ref().map(Reason::kind) {
+            let fewer_ranks = match start.fewer_ranks_reason.as_ref().map(Reason::kind) {
                 Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
                 _ => None,
             };
             let slots: Vec<_> = slots_of(start).collect();
-            assert_eq!(slots.len(), fewer.unwrap_or(job.ranks) as usize, "seed {seed}");
+            assert_eq!(slots.len(), fewer_ranks.unwrap_or(job.ranks) as usize, "seed {seed}");
             let device = device_for(&job.spec);
             let mut kinds = HashSet::new();
             for (agent, slot) in slots {
@@ -203,7 +203,7 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
                         && slots_for(&agent.row.slots, device).contains(&slot),
                     "seed {seed}"
                 );
-                assert!(given.insert((agent.row.id.clone(), slot)), "seed {seed}");
+                assert!(used.insert((agent.row.id.clone(), slot)), "seed {seed}");
                 kinds.insert(&agent.row.slots[slot as usize].device);
             }
             assert_eq!(kinds.len(), 1, "seed {seed}");
@@ -213,16 +213,16 @@ fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
             let reach_each_other = is_one_machine || machines().all(|machine| address(machine).is_some());
             assert!(start.chosen.len() == 1 || reach_each_other, "seed {seed}");
         }
-        for kept in &plan.reservations {
+        for reserved in &plan.reservations {
             let in_use = |slot: &u32| {
                 snapshot
                     .agents
                     .iter()
-                    .any(|agent| agent.row.id == kept.agent_id && agent.slots_in_use.contains(slot))
+                    .any(|agent| agent.row.id == reserved.agent_id && agent.slots_in_use.contains(slot))
             };
-            assert!(kept.ending.iter().all(in_use) && !kept.free.iter().any(in_use), "seed {seed}");
-            for slot in kept.free.iter().chain(&kept.ending) {
-                assert!(given.insert((kept.agent_id.clone(), *slot)), "seed {seed}: slot {slot} of {kept:?}");
+            assert!(reserved.ending.iter().all(in_use) && !reserved.free.iter().any(in_use), "seed {seed}");
+            for slot in reserved.free.iter().chain(&reserved.ending) {
+                assert!(used.insert((reserved.agent_id.clone(), *slot)), "seed {seed}: slot {slot}");
             }
         }
         let starting = plan.starts.iter().map(|start| &start.row.job.id);
@@ -247,9 +247,9 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped_each_for_one_job() {
                 assert!(running.occupant.priority < row.job.spec.priority, "seed {seed}");
                 assert!(victims.insert(victim), "seed {seed}");
             }
-            let kept = plan.reservations.iter().filter(|kept| kept.job == row.job.id);
-            let kept: usize = kept.map(|kept| kept.free.len() + kept.ending.len()).sum();
-            assert_eq!(kept, row.job.ranks as usize, "seed {seed}: a slot for each rank");
+            let reservations = plan.reservations.iter().filter(|reservation| reservation.job == row.job.id);
+            let kept_slots: usize = reservations.map(|kept| kept.free.len() + kept.ending.len()).sum();
+            assert_eq!(kept_slots, row.job.ranks as usize, "seed {seed}: a slot for each rank");
         }
         preempted += victims.len();
     }
@@ -331,10 +331,10 @@ fn every_job_that_waits_has_a_true_reason() {
                 agents().map(|agent| AgentState { slots_in_use: HashSet::new(), ..agent }).collect(),
             );
             // The agents with the slots that the plan leaves to this job.
-            let left = agents().map(|mut agent| {
+            let remaining = agents().map(|mut agent| {
                 let id = agent.row.id.clone();
-                let given = plan.starts.iter().flat_map(slots_of).filter(|(of, _)| of.row.id == id);
-                agent.slots_in_use.extend(given.map(|(_, slot)| slot));
+                let assigned = plan.starts.iter().flat_map(slots_of).filter(|(of, _)| of.row.id == id);
+                agent.slots_in_use.extend(assigned.map(|(_, slot)| slot));
                 for kept in plan.reservations.iter().filter(|kept| kept.agent_id == id && kept.job != job.id)
                 {
                     agent.slots_in_use.extend(&kept.free);
@@ -342,7 +342,7 @@ fn every_job_that_waits_has_a_true_reason() {
                 }
                 agent
             });
-            let fits = would_start(row, left.collect());
+            let fits = would_start(row, remaining.collect());
             let is_true = match why.kind() {
                 ReasonKind::UnreadableSpec { .. } => job.unreadable.is_some(),
                 ReasonKind::NoAgentOnline => snapshot.agents.is_empty(),

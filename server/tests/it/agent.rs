@@ -216,13 +216,13 @@ impl Agent {
         }
     }
 
-    /// Asserts that no message arrives for some rounds of dispatch, which takes place twice a second.
+    /// Asserts that no message arrives within `ms` milliseconds. The server dispatches jobs twice a second.
     pub async fn expect_silence(&mut self, ms: u64) {
-        let early = timeout(Duration::from_millis(ms), self.next()).await;
-        assert!(early.is_err(), "{early:?}");
+        let message = timeout(Duration::from_millis(ms), self.next()).await;
+        assert!(message.is_err(), "{message:?}");
     }
 
-    /// Waits for the next message, which must be a request. Returns its id, too.
+    /// Waits for the next message, which must be a request. Returns the request's id and the request.
     pub async fn expect_request(&mut self) -> (u64, AgentRequest) {
         match self.next().await {
             Some(ToAgent::Request { id, request }) => (id, request),
@@ -230,7 +230,8 @@ impl Agent {
         }
     }
 
-    /// Sends a report and waits until the server has stored it. Returns the number of acknowledged records.
+    /// Sends a report, whose first record has the number `first` (from 0), and waits until the server has stored it. Returns the number of
+    /// acknowledged records.
     pub async fn report(
         &mut self,
         attempt: &AttemptRef,
@@ -265,7 +266,7 @@ pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, S
     (server, agent, id, attempt)
 }
 
-/// Waits until the server has noticed that its first agent has disconnected.
+/// Waits until the server has noticed that the agent that it lists first has disconnected.
 pub async fn wait_until_offline(server: &TestServer) {
     let is_online = async || server.get("/agents").await.1["agents"][0]["online"] == true;
     wait_until("the agent is offline", async || !is_online().await).await;
@@ -300,7 +301,7 @@ pub fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() })
 }
 
-/// A checkpoint with this accuracy, which is the best of its job.
+/// A checkpoint with this accuracy. Its agent reports it as the best of the job.
 pub fn best_checkpoint(epoch: u32, step: u64, accuracy: f64) -> AttemptEvent {
     let (val_accuracy, val_loss) = (Some(accuracy), Some(1.0));
     let info =

@@ -16,7 +16,7 @@ async fn join(server: &TestServer, name: &str) -> Agent {
     Agent::connect(server, hello(name, 2, Vec::new())).await.unwrap()
 }
 
-/// Returns the next request other than `HasFiles`. Answers each `HasFiles`.
+/// Returns the next request other than `HasFiles`. Answers each `HasFiles` with `has_files` for every path.
 async fn next_request(agent: &mut Agent, has_files: bool) -> (u64, AgentRequest) {
     loop {
         match agent.next().await.expect("a request") {
@@ -55,11 +55,11 @@ async fn answer_inspection(agent: &mut Agent, has_files: bool) {
 async fn requests_go_to_an_agent_that_has_the_files() {
     let server = TestServer::new().await;
     // In the order of names, the server would send requests to the agent without the files.
-    let (mut without, mut with) = (join(&server, "a").await, join(&server, "b").await);
+    let (mut without_files, mut with_files) = (join(&server, "a").await, join(&server, "b").await);
     let new = json!({"name": "there", "path": "/only/on/b"});
     let (status, body) = tokio::select! {
-        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &new), answer_inspection(&mut with, true)) } => (status, body),
-        () = answer_only_has_files(&mut without, false) => unreachable!(),
+        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &new), answer_inspection(&mut with_files, true)) } => (status, body),
+        () = answer_only_has_files(&mut without_files, false) => unreachable!(),
     };
     assert_eq!(status, 201, "{body}");
 
@@ -67,21 +67,21 @@ async fn requests_go_to_an_agent_that_has_the_files() {
     let nowhere = json!({"name": "nowhere", "path": "/nowhere"});
     let (status, body) = tokio::select! {
         response = server.post("/datasets", &nowhere) => response,
-        () = answer_only_has_files(&mut without, false) => unreachable!(),
-        () = answer_only_has_files(&mut with, false) => unreachable!(),
+        () = answer_only_has_files(&mut without_files, false) => unreachable!(),
+        () = answer_only_has_files(&mut with_files, false) => unreachable!(),
     };
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("/nowhere") && detail.contains("a, b"), "{detail}");
 
     // An agent that does not answer HasFiles gets the request if no other agent has the files.
-    let answer_late = async {
+    let answer_only_inspection = async {
         loop {
-            match without.next().await.expect("a request") {
+            match without_files.next().await.expect("a request") {
                 ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
                 ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } } => {
                     let response = Ok(AgentReply::Dataset { path, info: dataset_info() });
-                    return without.reply(id, response).await;
+                    return without_files.reply(id, response).await;
                 }
                 other => panic!("{other:?}"),
             }
@@ -89,8 +89,8 @@ async fn requests_go_to_an_agent_that_has_the_files() {
     };
     let old = json!({"name": "old", "path": "/on/a"});
     let (status, body) = tokio::select! {
-        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &old), answer_late) } => (status, body),
-        () = answer_only_has_files(&mut with, false) => unreachable!(),
+        ((status, body), ()) = async { tokio::join!(server.post("/datasets", &old), answer_only_inspection) } => (status, body),
+        () = answer_only_has_files(&mut with_files, false) => unreachable!(),
     };
     assert_eq!(status, 201, "{body}");
     server.stop().await;
@@ -99,23 +99,22 @@ async fn requests_go_to_an_agent_that_has_the_files() {
 #[tokio::test]
 async fn requests_go_to_the_least_busy_agent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    // The first agent trains; the other agent is idle.
+    let mut training = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
-    agent.expect_start().await;
+    training.expect_start().await;
     let mut idle = join(&server, "b").await;
     let first = json!({"name": "first", "path": "/first"});
     let pending = server.post("/datasets", &first);
     let mut pending = Box::pin(pending);
     let (id, _) = tokio::select! {
         request = next_request(&mut idle, true) => request,
-        () = answer_only_has_files(&mut agent, true) => unreachable!(),
+        () = answer_only_has_files(&mut training, true) => unreachable!(),
         response = &mut pending => panic!("{response:?}"),
     };
     // Now the idle agent works on a request.
     let second = json!({"name": "second", "path": "/second"});
     let ((status, body), ()) = tokio::select! {
-        both = async { tokio::join!(server.post("/datasets", &second), answer_inspection(&mut agent, true)) } => both,
+        response = async { tokio::join!(server.post("/datasets", &second), answer_inspection(&mut training, true)) } => response,
         request = next_request(&mut idle, true) => panic!("unexpected {request:?}"),
         response = &mut pending => panic!("{response:?}"),
     };
@@ -167,7 +166,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
     assert_eq!((status, &body["inspected"]), (202, &Value::Null), "{body}");
     let (id, request) = next_request(&mut agent, true).await;
     assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into(), allowed: None });
-    // A repeated request does not start another inspection: the agent only reports its progress.
+    // A repeated request does not start another inspection: the server only asks the agent for the progress.
     let (status, body) = tokio::select! {
         response = ask("0") => response,
         () = answer_only_progress(&mut agent, Some((300_000, 1_300_000))) => unreachable!(),
@@ -184,7 +183,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
         assert_eq!(server.post("/datasets?wait_secs=0", &new).await.0, 202);
         let request = loop {
             match next_request(&mut agent, true).await {
-                // Belongs to the previous request, if the response came before the agent's.
+                // The server may have responded to the previous request before the agent read this request.
                 (_, AgentRequest::InspectProgress { .. }) => {}
                 (_, request) => break request,
             }
@@ -229,14 +228,14 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
     let folder = server.job_dir(&id).join("checkpoints/1-1");
     std::fs::create_dir_all(folder).unwrap();
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
-    // An error of the files is an error of the request.
+    // If the files do not fit, the server refuses the request.
     let refuse = async {
         let (id, _) = next_request(&mut agent, true).await;
         agent.reply(id, Err("the model is of other classes".into())).await;
     };
     let (refusal, ()) = tokio::join!(server.get(&path), refuse);
     assert_refused(refusal, 422, "the model is of other classes");
-    // If all processes of an agent get a signal, the computing process ends first, and the agent can still report it.
+    // If all processes of an agent get a signal, the computing process ends first, and the agent can still report its end.
     let report_signal = async {
         let (id, _) = next_request(&mut agent, true).await;
         let error = "the process that looks at files ended with signal: 15 (SIGTERM)";
@@ -286,10 +285,10 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
         right: Vec::new(),
     };
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
-    // The current number of pictures, and whether the evaluation is computed.
-    for (pictures, is_computed) in [(30, true), (30, false), (31, true), (31, false)] {
+    // The current number of pictures, and whether the agent must compute the evaluation.
+    for (pictures, must_compute) in [(30, true), (30, false), (31, true), (31, false)] {
         let replies = async {
-            let mut computed = false;
+            let mut has_computed = false;
             loop {
                 let (id, request) = next_request(&mut agent, true).await;
                 let reply = match request {
@@ -297,13 +296,13 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
                         AgentReply::ValidationSet { found: set(pictures + 1) }
                     }
                     AgentRequest::Evaluate(_) => {
-                        computed = true;
+                        has_computed = true;
                         AgentReply::Evaluation(Box::new(evaluation(pictures)))
                     }
                     other => panic!("{other:?}"),
                 };
                 agent.reply(id, Ok(reply)).await;
-                if computed == is_computed {
+                if has_computed == must_compute {
                     return;
                 }
             }

@@ -4,7 +4,7 @@ use crate::{
     agent::{Agent, checkpoint, running},
     gangs::rank_killed,
     test_server::{TestServer, config, database_of, wait_until},
-    uploads::{AttemptApi, FILES, manifest, sum},
+    uploads::{AttemptApi, FILES, manifest, sha256_hex},
 };
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, Source};
 use lockstep_server::{ServeConfig, serve};
@@ -67,9 +67,10 @@ async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let folder = store.path().join("jobs").join(&id).join("1-10");
-    let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| folder.join(sum(bytes)).join(name)).collect();
+    let mut expected: Vec<_> =
+        FILES.iter().map(|(name, bytes)| folder.join(sha256_hex(bytes)).join(name)).collect();
     expected.push(folder.join("MANIFEST.json"));
     expected.push(store.path().join("LOCKSTEP.json"));
     expected.sort();
@@ -81,25 +82,25 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 
     // A later evaluation changes the state. The unchanged weights are not written again.
     let modified_at = |path: &Path| path.metadata().unwrap().modified().unwrap();
-    let weights = folder.join(sum(b"weights")).join("model.safetensors");
-    let before = modified_at(&weights);
+    let weights = folder.join(sha256_hex(b"weights")).join("model.safetensors");
+    let weights_written_at = modified_at(&weights);
     let state = br#"{"evaluated":true}"#.to_vec();
-    let mut second: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
-    second["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sum(&state)});
-    let second = serde_json::to_vec(&second).unwrap();
-    assert_eq!(api.request("PUT", "/uploads/1-10/MANIFEST.json", second.clone()).await.0, 204);
+    let mut new_manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
+    new_manifest["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sha256_hex(&state)});
+    let new_manifest = serde_json::to_vec(&new_manifest).unwrap();
+    assert_eq!(api.request("PUT", "/uploads/1-10/MANIFEST.json", new_manifest.clone()).await.0, 204);
     for (file, bytes) in FILES {
         let bytes = if file == "state.json" { state.clone() } else { bytes.to_vec() };
         assert_eq!(api.request("PUT", &format!("/uploads/1-10/{file}?offset=0"), bytes).await.0, 204);
     }
     assert_eq!(api.request("POST", "/uploads/1-10", vec![]).await.0, 204);
     wait_until("the new state is stored", async || {
-        fs::read(folder.join("MANIFEST.json")).ok().as_ref() == Some(&second)
+        fs::read(folder.join("MANIFEST.json")).ok().as_ref() == Some(&new_manifest)
             && stored_states(&server, &id).await == ["stored"]
     })
     .await;
-    assert!(!folder.join(sum(b"{}")).join("state.json").exists(), "the replaced state is deleted");
-    assert_eq!(modified_at(&weights), before);
+    assert!(!folder.join(sha256_hex(b"{}")).join("state.json").exists(), "the replaced state is deleted");
+    assert_eq!(modified_at(&weights), weights_written_at);
 
     // Without the files on disk, the checkpoint is not shown as being uploaded, and its files are read from the store.
     fs::remove_dir_all(server.job_dir(&id).join("checkpoints")).unwrap();
@@ -113,11 +114,11 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
         agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
         assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
-    wait_until("the two newest are stored", async || {
+    wait_until("the two newest checkpoints are stored", async || {
         stored_states(&server, &id).await == ["stored", "stored"]
     })
     .await;
-    wait_until("the objects of the others are deleted", async || {
+    wait_until("the objects of older checkpoints are deleted", async || {
         let folders = fs::read_dir(store.path().join("jobs").join(&id)).unwrap();
         let mut names: Vec<_> =
             folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -207,8 +208,8 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
     assert_eq!(status, 201, "{fork}");
-    let forked = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
-    assert_eq!(fs::read(forked.join("model.safetensors")).unwrap(), b"weights");
+    let fork_folder = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
+    assert_eq!(fs::read(fork_folder.join("model.safetensors")).unwrap(), b"weights");
     server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
 
     // A rank sets a damaged checkpoint aside. The copy in the store stays.
@@ -241,7 +242,10 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     let folders = [write_checkpoint(&job_dir, 10), write_checkpoint(&job_dir, 20)];
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    wait_until("both are stored", async || stored_states(&server, &id).await == ["stored", "stored"]).await;
+    wait_until("both checkpoints are stored", async || {
+        stored_states(&server, &id).await == ["stored", "stored"]
+    })
+    .await;
     // Deletes both copies: on the disk and in the store.
     for folder in folders {
         fs::remove_dir_all(folder).unwrap();
@@ -249,8 +253,8 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     fs::remove_dir_all(store.path().join("jobs").join(&id)).unwrap();
     agent.end(&start.attempt, rank_killed(0)).await;
     let job = server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
-    let why = job.reason.unwrap_or_default();
-    assert!(why.contains("no valid checkpoint is left to continue from"), "{why}");
+    let reason = job.reason.unwrap_or_default();
+    assert!(reason.contains("no valid checkpoint is left to continue from"), "{reason}");
     assert_eq!(job.attempt, 1, "no second attempt was started");
     server.stop().await;
 }
@@ -259,8 +263,8 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
 async fn an_undeletable_object_does_not_delay_others() {
     let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
-    // A file where its folder was: nothing below can be deleted.
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    // A file replaces the folder of checkpoint 1-10, so that its objects cannot be deleted.
     let folder = store.path().join("jobs").join(&id);
     fs::remove_dir_all(folder.join("1-10")).unwrap();
     fs::write(folder.join("1-10"), "in the way").unwrap();
@@ -268,11 +272,11 @@ async fn an_undeletable_object_does_not_delay_others() {
         agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
         assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
-    wait_until("the two newest are stored", async || {
+    wait_until("the two newest checkpoints are stored", async || {
         stored_states(&server, &id).await == ["stored", "stored"]
     })
     .await;
-    wait_until("the next checkpoint is deleted", async || !folder.join("1-20").exists()).await;
+    wait_until("checkpoint 1-20 is deleted", async || !folder.join("1-20").exists()).await;
     assert!(folder.join("1-10").exists());
     // The deletion succeeds once the file is removed.
     fs::remove_file(folder.join("1-10")).unwrap();
@@ -288,10 +292,11 @@ async fn an_undeletable_object_does_not_delay_others() {
 async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let mount = tempfile::tempdir().unwrap();
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
-    let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
-    let server = TestServer::with(set).await;
+    let set_store =
+        |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
+    let server = TestServer::with(set_store).await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.
@@ -308,7 +313,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     // A server does not start with the empty folder.
     let mut config = config(&dir);
     config.database = Some(database);
-    set(&mut config);
+    set_store(&mut config);
     let error =
         serve(config, |_| panic!("the server must not start"), std::future::pending()).await.unwrap_err();
     let message = error.to_string();
@@ -337,19 +342,16 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
         config.artifacts = Some(url.clone());
         serve(config, |_| panic!("the server must not start"), std::future::pending())
     };
-    let other = tempfile::tempdir().unwrap();
-    let refused = start(&other).await.unwrap_err().to_string();
-    assert!(
-        refused.contains("belongs to another server") && refused.contains("--artifacts-adopt"),
-        "{refused}"
-    );
+    let other_dir = tempfile::tempdir().unwrap();
+    let error = start(&other_dir).await.unwrap_err().to_string();
+    assert!(error.contains("belongs to another server") && error.contains("--artifacts-adopt"), "{error}");
     assert_eq!(marker(), before, "a refused start changes nothing");
     let adopt = |config: &mut ServeConfig| {
         config.artifacts = Some(url.clone());
         config.artifacts_adopt = true;
     };
-    let other = TestServer::open(other, adopt).await.stop().await;
-    TestServer::open(other, |config| config.artifacts = Some(url.clone())).await.stop().await;
-    let refused = start(&dir).await.unwrap_err().to_string();
-    assert!(refused.contains("is not the store that has this database's checkpoints"), "{refused}");
+    let other_dir = TestServer::open(other_dir, adopt).await.stop().await;
+    TestServer::open(other_dir, |config| config.artifacts = Some(url.clone())).await.stop().await;
+    let error = start(&dir).await.unwrap_err().to_string();
+    assert!(error.contains("is not the store that has this database's checkpoints"), "{error}");
 }

@@ -177,20 +177,20 @@ async fn test_object_store_copies(store: &dyn Store) {
     for (first, event) in [(0, running(100, 0)), (1, checkpoint(10))] {
         store.ingest(&[report(&attempt, from, first, event)]).await.unwrap();
     }
-    let name = format!("{id}-1-10");
+    let checkpoint_id = format!("{id}-1-10");
     let copy_state = async |url: &str| {
-        let copies = store.copies(&id, url).await.unwrap().remove(&name).unwrap_or_default();
+        let copies = store.copies(&id, url).await.unwrap().remove(&checkpoint_id).unwrap_or_default();
         (copies.object_store, copies.is_damaged_on_server)
     };
     let upload = async |manifest: Option<&str>| {
         let record = StoredCheckpoint {
-            id: name.clone(),
+            id: checkpoint_id.clone(),
             manifest: manifest.map(str::to_owned),
             unfinished_upload: None,
         };
         store.put_stored_checkpoint(URL, &record).await.unwrap()
     };
-    let mark_damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
+    let mark_damaged = async |location: &str| store.mark_damaged(location, &checkpoint_id).await.unwrap();
     let (copying, complete) = (Some(CopyState::Copying), Some(CopyState::Complete));
     assert_eq!(copy_state(URL).await, (None, false));
     assert!(upload(None).await);
@@ -215,9 +215,9 @@ async fn test_object_store_copies(store: &dyn Store) {
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
     store.ingest(&[report(&attempt, from, 3, removed)]).await.unwrap();
     assert!(!mark_damaged("server").await && !upload(Some("sum")).await);
-    assert_eq!(store.abandoned_checkpoints(URL, "", 10).await.unwrap(), std::slice::from_ref(&name));
-    store.forget_stored_checkpoint(URL, &name).await.unwrap();
-    assert!(store.stored_checkpoint(URL, &name).await.unwrap().is_none());
+    assert_eq!(store.abandoned_checkpoints(URL, "", 10).await.unwrap(), std::slice::from_ref(&checkpoint_id));
+    store.forget_stored_checkpoint(URL, &checkpoint_id).await.unwrap();
+    assert!(store.stored_checkpoint(URL, &checkpoint_id).await.unwrap().is_none());
     store.close().await;
 }
 

@@ -18,7 +18,7 @@ use std::{
 /// Length of a sparse file that no reader finishes during the test.
 const ENDLESS: u64 = 1 << 40;
 
-/// Files that are extended until this value is dropped. Then their readers end, also if the test fails.
+/// Files that are extended to [`ENDLESS`] bytes. Dropping the value truncates the files, so their readers end even if the test fails.
 struct Endless(Vec<PathBuf>);
 
 impl Endless {
@@ -39,7 +39,7 @@ impl Drop for Endless {
     }
 }
 
-/// Divides the files into open files and others.
+/// Divides the files into files that this process has open, and other files.
 fn partition_open(files: &[PathBuf]) -> (Vec<&PathBuf>, Vec<&PathBuf>) {
     let open: Vec<_> = fs::read_dir("/proc/self/fd").unwrap().flatten().collect();
     let open: HashSet<_> = open.iter().filter_map(|fd| fs::read_link(fd.path()).ok()).collect();
@@ -61,7 +61,7 @@ async fn waits_for(server: &TestServer, id: &JobId, code: &str) -> bool {
 }
 
 #[tokio::test]
-async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
+async fn two_checkpoints_are_checked_at_a_time_and_the_jobs_keep_their_slots() {
     let (server, _store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 6).await;
     let (mut attempts, mut files) = (Vec::new(), Vec::new());

@@ -16,7 +16,6 @@ use lockstep_server::{
 };
 use serde_json::Value;
 use sqlx::{Connection, PgConnection};
-use std::time::Duration;
 
 #[tokio::test]
 async fn a_second_server_on_the_same_database_is_refused() {
@@ -42,7 +41,7 @@ async fn a_second_server_on_the_same_database_is_refused() {
 }
 
 #[tokio::test]
-async fn errors_of_postgres_do_not_contain_the_password() {
+async fn postgres_start_errors_name_the_cause_but_no_password() {
     let url = postgres::database();
     let dir = tempfile::tempdir().unwrap();
     let mut nowhere = config(&dir);
@@ -76,7 +75,9 @@ async fn read_all(server: &TestServer, id: &str) -> Vec<Value> {
 async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     let files = tempfile::tempdir().unwrap();
     let sqlite = |name: &str| format!("sqlite://{}", files.path().join(name).display());
-    for url in [sqlite("one.db"), postgres::database()] {
+    for (url, restored) in
+        [(sqlite("one.db"), "restored-one.db"), (postgres::database(), "restored-postgres.db")]
+    {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
         let mut agent = Agent::join_with_dataset(&server, 2).await;
         let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = "ä \u{1f600} \"'".into()).await;
@@ -93,27 +94,25 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         agent.report(&attempt, Source::Rank(0), 0, records).await;
         let before = read_all(&server, &id).await;
         let file = files.path().join("backup");
-        let done = backup(&Location::parse(&url).unwrap(), &file).await.unwrap();
-        assert!(done.tables.iter().any(|(name, rows)| name == "events" && *rows > 3), "{done:?}");
-        assert_eq!(done.size_bytes, std::fs::metadata(&file).unwrap().len());
+        let report = backup(&Location::parse(&url).unwrap(), &file).await.unwrap();
+        assert!(report.tables.iter().any(|(name, rows)| name == "events" && *rows > 3), "{report:?}");
+        assert_eq!(report.size_bytes, std::fs::metadata(&file).unwrap().len());
         server.stop().await;
 
-        for (number, target) in
-            [sqlite(&format!("{}.db", url.len())), postgres::database()].into_iter().enumerate()
-        {
+        for target in [sqlite(restored), postgres::database()] {
             let location = Location::parse(&target).unwrap();
-            assert_eq!(restore(&location, &file).await.unwrap().tables, done.tables);
+            assert_eq!(restore(&location, &file).await.unwrap().tables, report.tables);
             // A backup is restored only into an empty database.
-            let again = loop {
+            let error = loop {
                 match restore(&location, &file).await.unwrap_err() {
                     // A child process that another test has just forked may still hold the lock.
                     BackupError::Open(ServeError::DatabaseInUse { .. }) => tokio::task::yield_now().await,
                     other => break other,
                 }
             };
-            assert!(matches!(again, BackupError::NotEmpty(_)), "{again}");
-            let server = TestServer::with(|c| c.database = Some(target)).await;
-            assert_eq!(read_all(&server, &id).await, before, "restored into {number}");
+            assert!(matches!(error, BackupError::NotEmpty(_)), "{error}");
+            let server = TestServer::with(|c| c.database = Some(target.clone())).await;
+            assert_eq!(read_all(&server, &id).await, before, "restored into {target}");
             // The running attempt may still write. The fencing token of the next attempt is greater.
             let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
@@ -126,7 +125,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             assert!(next.attempt.fencing_token > attempt.fencing_token, "{next:?}");
             assert_eq!(next.resume.as_deref(), Some("1-50"));
             server.stop().await;
-            std::fs::remove_file(files.path().join(format!("{}.db", url.len()))).ok();
+            std::fs::remove_file(files.path().join(restored)).ok();
         }
 
         // Nothing is restored from a truncated or changed file.
@@ -148,20 +147,15 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
 async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
     let mut cluster = Cluster::new(false);
     let url = cluster.database("away");
-    let server = TestServer::with(|c| {
-        c.database = Some(url);
-        // This agent sends no heartbeats.
-        c.lease = Duration::from_secs(300);
-    })
-    .await;
+    let server = TestServer::with(|c| c.database = Some(url)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
-    for kill in [false, true] {
-        let from = if kill { 21 } else { 11 };
+    // How Postgres ends, and the first step and the record number of the report that the agent sends meanwhile.
+    for (is_killed, first_step, first) in [(false, 11, 2), (true, 21, 3)] {
         let mut watching: Stream = server.stream(&id, 0).await;
         watching.until(|frame| frame["type"] == "live").await;
-        if kill {
+        if is_killed {
             cluster.kill()
         } else {
             cluster.stop()
@@ -169,15 +163,15 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
         assert_refused(server.get("/jobs").await, 503, "database");
         assert_eq!(server.get_text("/readyz").await.0, 503);
         assert_eq!(server.get_text("/healthz").await.0, 200, "the process is healthy");
-        let first = from / 10 + 1;
-        let events = vec![losses(0, from..=from + 9)];
+        let last_step = first_step + 9;
+        let events = vec![losses(0, first_step..=last_step)];
         agent
             .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })
             .await;
         cluster.start();
         // The server stores the report as soon as the database responds, then publishes and acknowledges it.
         watching
-            .until(|frame| frame["steps"].as_array().is_some_and(|s| s.contains(&(from + 9).into())))
+            .until(|frame| frame["steps"].as_array().is_some_and(|steps| steps.contains(&last_step.into())))
             .await;
         let response = agent.next().await;
         assert!(matches!(&response, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{response:?}");
@@ -189,5 +183,5 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
     let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
     let steps: Vec<u64> = serde_json::from_value(metrics["series"][0]["steps"].clone()).unwrap();
     assert_eq!(steps, (1..=30).collect::<Vec<_>>());
-    tokio::time::timeout(Duration::from_secs(20), server.stop()).await.unwrap();
+    server.stop().await;
 }

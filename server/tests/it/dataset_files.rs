@@ -40,8 +40,8 @@ impl AttemptApi<'_> {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    async fn parts(&self, parts: &[DatasetPart], copied: u64) -> (u16, Vec<u8>) {
-        self.request("POST", &json!({"parts": parts, "copied_bytes": copied, "total_bytes": 10})).await
+    async fn parts(&self, parts: &[DatasetPart], copied_bytes: u64) -> (u16, Vec<u8>) {
+        self.request("POST", &json!({"parts": parts, "copied_bytes": copied_bytes, "total_bytes": 10})).await
     }
 
     async fn logs(&self) -> String {
@@ -75,16 +75,16 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     fs::write(data.path().join("secret"), "secret").unwrap();
     let token = server.agent_token("a").await;
     let (mut agent, attempt) = start_attempt(&server, &token, &path).await;
-    let other = server.agent_token("b").await;
-    let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let token_of_b = server.agent_token("b").await;
+    let _agent_b = Agent::connect_with_token(&server, &token_of_b, hello("b", 1, Vec::new())).await.unwrap();
     let api = |token: &str, agent_id: &'static str| AttemptApi {
         server: &server,
         http: client(token),
         agent_id,
         attempt: attempt.clone(),
     };
-    let own = api(&token, "id-a");
-    let list = own.list().await;
+    let api_a = api(&token, "id-a");
+    let list = api_a.list().await;
     let DatasetEntry::File(name, 10, changed_ns) = &list[2] else { panic!("{list:?}") };
     assert_eq!(name, "train/1");
     assert_eq!(list[..2], [DatasetEntry::Begin(String::new()), DatasetEntry::Folder("train".into())]);
@@ -97,24 +97,26 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
         length,
     };
     // A part may begin at any byte.
-    let (status, response) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
+    let (status, response) = api_a.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
     assert_eq!((status, response.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
     assert_eq!((&response[1..11], &response[44..47]), (&b"0123456789"[..], &b"456"[..]));
     for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
-        let (status, response) = own.parts(&[part(outside, 0, 1)], 0).await;
+        let (status, response) = api_a.parts(&[part(outside, 0, 1)], 0).await;
         assert_eq!((status, response[0]), (200, PART_REFUSED));
         assert!(String::from_utf8_lossy(&response).contains("is not a file of the dataset"));
     }
     symlink(data.path().join("secret"), path.join("train/2")).unwrap();
-    let refused = own.list().await;
+    let list_with_link = api_a.list().await;
     assert!(
-        matches!(refused.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
+        matches!(list_with_link.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
     );
-    let (_, response) = own.parts(&[part("train/2", 0, 1)], 0).await;
+    let (_, response) = api_a.parts(&[part("train/2", 0, 1)], 0).await;
     assert!(String::from_utf8_lossy(&response).contains("leads out of the dataset's folder"));
 
-    // Refused: an agent without the attempt, with its own id or this agent's id, and an admin's token.
-    for wrong in [api(&other, "id-b"), api(&other, "id-a"), api(&token, "id-b"), api(&server.token, "id-a")] {
+    // Refused: agent b with its own id and with a's id, agent a with b's id, and an admin's token.
+    for wrong in
+        [api(&token_of_b, "id-b"), api(&token_of_b, "id-a"), api(&token, "id-b"), api(&server.token, "id-a")]
+    {
         for method in ["GET", "POST"] {
             assert_eq!(
                 wrong.request_error(method, &json!({"parts": []})).await.0,
@@ -127,8 +129,8 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     // After the end of the attempt, its agent is refused, too.
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(own.request_error("GET", &Value::Null).await.0, 403);
-    assert_eq!(own.parts(&[part("train/1", 0, 10)], 0).await.0, 403);
+    assert_eq!(api_a.request_error("GET", &Value::Null).await.0, 403);
+    assert_eq!(api_a.parts(&[part("train/1", 0, 10)], 0).await.0, 403);
     server.stop().await;
 }
 
@@ -139,24 +141,24 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
     let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
-    let own =
+    let api_a =
         AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt: attempt.clone() };
     let part = |length| DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length };
-    let full = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
+    let max_full_parts = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
     for (parts, status) in [
         (vec![], 422),
         (vec![part(DATASET_PART_BYTES)], 200),
         (vec![part(DATASET_PART_BYTES + 1)], 422),
         (vec![part(1); DATASET_PARTS], 200),
         (vec![part(1); DATASET_PARTS + 1], 422),
-        (vec![part(DATASET_PART_BYTES); full], 200),
-        ([vec![part(DATASET_PART_BYTES); full], vec![part(1)]].concat(), 422),
+        (vec![part(DATASET_PART_BYTES); max_full_parts], 200),
+        ([vec![part(DATASET_PART_BYTES); max_full_parts], vec![part(1)]].concat(), 422),
     ] {
-        assert_eq!(own.parts(&parts, 0).await.0, status, "{} parts", parts.len());
+        assert_eq!(api_a.parts(&parts, 0).await.0, status, "{} parts", parts.len());
     }
-    assert_eq!(own.request_error("POST", &json!("x")).await.0, 400);
-    for copied in [0, 4, 5, 5, 9] {
-        own.parts(&[part(1)], copied).await;
+    assert_eq!(api_a.request_error("POST", &json!("x")).await.0, 400);
+    for copied_bytes in [0, 4, 5, 5, 9] {
+        api_a.parts(&[part(1)], copied_bytes).await;
     }
     let (_, logs) = server.get(&format!("/jobs/{}/logs", attempt.job)).await;
     let logs = logs.to_string();
@@ -170,9 +172,9 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     }
     // The file is deleted on the server's machine.
     fs::remove_file(data.path().join("x")).unwrap();
-    let (status, why) = own.request_error("GET", &Value::Null).await;
-    assert!(status == 404 && why.contains("the server's machine has no files at"), "{status} {why}");
-    assert_eq!(own.parts(&[part(1)], 0).await.0, 404);
+    let (status, detail) = api_a.request_error("GET", &Value::Null).await;
+    assert!(status == 404 && detail.contains("the server's machine has no files at"), "{status} {detail}");
+    assert_eq!(api_a.parts(&[part(1)], 0).await.0, 404);
     server.stop().await;
 }
 
@@ -183,7 +185,7 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
     let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
-    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let api_a = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
     let part = json!({"path": "x", "size_bytes": 10, "changed_ns": 1, "offset": 0, "length": 1});
     let progress =
         |copied: u64, total: u64| json!({"parts": [part], "copied_bytes": copied, "total_bytes": total});
@@ -192,27 +194,27 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
         (u64::MAX, 10, "must be at most total_bytes"),
         (0, 9, "total_bytes must be at least the size of \"x\""),
     ] {
-        let (status, why) = own.request_error("POST", &progress(copied, total)).await;
+        let (status, why) = api_a.request_error("POST", &progress(copied, total)).await;
         assert!(status == 422 && why.contains(message), "{status} {why}");
     }
     for copied in [10, 3, 10] {
-        assert_eq!(own.request("POST", &progress(copied, 10)).await.0, 200, "{copied}");
+        assert_eq!(api_a.request("POST", &progress(copied, 10)).await.0, 200, "{copied}");
     }
-    let logs = own.logs().await;
+    let logs = api_a.logs().await;
     assert!(logs.contains("has copied 100 %") && !logs.contains("30 %"), "{logs}");
 
     // The dataset changes: the log says so, and the copy begins again.
     let restarted = |why: &str| json!({"parts": [part], "copied_bytes": 2, "total_bytes": 20, "anew": why});
-    assert_eq!(own.request("POST", &restarted("x has changed since it was listed")).await.0, 200);
-    assert_eq!(own.request("POST", &progress(10, 20)).await.0, 200);
-    let logs = own.logs().await;
+    assert_eq!(api_a.request("POST", &restarted("x has changed since it was listed")).await.0, 200);
+    assert_eq!(api_a.request("POST", &progress(10, 20)).await.0, 200);
+    let logs = api_a.logs().await;
     assert!(
         logs.contains("the dataset pictures changed while a copied it (x has changed since it was listed)"),
         "{logs}"
     );
     assert!(logs.contains("a has copied 50 % of the dataset pictures"), "{logs}");
-    assert_eq!(own.request("POST", &restarted(&"x".repeat(ANEW_BYTES))).await.0, 200);
-    assert_eq!(own.request_error("POST", &restarted(&"x".repeat(ANEW_BYTES + 1))).await.0, 422);
+    assert_eq!(api_a.request("POST", &restarted(&"x".repeat(ANEW_BYTES))).await.0, 200);
+    assert_eq!(api_a.request_error("POST", &restarted(&"x".repeat(ANEW_BYTES + 1))).await.0, 422);
     server.stop().await;
 }
 
@@ -226,10 +228,10 @@ async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
     agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     // The agent requests files before it connects to the new server.
-    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let api_a = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
     let part = DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length: 1 };
-    assert_eq!(own.parts(&[part], 9).await.0, 200);
-    let logs = own.logs().await;
+    assert_eq!(api_a.parts(&[part], 9).await.0, 200);
+    let logs = api_a.logs().await;
     assert!(logs.contains("a has copied 90 % of the dataset") && !logs.contains("id-a"), "{logs}");
     server.stop().await;
 }
@@ -251,7 +253,7 @@ async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, lockstep_protocol::JobState::Succeeded);
-    // A job whose attempts end in this way again and again fails.
+    // A job fails after six consecutive attempts that end in this way.
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     for _ in 1..=6 {
         let attempt = agent.expect_start().await.attempt;

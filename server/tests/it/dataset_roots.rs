@@ -80,32 +80,33 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let data = server.dir.path().to_owned();
     std::fs::write(data.join("jobs/weights.safetensors"), "weights").unwrap();
-    let ask = async |path: &std::path::Path| {
+    let submit_with_weights = async |path: &std::path::Path| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(path);
         let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };
-    let mistake = async |path: &std::path::Path| {
-        let refused = ask(path).await;
+    let refusal_detail = async |path: &std::path::Path| {
+        let refused = submit_with_weights(path).await;
         assert_mistake(refused.clone(), "/model/pretrained", "");
         detail(&refused.1).replace(path.to_str().unwrap(), "PATH")
     };
     // The server refuses these paths without a request to the agent, which would reveal whether the file exists.
     for folder in [&outside, &data.join("jobs")] {
         let (existing, missing) = (folder.join("weights.safetensors"), folder.join("missing.safetensors"));
-        let why = mistake(&existing).await;
-        assert_eq!(why, mistake(&missing).await, "{folder:?}");
-        assert!(why.contains("checkpoint's id"), "{why}");
+        let detail_of_existing = refusal_detail(&existing).await;
+        assert_eq!(detail_of_existing, refusal_detail(&missing).await, "{folder:?}");
+        assert!(detail_of_existing.contains("checkpoint's id"), "{detail_of_existing}");
     }
-    assert!(mistake(&outside.join("w.safetensors")).await.contains("--dataset-root"));
+    assert!(refusal_detail(&outside.join("w.safetensors")).await.contains("--dataset-root"));
     // The agent gets a request for the name of downloaded weights, and for a path below a root.
     let good = root.join("weights.safetensors");
-    for (given, is_path) in [(Path::new("resnet18"), false), (good.as_path(), true)] {
+    for (weights, is_path) in [(Path::new("resnet18"), false), (good.as_path(), true)] {
         let fit = AgentReply::Weights { mistake: None };
-        let ((status, job), request) = tokio::join!(ask(given), agent.answer_fit_weights(fit));
-        assert_eq!((status, request.weights.as_str()), (201, given.to_str().unwrap()), "{job}");
-        assert_eq!(request.allowed.is_some(), is_path, "{given:?}");
+        let ((status, job), request) =
+            tokio::join!(submit_with_weights(weights), agent.answer_fit_weights(fit));
+        assert_eq!((status, request.weights.as_str()), (201, weights.to_str().unwrap()), "{job}");
+        assert_eq!(request.allowed.is_some(), is_path, "{weights:?}");
         if !is_path {
             assert_eq!(agent.expect_start().await.files.weights_in, None);
         }
@@ -137,7 +138,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         [(&private, "data directory"), (&outside.join("weights.safetensors"), "--dataset-root")]
     {
         server.submit(|_| {}).await;
-        let first = agent.expect_start().await;
+        let running = agent.expect_start().await;
         let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
         let fit = AgentReply::Weights { mistake: None };
         let ((status, job), request) = tokio::join!(submit, agent.answer_fit_weights(fit));
@@ -148,10 +149,10 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         assert_eq!(allowed.except, [server.dir.path().to_str().unwrap()]);
         replace_with_link(&weights, target);
         let ending = Ending::Failed { reason: "over".into(), retriable: false };
-        agent.end(&first.attempt, ending.clone()).await;
+        agent.end(&running.attempt, ending.clone()).await;
         let failed = server.wait_for_state(id, JobState::Failed).await;
-        let why = failed.reason.unwrap();
-        assert!(why.starts_with("model.pretrained: ") && why.contains(message), "{why}");
+        let reason = failed.reason.unwrap();
+        assert!(reason.starts_with("model.pretrained: ") && reason.contains(message), "{reason}");
         assert_eq!(failed.attempt, 0, "no attempt was started");
 
         // The agent gets the roots with the start, and checks the path on its machine.
@@ -183,10 +184,11 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
             let (id, request) = agent.expect_request().await;
             let AgentRequest::Samples { allowed, .. } = request else { panic!("{request:?}") };
             assert_eq!(allowed.unwrap().below, [root.to_str().unwrap()]);
-            let none = Samples { total: 0, classes: Vec::new(), samples: Vec::new() };
-            agent.reply(id, Ok(AgentReply::Samples(none))).await;
+            let no_samples = Samples { total: 0, classes: Vec::new(), samples: Vec::new() };
+            agent.reply(id, Ok(AgentReply::Samples(no_samples))).await;
         };
-        tokio::join!(server.get("/datasets/pictures/samples"), answering).0.0
+        let ((status, _), ()) = tokio::join!(server.get("/datasets/pictures/samples"), answering);
+        status
     };
     assert_eq!(read_samples(&mut agent).await, 200);
     std::fs::remove_dir(root.join("good")).unwrap();
@@ -202,8 +204,8 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     );
     let job = server.submit(|_| {}).await;
     let failed = server.wait_for_state(job.id.as_str(), JobState::Failed).await;
-    let why = failed.reason.unwrap();
-    assert!(why.starts_with("data.dataset: ") && why.contains("--dataset-root"), "{why}");
+    let reason = failed.reason.unwrap();
+    assert!(reason.starts_with("data.dataset: ") && reason.contains("--dataset-root"), "{reason}");
     server.stop().await;
 }
 
@@ -231,7 +233,7 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
         responses.iter().all(|response| *response == responses[0]),
         "the error is the same for every path: {responses:?}"
     );
-    // For an admin, the server passes this check and looks for an agent with the files.
+    // A request of an admin passes this check, and then fails because no agent has the files.
     let (status, problem) = server.post("/datasets", &json!({"name": "d", "path": dir.path()})).await;
     assert_eq!(status, 503, "{problem}");
     server.stop().await;
@@ -252,7 +254,7 @@ async fn without_a_root_only_admins_register_datasets_on_a_reachable_server() {
     let body = json!({"name": "d", "path": "/x"});
     let refusal = server.send(member.post(format!("{url}/datasets")).json(&body)).await;
     assert_refused(refusal, 422, "--dataset-root");
-    // For an admin, the server passes this check and looks for an agent with the files.
+    // A request of an admin passes this check, and then fails because no agent has the files.
     let (status, problem) = server.send(server.http.post(format!("{url}/datasets")).json(&body)).await;
     assert_eq!(status, 503, "{problem}");
     server.stop().await;

@@ -29,7 +29,7 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
     let mut agent = Agent::join(&server, 1).await;
     let (_, secret) = server.make_token(&json!({"name": "mona", "scope": "submit"})).await;
     let mona = client(&secret);
-    let piece = async |name: &str, offset: usize, bytes: &[u8]| {
+    let upload_piece = async |name: &str, offset: usize, bytes: &[u8]| {
         let url = server.url(&format!("/api/v1/datasets/uploads/{name}/archive?offset={offset}"));
         server.send(mona.put(url).body(bytes.to_vec())).await
     };
@@ -40,9 +40,9 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
 
     let bytes = zip_file(&["photos/cat/1.png", "photos/dog/2.png"]);
     let (first, rest) = bytes.split_at(50);
-    assert_eq!(piece("pets", 0, first).await.0, 204);
-    assert_refused(piece("pets", 60, rest).await, 409, "offset=50");
-    assert_eq!(piece("pets", 50, rest).await.0, 204);
+    assert_eq!(upload_piece("pets", 0, first).await.0, 204);
+    assert_refused(upload_piece("pets", 60, rest).await, 409, "offset=50");
+    assert_eq!(upload_piece("pets", 50, rest).await.0, 204);
     let inspect = async {
         let (id, request) = agent.expect_request().await;
         let AgentRequest::InspectDataset { path, allowed } = request else { panic!("{request:?}") };
@@ -62,12 +62,12 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
     assert!(!Path::new(&path).with_file_name("archive.zip").exists(), "the zip file is deleted");
 
     assert_eq!(register("pets").await, (201, dataset), "the request can be repeated");
-    assert_eq!(piece("pets", 0, first).await.0, 409, "the name is taken");
+    assert_eq!(upload_piece("pets", 0, first).await.0, 409, "the name is taken");
     // A renamed dataset still uses the folder of its first name.
     for (from, to) in [("pets", "renamed"), ("renamed", "pets")] {
         let rename = format!("UPDATE datasets SET name = '{to}' WHERE name = '{from}'");
         assert_eq!(server.execute(&rename).await, 1);
-        assert_eq!(piece("pets", 0, first).await.0, 409);
+        assert_eq!(upload_piece("pets", 0, first).await.0, 409);
         assert!(Path::new(&path).join("cat/1.png").exists());
     }
     let other = json!({"name": "other", "path": path});
@@ -85,7 +85,7 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
         ),
         ("cut", b"PK no end".to_vec(), "the zip file is not complete; upload a zip file with a folder"),
     ] {
-        assert_eq!(piece(name, 0, &bytes).await.0, 204);
+        assert_eq!(upload_piece(name, 0, &bytes).await.0, 204);
         assert_refused(register(name).await, 422, message);
     }
     assert_eq!(register("never-sent").await.0, 422);

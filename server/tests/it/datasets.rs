@@ -19,14 +19,14 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let first_attempt = agent.expect_start().await.attempt;
     agent.report(&first_attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let assert_kept = async |named: &[(&str, &str, &str)], others: &[&str]| {
+    let assert_kept = async |unfinished: &[(&str, &str, &str)], finished: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
-        for (id, name, state) in named {
+        for (id, name, state) in unfinished {
             assert!(detail.contains(&format!("{id} ({name:?}, {state})")), "{detail}");
         }
-        assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
+        assert!(!finished.iter().any(|id| detail.contains(id)), "{detail}");
     };
     assert_kept(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
     agent.end(&first_attempt, Ending::Succeeded { step: 100 }).await;
@@ -67,11 +67,11 @@ async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
     let (server, mut agent, _, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let (_, before) = server.get("/datasets/pictures").await;
-    let mut more = dataset_info();
-    more.splits[0].samples = 1200;
+    let mut larger = dataset_info();
+    larger.splits[0].samples = 1200;
     let (response, ()) = tokio::join!(
         server.post("/datasets/pictures/inspect", &Value::Null),
-        agent.answer_inspection(Ok(more))
+        agent.answer_inspection(Ok(larger))
     );
     assert_eq!(
         (response.0, &response.1["info"]["splits"][0]["samples"]),
@@ -90,7 +90,6 @@ async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
 async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (mut submitted, mut removed) = (0, 0);
     for round in 0..40 {
         let spec = spec();
         let submit = server.post("/jobs", &spec);
@@ -104,21 +103,18 @@ async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
         let ((created, job), (deleted, response)) = tokio::join!(submit, remove);
         match (created, deleted) {
             (201, 409) => {
-                submitted += 1;
                 let id = job["id"].as_str().unwrap();
                 assert!(response["detail"].as_str().unwrap().contains(id), "{response}");
                 let started = agent.expect_start().await.attempt;
                 agent.end(&started, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
             }
             (422, 204) => {
-                removed += 1;
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
                 agent.register(&server).await;
             }
             other => panic!("round {round}: {other:?} {job} {response}"),
         }
     }
-    assert_eq!(submitted + removed, 40);
     server.stop().await;
 }
 
@@ -126,7 +122,7 @@ async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
 async fn invalid_names_and_paths_are_refused_with_the_rules() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 1).await;
-    for (name, problem, similar) in [
+    for (name, problem, example) in [
         (String::new(), "is empty: ", ""),
         ("my pictures".into(), "has a space: ", "; for example `my-pictures`"),
         ("blumen-\u{e4}".into(), "has '\u{e4}': ", "; for example `blumen`"),
@@ -138,9 +134,9 @@ async fn invalid_names_and_paths_are_refused_with_the_rules() {
         let detail = response["errors"][0]["detail"].as_str().unwrap();
         assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/name")), "{response}");
         let rules = "use 1 to 100 letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot";
-        assert_eq!(detail, format!("{problem}{rules}{similar}"));
+        assert_eq!(detail, format!("{problem}{rules}{example}"));
     }
-    let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
+    let new = |name_chars: usize, path_bytes: usize| json!({"name": "n".repeat(name_chars), "path": format!("/{}", "p".repeat(path_bytes - 1))});
     agent.register_dataset(&server, &new(100, 4096), dataset_info()).await;
     let (status, body) = server.post("/datasets", &new(101, 4097)).await;
     let errors = body["errors"].as_array().unwrap();

@@ -98,8 +98,8 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     .execute(&mut db)
     .await
     .unwrap();
-    let limited = format!("{url}?options=-c%20statement_timeout=2s");
-    let server = TestServer::with(|c| c.database = Some(limited)).await;
+    let url_with_limit = format!("{url}?options=-c%20statement_timeout=2s");
+    let server = TestServer::with(|c| c.database = Some(url_with_limit)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     // The limit applies to a request that waits for a locked table.
     let mut lock = db.begin().await.unwrap();

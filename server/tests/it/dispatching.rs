@@ -73,20 +73,20 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
         "{words}"
     );
 
-    let mut other = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
-    let second = other.expect_start().await.attempt;
+    let mut agent_b = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let second = agent_b.expect_start().await.attempt;
     assert_eq!(second.attempt, 2);
-    other.heartbeat(std::slice::from_ref(&second)).await;
+    agent_b.heartbeat(std::slice::from_ref(&second)).await;
     // When the first agent returns, the server orders it to end its ranks, and refuses their records.
     let mut returned = Agent::connect(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
     assert_eq!(returned.welcome.1, std::slice::from_ref(&first));
-    let zombie = FromAgent::Report {
+    let late_report = FromAgent::Report {
         attempt: first.clone(),
         source: Source::Rank(0),
         first: 2,
         events: vec![losses(0, 4..=9)],
     };
-    returned.send(zombie).await;
+    returned.send(late_report).await;
     assert!(matches!(returned.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == first));
 
     // The second agent sends heartbeats, and so keeps its job longer than a lease.
@@ -94,10 +94,10 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
     while start.elapsed() < Duration::from_secs(3) {
         heartbeats.tick().await;
-        other.heartbeat(std::slice::from_ref(&second)).await;
+        agent_b.heartbeat(std::slice::from_ref(&second)).await;
     }
-    other.report(&second, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert!(other.heartbeats > 0);
+    agent_b.report(&second, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert!(agent_b.heartbeats > 0);
     let job = server.job(&id).await;
     assert_eq!((job.state, job.attempt, job.agents), (JobState::Running, 2, vec!["b".to_owned()]));
     server.stop().await;
@@ -118,9 +118,9 @@ async fn after_a_server_restart_agents_have_one_lease_to_return() {
 async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let one = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let (two, first) = agent.start_job(&server, |s| s["parallel"]["ranks"] = json!(1)).await;
-    let second = agent.expect_start().await.attempt;
+    let one_rank = |s: &mut Value| s["parallel"]["ranks"] = json!(1);
+    let ids = [server.submit(one_rank).await.id, server.submit(one_rank).await.id];
+    let (first, second) = (agent.expect_start().await.attempt, agent.expect_start().await.attempt);
     for attempt in [&first, &second] {
         agent.report(attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     }
@@ -128,10 +128,10 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     // Only one attempt reports its end before the agent disconnects.
     agent.end(&first, Ending::Stopped).await;
     agent.disconnect();
-    for id in [&one, &two] {
+    for id in &ids {
         let reason = "agent \"a\" was shut down (the agent was stopped); continues from the beginning";
-        assert_eq!(server.wait_for_reason(id, "continues").await, reason);
-        assert_eq!(server.job(id).await.state, JobState::Queued);
+        assert_eq!(server.wait_for_reason(id.as_str(), "continues").await, reason);
+        assert_eq!(server.job(id.as_str()).await.state, JobState::Queued);
     }
     // The next agent continues both jobs. This does not count as a restart.
     let mut agent = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
@@ -203,14 +203,14 @@ async fn an_incompatible_agent_is_refused_with_a_reason() {
     if let FromAgent::Hello { name, .. } = &mut long_name {
         *name = "x".repeat(200);
     }
-    for (hello, why) in [
+    for (hello, text) in [
         (same_name, "named \"a\" is connected already"),
         (other_version, "run the same version"),
         (long_name, "--name"),
         (FromAgent::Heartbeat { attempts: Vec::new(), no_work: None }, "must be Hello"),
     ] {
-        let refused = Agent::connect(&server, hello).await.err().expect("refused");
-        assert!(refused.contains(why), "{refused}");
+        let reason = Agent::connect(&server, hello).await.err().expect("refused");
+        assert!(reason.contains(text), "{reason}");
     }
     // The same agent may connect again. Its old connection ends.
     assert!(Agent::connect(&server, hello("a", 1, Vec::new())).await.is_ok());
@@ -295,16 +295,16 @@ async fn a_machine_with_gpus_runs_cpu_jobs_on_request() {
 #[tokio::test]
 async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
     let server = TestServer::with_lease(Duration::from_secs(2)).await;
-    let mut next = Some(Agent::join_with_dataset(&server, 2).await);
+    let mut first_agent = Some(Agent::join_with_dataset(&server, 2).await);
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let lose = async |mut agent: Agent, number: u64, checkpoint: bool| {
+    let lose = async |mut agent: Agent, number: u64, has_checkpoint: bool| {
         let start = agent.expect_start().await;
         assert_eq!(u64::from(start.attempt.attempt), number);
         let mut events =
             vec![running(1000, (number - 1) * 10), losses(0, (number - 1) * 10 + 1..=number * 10)];
         let step = number * 10;
         let info = CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
-        events.extend(checkpoint.then_some(AttemptEvent::Checkpoint(info)));
+        events.extend(has_checkpoint.then_some(AttemptEvent::Checkpoint(info)));
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.disconnect();
         wait_until(&format!("attempt {number} is lost"), async || {
@@ -315,7 +315,7 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
     };
     // Attempts with a newer checkpoint do not count as restarts. Five such attempts are lost, then two without a checkpoint.
     for number in 1..=7 {
-        let agent = match next.take() {
+        let agent = match first_agent.take() {
             Some(agent) => agent,
             None => Agent::connect(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap(),
         };

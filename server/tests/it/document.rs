@@ -153,7 +153,7 @@ async fn all_responses_are_documented() {
             }
         }
         if operation["requestBody"].is_object() {
-            for kind in [
+            for mime in [
                 "application/json",
                 "text/plain",
                 "application/toml",
@@ -175,12 +175,12 @@ async fn all_responses_are_documented() {
                     if path.ends_with("/fork") && body == "{}" {
                         continue;
                     }
-                    api.request(method, path, &target, |r| r.header("content-type", kind).body(body)).await;
+                    api.request(method, path, &target, |r| r.header("content-type", mime).body(body)).await;
                 }
                 // With a wrong type, the server may close the connection before the client reads the response.
                 let body = vec![b' '; (1 << 20) + 1];
-                if kind == "application/json" && !path.ends_with("/predict") && !path.ends_with("/file") {
-                    api.request(method, path, &target, |r| r.header("content-type", kind).body(body)).await;
+                if mime == "application/json" && !path.ends_with("/predict") && !path.ends_with("/file") {
+                    api.request(method, path, &target, |r| r.header("content-type", mime).body(body)).await;
                 }
             }
         }
@@ -253,8 +253,8 @@ async fn all_responses_are_documented() {
     expect("post", "/datasets", "", Some(json!({"name": "more", "path": "/x"})), 201).await;
     expect("patch", "/jobs/{id}", &job, Some(json!({"notes": "n"})), 200).await;
     expect("post", "/jobs/{id}/fork/check", &job, Some(json!({})), 200).await;
-    let forked = expect("post", "/jobs/{id}/fork", &job, Some(json!({})), 201).await;
-    let fork = forked["id"].as_str().unwrap();
+    let fork = expect("post", "/jobs/{id}/fork", &job, Some(json!({})), 201).await;
+    let fork = fork["id"].as_str().unwrap();
     expect("post", "/jobs/{id}/pause", fork, None, 202).await;
     let paused = expect("post", "/jobs", "", Some(spec()), 201).await;
     let paused = paused["id"].as_str().unwrap();
@@ -289,9 +289,9 @@ async fn all_responses_are_documented() {
         api.request("put", "/api/v1/datasets/uploads/{name}/archive", target, |r| r.body(archive)).await.0,
         204
     );
-    let ask = |r: RequestBuilder| r.json(&json!({}));
+    let empty_body = |r: RequestBuilder| r.json(&json!({}));
     assert_eq!(
-        api.request("post", "/api/v1/datasets/uploads/{name}", "/api/v1/datasets/uploads/zipped", ask)
+        api.request("post", "/api/v1/datasets/uploads/{name}", "/api/v1/datasets/uploads/zipped", empty_body)
             .await
             .0,
         201
@@ -315,10 +315,11 @@ async fn all_responses_are_documented() {
     let bundled = v1("/datasets/bundled");
     let (status, response) = api.request("post", &bundled, &bundled, |r| r).await;
     assert!([201, 409].contains(&status), "{response}");
-    let ask = |name: &'static str| move |r: RequestBuilder| r.header("idempotency-key", name).json(&spec());
-    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 201);
-    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 200);
-    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", ask("")).await.0, 400);
+    let with_key =
+        |key: &'static str| move |r: RequestBuilder| r.header("idempotency-key", key).json(&spec());
+    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", with_key("k")).await.0, 201);
+    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", with_key("k")).await.0, 200);
+    assert_eq!(api.request("post", "/api/v1/jobs", "/api/v1/jobs", with_key("")).await.0, 400);
     let pictures = format!("/api/v1/jobs/{job}/samples?indices=1,2");
     assert_eq!(api.request("get", "/api/v1/jobs/{id}/samples", &pictures, |r| r).await.0, 200);
     let groups = "/api/v1/jobs/groups?by=owner,train.lr&metrics=best,loss&count=true";
@@ -391,9 +392,9 @@ async fn all_responses_are_documented() {
     assert_eq!(api.request("get", template, &state, header(&[("range", "bytes=2-4")])).await.0, 206);
 
     for id in [fork, paused] {
-        let place = |what: &str| format!("/api/v1/jobs/{id}{what}");
-        assert_eq!(api.request("post", "/api/v1/jobs/{id}/resume", &place("/resume"), |r| r).await.0, 202);
-        assert_eq!(api.request("post", "/api/v1/jobs/{id}/cancel", &place("/cancel"), |r| r).await.0, 202);
+        let path_of = |what: &str| format!("/api/v1/jobs/{id}{what}");
+        assert_eq!(api.request("post", "/api/v1/jobs/{id}/resume", &path_of("/resume"), |r| r).await.0, 202);
+        assert_eq!(api.request("post", "/api/v1/jobs/{id}/cancel", &path_of("/cancel"), |r| r).await.0, 202);
     }
     assert_eq!(api.request("delete", "/api/v1/datasets/{name}", "/api/v1/datasets/more", |r| r).await.0, 204);
     let (_, list) = server.get("/jobs?state=cancelled").await;
@@ -433,7 +434,7 @@ async fn all_responses_are_documented() {
         assert_eq!(api.request("get", path, path, |r| r).await.0, 200);
     }
 
-    // Other tests have websockets, uploads of checkpoints, changes of passwords, and forks with an idempotency key. A status 202 of evaluations
+    // Other tests cover websockets, uploads of checkpoints, changes of passwords, and forks with an idempotency key. A status 202 of evaluations
     // and inspections would take 20 s and two minutes.
     let is_tested_elsewhere = |call: &str, status: u16| {
         status == 101

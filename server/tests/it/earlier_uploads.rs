@@ -19,8 +19,8 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         let start = agent.expect_start().await;
         let api =
             |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
-        let first = api(&token, "id-a", &start.attempt);
-        assert_eq!(first.request("POST", "", vec![]).await.0, 204);
+        let api_1 = api(&token, "id-a", &start.attempt);
+        assert_eq!(api_1.request("POST", "", vec![]).await.0, 204);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
         agent.end(&start.attempt, rank_killed(0)).await;
         let start = agent.expect_start().await;
@@ -31,22 +31,22 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         );
 
         // The agent copies the dataset, and has not reported its own disk yet.
-        let next = api(&token, "id-a", &start.attempt);
-        assert_eq!(next.request("GET", "/uploads/1-10", vec![]).await.0, 200);
-        assert_eq!(next.request("GET", "/uploads/1-20", vec![]).await.0, 403, "there is no such checkpoint");
+        let api_2 = api(&token, "id-a", &start.attempt);
+        assert_eq!(api_2.request("GET", "/uploads/1-10", vec![]).await.0, 200);
+        assert_eq!(api_2.request("GET", "/uploads/1-20", vec![]).await.0, 403, "there is no such checkpoint");
         // Refused: a wrong fencing token, and another agent.
-        let secret = FencingToken { secret: 1, ..start.attempt.fencing_token };
-        let guessed = AttemptRef { fencing_token: secret, ..start.attempt.clone() };
+        let fencing_token = FencingToken { secret: 1, ..start.attempt.fencing_token };
+        let guessed = AttemptRef { fencing_token, ..start.attempt.clone() };
         assert_eq!(api(&token, "id-a", &guessed).request("GET", "/uploads/1-10", vec![]).await.0, 403);
-        let other = server.agent_token("b").await;
-        let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-        let other = api(&other, "id-b", &start.attempt);
-        assert_eq!(other.request("GET", "/uploads/1-10", vec![]).await.0, 403);
+        let token_b = server.agent_token("b").await;
+        let _agent_b = Agent::connect_with_token(&server, &token_b, hello("b", 1, Vec::new())).await.unwrap();
+        let api_b = api(&token_b, "id-b", &start.attempt);
+        assert_eq!(api_b.request("GET", "/uploads/1-10", vec![]).await.0, 403);
 
         assert_eq!(server.post(&format!("/jobs/{id}/{action}"), &Value::Null).await.0, 202, "{action}");
         agent.expect_stop().await;
         agent.end(&start.attempt, Ending::Stopped).await;
-        assert_eq!(next.upload("1-10", manifest(1, 10)).await.0, 204, "{action}");
+        assert_eq!(api_2.upload("1-10", manifest(1, 10)).await.0, 204, "{action}");
         let (status, shown) = server.get(&format!("/checkpoints/{id}-1-10")).await;
         assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
         server.stop().await;
@@ -67,14 +67,14 @@ async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     assert_eq!(api(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
     agent.end(&start.attempt, rank_killed(0)).await;
     let start = agent.expect_start().await;
-    let next = api(&start.attempt);
-    assert_eq!(next.request("POST", "", vec![]).await.0, 204);
+    let api_2 = api(&start.attempt);
+    assert_eq!(api_2.request("POST", "", vec![]).await.0, 204);
     // Changes the attempt so that another agent has rank 0.
     let places = r#"[{"agent_id":"id-b","agent":"b","ranks":[[0,0]]},{"agent_id":"id-a","agent":"a","ranks":[[1,0]]}]"#;
     let query = format!("UPDATE attempts SET places = '{places}' WHERE job_id = '{id}' AND attempt = 2");
     assert_eq!(server.execute(&query).await, 1);
-    let (status, state) = next.request("GET", "/uploads/1-10", vec![]).await;
+    let (status, state) = api_2.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, state["stored"].is_string()), (200, true), "the first upload is stored: {state}");
-    assert_eq!(next.upload("1-20", manifest(1, 20)).await.0, 204);
+    assert_eq!(api_2.upload("1-20", manifest(1, 20)).await.0, 204);
     server.stop().await;
 }

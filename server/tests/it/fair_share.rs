@@ -33,8 +33,9 @@ async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
 
 #[tokio::test]
 async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
-    for (by, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
-        let server = TestServer::with(|c| c.fair_share = by).await;
+    // The setting, and the owner whose waiting job is first. Owner 0 has two running jobs and the older waiting job.
+    for (fair_share, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
+        let server = TestServer::with(|c| c.fair_share = fair_share).await;
         let mut agent = Agent::join_with_dataset(&server, 2).await;
         let mut clients = Vec::new();
         for name in ["nightly", "weekly"] {
@@ -66,6 +67,7 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
+    // Without `launched=true`, the server would refuse a job that has more ranks than any machine has slots.
     let (status, body) = server.post("/jobs?launched=true", &large).await;
     assert_eq!(status, 201, "{body}");
     let id = body["id"].as_str().unwrap();

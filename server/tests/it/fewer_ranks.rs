@@ -36,11 +36,11 @@ async fn start_gang(
     b: &mut Agent,
     change: impl FnOnce(&mut Value),
 ) -> (String, AttemptRef) {
-    let four = |s: &mut Value| {
+    let four_ranks = |s: &mut Value| {
         s["parallel"]["ranks"] = json!(4);
         change(s);
     };
-    let id = server.submit(four).await.id.to_string();
+    let id = server.submit(four_ranks).await.id.to_string();
     let attempt = next_attempt(a, b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     (id, attempt)
@@ -126,8 +126,8 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
         server.wait_for_state(&id, JobState::Restarting).await;
         expect_no_message(&mut a, QUIET).await;
         let (_, queue) = server.get("/queue").await;
-        let waits = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
-        assert!(waits.contains("needs 4 slots") && waits.contains(note), "{recovery}: {queue:#}");
+        let words = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
+        assert!(words.contains("needs 4 slots") && words.contains(note), "{recovery}: {queue:#}");
         server.stop().await;
     }
 }
@@ -139,7 +139,7 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
     let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(a.expect_stop().await, "with a checkpoint");
+    assert!(a.expect_stop().await, "the ranks write a checkpoint first");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();

@@ -57,10 +57,10 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
-    let like = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
-    agent.register_as(&server, "more", like(&["cat", "dog", "fox"])).await;
-    agent.register_as(&server, "others", like(&["cat", "fox"])).await;
-    agent.register_as(&server, "reordered", like(&["dog", "cat"])).await;
+    let with_classes = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
+    agent.register_as(&server, "more", with_classes(&["cat", "dog", "fox"])).await;
+    agent.register_as(&server, "others", with_classes(&["cat", "fox"])).await;
+    agent.register_as(&server, "reordered", with_classes(&["dog", "cat"])).await;
     agent.register_as(&server, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
     agent.register_as(&server, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
     agent.register_as(&server, "again", dataset_info()).await;
@@ -97,8 +97,8 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
         assert_eq!((errors.len(), &errors[0]["pointer"]), (1, &json!(pointer)), "{set}: {body}");
         let text = errors[0]["detail"].as_str().unwrap();
         assert!(text.contains("does not fit the checkpoint") && text.contains(detail), "{set}: {text}");
-        let instead = if pointer == "/model/arch" { "begin a new job" } else { "model.pretrained" };
-        assert!(text.contains(instead), "the error advises: {text}");
+        let advice = if pointer == "/model/arch" { "begin a new job" } else { "model.pretrained" };
+        assert!(text.contains(advice), "the error advises: {text}");
     }
     // A fork cannot have model.pretrained, because it begins with its checkpoint.
     let refused = fork(json!({"model.pretrained": "other.safetensors"})).await;
@@ -106,7 +106,7 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let (_, jobs) = server.get("/jobs").await;
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "no job was created");
 
-    // Another size with the same classes fits, and so does an explicit stem that equals the chosen one.
+    // Another size with the same classes fits, and so does an explicit stem that equals the checkpoint's stem.
     for set in [
         json!({"data.dataset": "again"}),
         json!({"data.dataset": "larger"}),
@@ -127,10 +127,10 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
         let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 9, per_class: vec![4, 5] };
         names.iter().map(split).collect()
     };
-    let untested = DatasetInfo { splits: splits(&["train", "extra"]), ..dataset_info() };
-    agent.register_as(&server, "untested", untested).await;
-    let plain = DatasetInfo { splits: splits(&["train"]), ..dataset_info() };
-    agent.register_as(&server, "plain", plain).await;
+    let without_test_split = DatasetInfo { splits: splits(&["train", "extra"]), ..dataset_info() };
+    agent.register_as(&server, "untested", without_test_split).await;
+    let with_one_split = DatasetInfo { splits: splits(&["train"]), ..dataset_info() };
+    agent.register_as(&server, "plain", with_one_split).await;
     agent
         .register_as(&server, "others", DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() })
         .await;
@@ -180,24 +180,25 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
         })
         .await
     };
-    let (implicit, explicit) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
-    for (job, set, measured_by) in [
-        (&implicit, json!({"data.dataset": "test"}), json!("test")),
-        (&implicit, json!({"data.dataset": "both"}), json!("test")),
-        (&implicit, json!({"train.lr": 0.1}), json!("val")),
-        (&implicit, json!({"data": {"dataset": "both", "validation": "val"}}), json!("val")),
-        (&implicit, json!({"data.dataset": "both", "data.validation": "val"}), json!("val")),
-        (&implicit, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
-        (&explicit, json!({"data.dataset": "val"}), json!("val")),
+    let (parent_with_default, parent_with_val) =
+        (parent("val", None).await, parent("both", Some(json!("val"))).await);
+    for (job, set, validation) in [
+        (&parent_with_default, json!({"data.dataset": "test"}), json!("test")),
+        (&parent_with_default, json!({"data.dataset": "both"}), json!("test")),
+        (&parent_with_default, json!({"train.lr": 0.1}), json!("val")),
+        (&parent_with_default, json!({"data": {"dataset": "both", "validation": "val"}}), json!("val")),
+        (&parent_with_default, json!({"data.dataset": "both", "data.validation": "val"}), json!("val")),
+        (&parent_with_default, json!({"data.dataset": "test", "data.validation": 0.25}), json!(0.25)),
+        (&parent_with_val, json!({"data.dataset": "val"}), json!("val")),
     ] {
         let (status, body) = server.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
-        assert_eq!((status, &body["spec"]["data"]["validation"]), (201, &measured_by), "{set}: {body}");
+        assert_eq!((status, &body["spec"]["data"]["validation"]), (201, &validation), "{set}: {body}");
         let id = body["id"].as_str().unwrap();
         server.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
     }
     // A split that the parent set stays set, so a dataset without this split is refused.
     let set = json!({"set": {"data.dataset": "test"}});
-    assert_mistake(server.post(&format!("/jobs/{explicit}/fork"), &set).await, "/data/validation", "");
+    assert_mistake(server.post(&format!("/jobs/{parent_with_val}/fork"), &set).await, "/data/validation", "");
     server.stop().await;
 }
 
@@ -254,8 +255,8 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    let other = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
-    agent.register_as(&server, "pictures", other).await;
+    let changed = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
+    agent.register_as(&server, "pictures", changed).await;
     assert_mistake(server.post(&format!("/jobs/{id}/retry"), &json!({})).await, "/data/dataset", "");
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);

@@ -82,7 +82,7 @@ async fn with_long_lease() -> (TestServer, Agent, Agent) {
     (server, a, b)
 }
 
-/// Asserts that an attempt has ended long before its lease.
+/// Asserts that an attempt that began to end at `start` has ended long before its lease expires.
 pub fn assert_before_lease(start: tokio::time::Instant) {
     assert!(start.elapsed() < LONG_LEASE / 2, "after {:?}", start.elapsed());
 }
@@ -212,7 +212,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(a.expect_stop().await, "with a checkpoint");
+    assert!(a.expect_stop().await, "the ranks write a checkpoint first");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
     b.disconnect();
@@ -223,7 +223,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let attempt = next_attempt(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();
-    // The first machine still sends heartbeats; its ranks have lost the other ranks.
+    // The first machine still sends heartbeats; its ranks have lost contact with the other ranks.
     let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
     loop {
         tokio::select! {
@@ -255,7 +255,8 @@ async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
     let (server, mut a, mut b) = with_long_lease().await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // The second machine's cable is unplugged: the connection is open, but no message arrives. The other machine has lost its ranks.
+    // The second machine's cable is unplugged: the connection is open, but no message arrives. The first machine's ranks have lost contact
+    // with the second machine's ranks.
     let start = tokio::time::Instant::now();
     report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.wait_for_state(&id, JobState::Restarting).await;
@@ -296,7 +297,7 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
     assert_eq!(
         b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await,
         1,
-        "its report is stored"
+        "the silent machine's report is stored"
     );
     b.end(&attempt, lost_contact(2)).await;
     let attempt = next_attempt(&mut a, &mut b).await;
@@ -319,15 +320,15 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
 async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let server = TestServer::new().await;
     register_dataset(&server).await;
-    let mut four = spec();
-    four["parallel"]["ranks"] = json!(4);
-    let id = server.submit(|s| *s = four.clone()).await.id.to_string();
+    let mut four_ranks = spec();
+    four_ranks["parallel"]["ranks"] = json!(4);
+    let id = server.submit(|s| *s = four_ranks.clone()).await.id.to_string();
     let _a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
     let _b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     let expected = "needs 4 slots; the online machines have enough together, but other machines cannot reach a: start that agent";
     let reason = server.wait_for_reason(&id, expected).await;
     assert!(reason.contains("--advertise ADDRESS"), "{reason}");
-    let (status, body) = server.post("/jobs/validate", &four).await;
+    let (status, body) = server.post("/jobs/validate", &four_ranks).await;
     assert_eq!(status, 422, "{body}");
     server.stop().await;
 }

@@ -241,17 +241,17 @@ async fn errors_of_groups_name_valid_values() {
 #[tokio::test]
 async fn ten_thousand_groups_are_listed_and_more_are_refused() {
     let server = TestServer::new().await;
-    let fill = |from: u32, to: u32| {
+    let insert_jobs = |from: u32, to: u32| {
         format!(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) WITH RECURSIVE n (i) AS \
              (SELECT {from} UNION ALL SELECT i + 1 FROM n WHERE i < {to}) \
              SELECT 'j' || i, 'name ' || i, 'succeeded', 0, '{{}}', 1, 0 FROM n"
         )
     };
-    assert_eq!(server.execute(&fill(1, 10_000)).await, 10_000);
+    assert_eq!(server.execute(&insert_jobs(1, 10_000)).await, 10_000);
     let (status, response) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
     assert_eq!((status, &response["total"]), (200, &json!(10_000)), "{response}");
-    server.execute(&fill(10_001, 10_001)).await;
+    server.execute(&insert_jobs(10_001, 10_001)).await;
     assert_refused(
         server.get("/jobs/groups?by=name&count=true&limit=1").await,
         400,

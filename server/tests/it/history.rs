@@ -43,8 +43,8 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
 
     let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
-    let (_, submitter) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
-    let eva = client(&submitter);
+    let (_, secret) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
+    let eva = client(&secret);
     let request = async |action: &str| {
         let response = eva.post(server.url(&format!("/api/v1/jobs/{id}/{action}"))).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 202, "{}", response.text().await.unwrap());
@@ -92,8 +92,8 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
         .get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=1&fields=attempt,state&count=true"))
         .await;
     assert_eq!((&page["attempts"][0]["attempt"], &page["total"]), (&json!(3), &json!(3)), "{page}");
-    let next = page["next_cursor"].as_str().unwrap();
-    let (_, page) = server.get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=2&cursor={next}")).await;
+    let cursor = page["next_cursor"].as_str().unwrap();
+    let (_, page) = server.get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=2&cursor={cursor}")).await;
     let numbers: Vec<_> = page["attempts"].as_array().unwrap().iter().map(|a| a["attempt"].clone()).collect();
     assert_eq!((json!(numbers), &page["next_cursor"]), (json!([2, 1]), &Value::Null));
     let entry = |n: usize| &reported["entries"][n];
@@ -115,20 +115,20 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     );
 
     // Other callers than owner and admins do not see who requested changes.
-    let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
-    let seen: Value = seen.json().await.unwrap();
-    assert_eq!(summarize(&seen), expected);
-    let (submitted, rest) = seen["entries"].as_array().unwrap().split_first().unwrap();
+    let read_by_eva = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
+    let read_by_eva: Value = read_by_eva.json().await.unwrap();
+    assert_eq!(summarize(&read_by_eva), expected);
+    let (submitted, rest) = read_by_eva["entries"].as_array().unwrap().split_first().unwrap();
     let owner = server.job(&id).await.owner;
     assert!(owner.is_some());
     assert_eq!((&submitted["who"], &entry(0)["who"]), (&json!(owner), &json!(owner)), "the owner is visible");
-    assert!(rest.iter().all(|e| e.get("who").is_none()), "{seen:#}");
+    assert!(rest.iter().all(|e| e.get("who").is_none()), "{read_by_eva:#}");
 
     // A job that is cancelled before it starts has its own history.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let other = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    assert_eq!(server.post(&format!("/jobs/{other}/cancel"), &Value::Null).await.0, 202);
-    let cancelled = summarize(&read_history(&server, &other).await);
+    let cancelled_job = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    assert_eq!(server.post(&format!("/jobs/{cancelled_job}/cancel"), &Value::Null).await.0, 202);
+    let cancelled = summarize(&read_history(&server, &cancelled_job).await);
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
     assert_eq!(summarize(&read_history(&server, &id).await), expected);
@@ -138,14 +138,14 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     let job: Value = job.json().await.unwrap();
     let her_job = job["id"].as_str().unwrap();
     assert_eq!(server.post(&format!("/jobs/{her_job}/cancel"), &Value::Null).await.0, 202);
-    let seen = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
-    let seen: Value = seen.json().await.unwrap();
+    let read_by_eva = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
+    let read_by_eva: Value = read_by_eva.json().await.unwrap();
     let callers: Vec<_> =
-        seen["entries"].as_array().unwrap().iter().map(|e| (&e["what"], &e["who"])).collect();
+        read_by_eva["entries"].as_array().unwrap().iter().map(|e| (&e["what"], &e["who"])).collect();
     assert_eq!(
         callers,
         [(&json!("submitted"), &json!("eva")), (&json!("cancelled"), &json!(owner))],
-        "{seen:#}"
+        "{read_by_eva:#}"
     );
     assert_eq!(server.get("/jobs/j00000000000000000000000000/history").await.0, 404);
     server.stop().await;
@@ -219,8 +219,8 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
     wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
     // On a slow computer, the server may store the reason before the machine reconnects.
-    let in_time = start_time.elapsed() < Duration::from_secs(4);
-    assert!(server.query_number(&events).await == before || !in_time, "more than {before} events");
+    let is_in_time = start_time.elapsed() < Duration::from_secs(4);
+    assert!(server.query_number(&events).await == before || !is_in_time, "more than {before} events");
     server.stop().await;
 }
 
@@ -236,40 +236,41 @@ async fn lineage_is_shown_at_parent_and_fork() {
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
     // Changes the database as a fork does. Other tests check a fork's files.
     let child = server.submit(|s| s["name"] = json!("child")).await.id.to_string();
-    let from = format!("{parent}-1-10");
-    let query =
-        format!("UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{from}' WHERE id = '{child}'");
+    let source = format!("{parent}-1-10");
+    let query = format!(
+        "UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{source}' WHERE id = '{child}'"
+    );
     assert_eq!(server.execute(&query).await, 1);
 
     let origin = server.job(&parent).await;
-    let of_child = read_history(&server, &child).await;
+    let history_of_child = read_history(&server, &child).await;
     assert_eq!(
-        of_child["parent"],
-        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from,
+        history_of_child["parent"],
+        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": source,
             "who": origin.owner, "at": origin.created_at})
     );
     assert!(origin.owner.is_some());
     let fork_job = server.job(&child).await;
     assert_eq!(
-        (&of_child["entries"][0]["who"], &of_child["entries"][0]["at"]),
+        (&history_of_child["entries"][0]["who"], &history_of_child["entries"][0]["at"]),
         (&json!(fork_job.owner), &json!(fork_job.created_at))
     );
     assert_eq!(
-        (&of_child["entries"][0]["what"], &of_child["entries"][0]["checkpoint"]),
-        (&json!("forked"), &json!(from))
+        (&history_of_child["entries"][0]["what"], &history_of_child["entries"][0]["checkpoint"]),
+        (&json!("forked"), &json!(source))
     );
-    let of_parent = read_history(&server, &parent).await;
-    let fork = &of_parent["forks"][0];
+    let history_of_parent = read_history(&server, &parent).await;
+    let fork = &history_of_parent["forks"][0];
     assert_eq!(
         (&fork["job"], &fork["name"], &fork["checkpoint"]),
-        (&json!(child), &json!("child"), &json!(from))
+        (&json!(child), &json!("child"), &json!(source))
     );
     assert_eq!((&fork["who"], &fork["at"]), (&json!(fork_job.owner), &json!(fork_job.created_at)));
-    assert_eq!(of_parent["forks"].as_array().unwrap().len(), 1);
+    assert_eq!(history_of_parent["forks"].as_array().unwrap().len(), 1);
     // A fork still names a deleted parent.
     assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);
     let orphan = read_history(&server, &child).await;
-    assert_eq!(orphan["parent"], json!({"job": parent, "name": null, "state": null, "checkpoint": from}));
+    assert_eq!(orphan["parent"], json!({"job": parent, "name": null, "state": null, "checkpoint": source}));
     server.stop().await;
 }
 
@@ -298,7 +299,7 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
     agent
         .report(&start.attempt, Source::Rank(0), 0, vec![begin, losses(0, 1..=32), step_ms(0, 1..=32, 100.0)])
         .await;
-    // Steps of the other rank are not counted again.
+    // Steps that rank 1 reports are not counted again.
     agent.report(&start.attempt, Source::Rank(1), 0, vec![losses(1, 1..=32), step_ms(1, 1..=32, 90.0)]).await;
     let job = server.job(&id).await;
     let speed = job.images_per_second.unwrap();
@@ -348,7 +349,7 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
         assert_eq!(
             (&sweep["trials"], &sweep["estimate"]),
             (&json!(2), &plan["estimate"]),
-            "of the first trial"
+            "the estimate is of the first trial"
         );
     }
     server.stop().await;

@@ -35,13 +35,13 @@ async fn overlapping_reports_are_stored_once() {
 async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
-    let late = FromAgent::Report {
+    let report_after_gap = FromAgent::Report {
         attempt: attempt.clone(),
         source: Source::Rank(0),
         first: 3,
         events: vec![losses(0, 3..=3)],
     };
-    agent.send(late).await;
+    agent.send(report_after_gap).await;
     assert_eq!(agent.next().await, None, "the server closes the connection");
     let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.0[0].records, 1);
@@ -55,11 +55,11 @@ async fn reports_without_permission_store_nothing() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let stored = server.stored_events(&id).await.len();
 
-    let mut old = attempt.clone();
-    old.fencing_token.number -= 1;
-    let mut next = attempt.clone();
-    next.attempt += 1;
-    for stale in [old, next, unknown_attempt()] {
+    let mut earlier = attempt.clone();
+    earlier.fencing_token.number -= 1;
+    let mut later = attempt.clone();
+    later.attempt += 1;
+    for stale in [earlier, later, unknown_attempt()] {
         let report = FromAgent::Report {
             attempt: stale.clone(),
             source: Source::Rank(0),
@@ -98,7 +98,7 @@ async fn a_loss_that_is_not_a_number_is_null() {
 }
 
 #[tokio::test]
-async fn invalid_rank_numbers_are_skipped() {
+async fn invalid_step_numbers_and_accuracies_are_skipped() {
     const MAX: u64 = (1 << 53) - 1;
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let before = server.stored_events(&id).await.len();

@@ -100,8 +100,8 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
         }
         AttemptEvent::Metrics { rank, columns }
     };
-    let of_first = vec![running(100, 0), losses(0, 1..=99), metrics(0, &[0.1, 0.2, 0.98, 1.0])];
-    agent.report(&attempt, Source::Rank(0), 0, of_first).await;
+    let events_of_rank_0 = vec![running(100, 0), losses(0, 1..=99), metrics(0, &[0.1, 0.2, 0.98, 1.0])];
+    agent.report(&attempt, Source::Rank(0), 0, events_of_rank_0).await;
     agent.report(&attempt, Source::Rank(1), 0, vec![metrics(1, &[0.1, 0.2, 0.97, 0.97])]).await;
     let measured = Evaluation { epoch: 2, step: 100, accuracy: 0.71, loss: 1.0, samples: 2000, secs: 0.1 };
     agent.report(&attempt, Source::Rank(0), 3, vec![AttemptEvent::Evaluation(measured)]).await;
@@ -145,7 +145,7 @@ async fn the_run_time_of_a_job_excludes_pauses() {
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);
     assert!(agent.expect_stop().await);
     agent.end(&attempt, Ending::Stopped).await;
-    let first = server.wait_for_state(&id, JobState::Paused).await.ran_secs.unwrap();
+    let secs_before_pause = server.wait_for_state(&id, JobState::Paused).await.ran_secs.unwrap();
     // The run time must not include this pause.
     let pause = Duration::from_secs(2);
     tokio::time::sleep(pause).await;
@@ -154,12 +154,12 @@ async fn the_run_time_of_a_job_excludes_pauses() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let job = server.job(&id).await;
-    let (ran, total) =
+    let (ran_secs, total) =
         (job.ran_secs.unwrap(), job.finished_at.unwrap().duration_since(job.started_at.unwrap()));
-    assert!(ran >= first, "{ran} after {first}");
-    assert!(ran <= total.as_secs_f64() - pause.as_secs_f64(), "{ran} s of {total:?}");
+    assert!(ran_secs >= secs_before_pause, "{ran_secs} after {secs_before_pause}");
+    assert!(ran_secs <= total.as_secs_f64() - pause.as_secs_f64(), "{ran_secs} s of {total:?}");
     // The page and the list show the same time.
-    let shown = format!("0:{:02}", ran.round());
+    let shown = format!("0:{:02}", ran_secs.round());
     let (html, _) = read_page(&server, &id).await;
     assert!(html.contains("<dt>Ran for</dt>") && html.contains(&format!(">{shown}</span>")), "{html}");
     let (_, list) = server.get_text("/jobs").await;

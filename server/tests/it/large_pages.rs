@@ -15,14 +15,14 @@ const ELEMENTS: usize = 40;
 async fn read_pages(
     server: &TestServer,
     path: &str,
-    name: impl Fn(&Value) -> Vec<String>,
+    names_of: impl Fn(&Value) -> Vec<String>,
 ) -> (Vec<usize>, Vec<String>) {
     let (mut sizes, mut names, mut cursor) = (Vec::new(), Vec::new(), String::new());
     loop {
         let (status, text) = server.get_text(&format!("/api/v1{path}{cursor}")).await;
         assert!(status == 200 && text.len() < 5 << 20, "{path}{cursor}: {status}, {} bytes", text.len());
         let page: Value = serde_json::from_str(&text).unwrap();
-        let page_names = name(&page);
+        let page_names = names_of(&page);
         sizes.push(page_names.len());
         names.extend(page_names);
         match page["next_cursor"].as_str() {
@@ -58,7 +58,7 @@ async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
 
     let lines = 64 * ELEMENTS;
     let keys = |page: &Value| page["jobs"].as_object().unwrap().keys().cloned().collect();
-    for (path, number, name) in [
+    for (path, expected, names_of) in [
         (
             "/jobs?limit=1000&fields=id,notes".to_owned(),
             ELEMENTS,
@@ -72,10 +72,10 @@ async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
         (format!("/jobs/{id}/logs?limit=10000"), lines, &|page| texts(page, "lines", "number")),
         (format!("/jobs/{id}/logs?limit=10000&sort=-seq"), lines, &|page| texts(page, "lines", "number")),
     ] {
-        let (sizes, names) = read_pages(&server, &path, name).await;
+        let (sizes, names) = read_pages(&server, &path, names_of).await;
         assert!(sizes.len() > 1 && sizes.iter().all(|size| *size > 0), "{path}: {sizes:?}");
         let distinct: HashSet<_> = names.iter().collect();
-        assert_eq!((names.len(), distinct.len()), (number, number), "{path}: {sizes:?}");
+        assert_eq!((names.len(), distinct.len()), (expected, expected), "{path}: {sizes:?}");
     }
     // Fields that are not requested do not count towards the limit.
     let (sizes, _) = read_pages(&server, "/jobs?limit=1000", |page| texts(page, "jobs", "id")).await;

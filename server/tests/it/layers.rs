@@ -117,13 +117,13 @@ async fn test_layers(server: TestServer) {
     assert_eq!(read_histograms(&server, &id, "?layer=none").await["histograms"], json!([]));
     assert_eq!(read_histograms(&server, &id, "?step=18446744073709551615").await["histograms"], json!([]));
     assert_eq!(server.get(&format!("/jobs/{id}/histograms?kind=bias")).await.0, 400);
-    let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
-    assert_eq!((&known["timed_steps"], &known["layers"][0]["time_us"]), (&json!(5), &json!(12.5)));
-    assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
+    let (_, shown) = server.get(&format!("/jobs/{id}/network")).await;
+    assert_eq!((&shown["timed_steps"], &shown["layers"][0]["time_us"]), (&json!(5), &json!(12.5)));
+    assert!(shown["layers"][1].get("time_us").is_none() && shown["layers"][1]["parameters"] == 1, "{shown}");
     // The description has predicted and measured times.
-    assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
-    assert_eq!([&known["plan"]["predicted"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
-    assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
+    assert_eq!(shown["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
+    assert_eq!([&shown["plan"]["predicted"]["step_ms"], &shown["plan"]["measured_step_ms"]], [24.5, 25.5]);
+    assert_eq!(shown["layers"][0]["plan"]["placement"], "own pictures");
     let page = server.get_text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
     // The stream has events for histograms and networks.
@@ -141,12 +141,12 @@ async fn test_layers(server: TestServer) {
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.1["layers"][1]["parameters"], 2);
 
     // Histograms with too many layers or of another rank are skipped. Later events are still stored.
-    let many = |count: usize| {
+    let with_layers = |count: usize| {
         let layers = (0..count).map(|n| layer(&format!("l{n}"), HistogramKind::Weight, 0.5)).collect();
         AttemptEvent::Histograms(LayerHistograms { step: 30, layers })
     };
     let invalid = vec![
-        many(MAX_HISTOGRAM_LAYERS + 1),
+        with_layers(MAX_HISTOGRAM_LAYERS + 1),
         AttemptEvent::Histograms(LayerHistograms { step: 0, layers: Vec::new() }),
         losses(0, 11..=12),
     ];
@@ -154,7 +154,7 @@ async fn test_layers(server: TestServer) {
     assert_eq!(agent.report(&second, Source::Rank(1), 0, vec![histograms(40, 1.0)]).await, 1);
     assert_eq!(read_histograms(&server, &id, "").await["steps"], json!([10, 15]));
     assert_eq!(server.job(&id).await.step, 12);
-    report(&mut agent, &second, 6, vec![many(MAX_HISTOGRAM_LAYERS)]).await;
+    report(&mut agent, &second, 6, vec![with_layers(MAX_HISTOGRAM_LAYERS)]).await;
     assert_eq!(
         read_histograms(&server, &id, "?step=30").await["histograms"].as_array().unwrap().len(),
         MAX_HISTOGRAM_LAYERS

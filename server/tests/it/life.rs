@@ -38,30 +38,30 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
         device: "CPU, 1 thread".into(),
         axis_ms: None,
     };
-    let mut first: Vec<_> = (1..=50).map(|s| losses(0, s..=s)).collect();
-    first.push(line(0, 1, "epoch: 1 step: 1, loss is 2.3025854"));
-    first.push(AttemptEvent::Rank { rank: 0, report });
-    agent.report(&attempt, Source::Rank(0), 1, first).await;
+    let mut first_events: Vec<_> = (1..=50).map(|s| losses(0, s..=s)).collect();
+    first_events.push(line(0, 1, "epoch: 1 step: 1, loss is 2.3025854"));
+    first_events.push(AttemptEvent::Rank { rank: 0, report });
+    agent.report(&attempt, Source::Rank(0), 1, first_events).await;
     agent.report(&attempt, Source::Rank(1), 0, vec![losses(1, 1..=50), line(1, 1, "hello from one")]).await;
 
-    let now = server.job(&id).await;
-    assert_eq!((now.state, now.step, now.epoch, now.total_steps), (JobState::Running, 50, 1, 100));
-    assert_eq!(now.agents, ["a"]);
-    assert!((now.last.loss.unwrap() - 0.02).abs() < 1e-6 && now.sparkline.len() == 20, "{now:?}");
+    let shown = server.job(&id).await;
+    assert_eq!((shown.state, shown.step, shown.epoch, shown.total_steps), (JobState::Running, 50, 1, 100));
+    assert_eq!(shown.agents, ["a"]);
+    assert!((shown.last.loss.unwrap() - 0.02).abs() < 1e-6 && shown.sparkline.len() == 20, "{shown:?}");
 
     let evaluation = Evaluation { epoch: 2, step: 100, samples: 200, accuracy: 0.84, loss: 0.4, secs: 0.1 };
-    let more = vec![
+    let last_events = vec![
         best_checkpoint(1, 50, 0.5),
         losses(0, 51..=100),
         AttemptEvent::Evaluation(evaluation),
         checkpoint(100),
     ];
-    agent.report(&attempt, Source::Rank(0), 53, more).await;
+    agent.report(&attempt, Source::Rank(0), 53, last_events).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let done = server.job(&id).await;
-    assert_eq!((done.state, done.step, done.reason.clone()), (JobState::Succeeded, 100, None));
-    assert_eq!(done.best.unwrap().value, 0.84);
-    assert!(done.finished_at.is_some() && done.eta_secs.is_none());
+    let finished = server.job(&id).await;
+    assert_eq!((finished.state, finished.step, finished.reason.clone()), (JobState::Succeeded, 100, None));
+    assert_eq!(finished.best.unwrap().value, 0.84);
+    assert!(finished.finished_at.is_some() && finished.eta_secs.is_none());
 
     // Metrics: every point once, with lower resolution, and as CSV.
     let (_, exact) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
@@ -71,7 +71,7 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let (_, coarse) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
     assert_eq!(coarse["exact"], false);
     assert_eq!(coarse["series"][0]["steps"].as_array().unwrap().len(), 10);
-    assert_eq!(coarse["as_of_seq"], done.last_seq);
+    assert_eq!(coarse["as_of_seq"], finished.last_seq);
     let (_, csv) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(csv.lines().count(), 1 + 100 + 50, "a header and every point");
     assert!(csv.contains("\n1,1,loss,50,0.02\n"), "{csv}");
@@ -96,7 +96,7 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let dir = folder.join("checkpoints/1-100");
     std::fs::create_dir_all(&dir).unwrap();
     std::fs::write(dir.join("model.safetensors"), b"hello world").unwrap();
-    let sum = crate::uploads::sum(b"hello world");
+    let sum = crate::uploads::sha256_hex(b"hello world");
     let manifest = json!({"files": {"model.safetensors": {"size_bytes": 11, "sha256": sum}}});
     std::fs::write(dir.join("MANIFEST.json"), manifest.to_string()).unwrap();
     let url = server.url(&format!("/api/v1/checkpoints/{}/model.safetensors", ids[0]));
@@ -149,9 +149,9 @@ async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
     // A retry starts the next attempt.
     let (status, body) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!((status, &body["reason"]), (202, &json!("retried on request")), "no checkpoint is known");
-    let again = agent.expect_start().await;
-    assert_eq!((again.attempt.attempt, again.resume), (2, None));
-    assert!(again.attempt.fencing_token > start.attempt.fencing_token);
+    let second_start = agent.expect_start().await;
+    assert_eq!((second_start.attempt.attempt, second_start.resume), (2, None));
+    assert!(second_start.attempt.fencing_token > start.attempt.fencing_token);
     server.stop().await;
 }
 

@@ -72,14 +72,14 @@ async fn depth_and_length_of_a_fork_s_keys_are_limited() {
 async fn senders_of_too_large_bodies_receive_the_reason() {
     let server = TestServer::new().await;
     // The body is larger than the buffers of a connection, so the client is still sending when the server refuses it.
-    for (path, kind, fragment) in [
+    for (path, mime, fragment) in [
         ("/jobs", "application/json", "the body is larger than 1 MiB"),
         ("/jobs", "application/toml", "the body is larger than 1 MiB"),
         ("/datasets", "application/json", "the body is larger than 1 MiB"),
     ] {
-        let sent = server.http.post(server.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
+        let request = server.http.post(server.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
         let response =
-            sent.header("content-type", kind).send().await.expect("a response instead of a broken pipe");
+            request.header("content-type", mime).send().await.expect("a response instead of a broken pipe");
         assert_eq!(response.status(), 413, "{path}");
         let problem: Value = serde_json::from_slice(&response.bytes().await.unwrap()).unwrap();
         assert_eq!(problem["detail"], fragment);
@@ -91,9 +91,9 @@ async fn senders_of_too_large_bodies_receive_the_reason() {
 async fn repeated_keys_and_too_deep_bodies_are_refused() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 2).await;
-    let send = async |kind: &str, body: String| {
+    let send = async |mime: &str, body: String| {
         let url = server.url("/api/v1/jobs/validate");
-        server.send(server.http.post(url).header("content-type", kind).body(body)).await
+        server.send(server.http.post(url).header("content-type", mime).body(body)).await
     };
     let json = "application/json";
     // The outer object is one level.
@@ -102,10 +102,10 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
     for depth in [JSON_NESTING, 100_000] {
         assert_refused(send(json, format!("{{\"x\": {}}}", nested(depth))).await, 400, "more than 32 deep");
     }
-    let twice = spec().to_string().replacen("{", "{\"name\": \"other\", ", 1);
-    assert_refused(send(json, twice).await, 400, "\"name\" appears twice");
-    let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
-    assert_eq!(send(json, inner).await.0, 400);
+    let repeated_name = spec().to_string().replacen("{", "{\"name\": \"other\", ", 1);
+    assert_refused(send(json, repeated_name).await, 400, "\"name\" appears twice");
+    let repeated_inner_key = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
+    assert_eq!(send(json, repeated_inner_key).await.0, 400);
     // An array is not accepted in place of an object.
     assert_eq!(server.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
 
@@ -116,12 +116,12 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
     assert_refused(send(toml, document(&nested(TOML_NESTING + 1))).await, 422, "line 1, column 13");
     assert_eq!(send(toml, format!("{} = 1", dotted_key(500_000))).await.0, 422);
     let large = "#".repeat((1 << 20) + 1);
-    for kind in [json, toml] {
-        assert_eq!(send(kind, large.clone()).await.0, 413, "{kind}");
+    for mime in [json, toml] {
+        assert_eq!(send(mime, large.clone()).await.0, 413, "{mime}");
     }
-    for (kind, start) in [(json, "{}"), (toml, "#")] {
+    for (mime, start) in [(json, "{}"), (toml, "#")] {
         let body = format!("{start:<length$}", length = 1 << 20);
-        assert_eq!(send(kind, body).await.0, 422, "{kind}: the body is read, but names no dataset");
+        assert_eq!(send(mime, body).await.0, 422, "{mime}: the body is read, but names no dataset");
     }
     server.stop().await;
 }
@@ -131,18 +131,18 @@ async fn the_length_of_a_search_is_limited() {
     let (server, _agent, id, _) = start_job(|_| {}).await;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
-            let ask = async |n: usize| server.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
-            assert_eq!(ask(SEARCH_CHARS).await.0, 200, "{path}");
+            let search = async |n: usize| server.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
+            assert_eq!(search(SEARCH_CHARS).await.0, 200, "{path}");
             for chars in [SEARCH_CHARS + 1, 10_000] {
-                assert_refused(ask(chars).await, 422, "at most 200");
+                assert_refused(search(chars).await, 422, "at most 200");
             }
         }
     }
     // Numbers at the end of their range are not an error.
-    let far = u64::MAX;
+    let max = u64::MAX;
     for path in [
-        format!("/jobs/{id}/logs?after={far}&before={far}&q=x"),
-        format!("/jobs/{id}/metrics?from={far}&to={far}"),
+        format!("/jobs/{id}/logs?after={max}&before={max}&q=x"),
+        format!("/jobs/{id}/metrics?from={max}&to={max}"),
         format!("/jobs/{id}/metrics?ranks={}", vec!["4294967295"; 3000].join(",")),
     ] {
         let (status, body) = server.get(&path).await;
@@ -196,8 +196,8 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     let sha256_of_world = "486ea46224d1bb4fb680f34f7c9ad96a8f24ec88be73ea8e5a6c65260e9cb8a7";
     let files = json!({ "state.json": { "size_bytes": 5, "sha256": sha256_of_world } });
     std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
-    let jobs = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
-    let before = jobs();
+    let count_job_folders = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
+    let folders_before = count_job_folders();
     for (content, fragment) in [
         (None, "state.json is missing"),
         (Some("worl"), "has 4 bytes and was written with 5"),
@@ -208,7 +208,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
         }
         assert_refused(server.post(&format!("/jobs/{id}/fork"), &json!({})).await, 422, fragment);
     }
-    assert_eq!(jobs(), before);
+    assert_eq!(count_job_folders(), folders_before);
     std::fs::write(folder.join("state.json"), "world").unwrap();
     assert_eq!(server.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 201);
     server.stop().await;

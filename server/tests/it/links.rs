@@ -12,19 +12,20 @@ use serde_json::json;
 async fn a_job_over_several_machines_gets_the_fastest_links() {
     let server = TestServer::new().await;
     register_dataset(&server).await;
-    let linked = |name: &str, address: &str, mbits: Option<u32>| {
+    let hello_with_link = |name: &str, address: &str, mbits: Option<u32>| {
         let mut hello = hello_at(name, 2, Vec::new(), address);
         if let FromAgent::Hello { machine, .. } = &mut hello {
             machine.interface_mbits = mbits;
-            // The groups have a repeated slot and a missing slot.
+            // One group repeats a slot and has a slot that does not exist. The other group has only one slot.
             machine.nvlink_groups = if name == "b" { vec![vec![0, 1, 1, 7], vec![0]] } else { Vec::new() };
         }
         hello
     };
-    let _slow = Agent::connect(&server, linked("a", "10.0.0.1", Some(1000))).await.unwrap();
-    let mut fast = Agent::connect(&server, linked("b", "10.0.0.2", Some(100_000))).await.unwrap();
-    let _unknown = Agent::connect(&server, linked("c", "10.0.0.3", None)).await.unwrap();
-    let mut also_fast = Agent::connect(&server, linked("d", "10.0.0.4", Some(25_000))).await.unwrap();
+    let _slow = Agent::connect(&server, hello_with_link("a", "10.0.0.1", Some(1000))).await.unwrap();
+    let mut fast = Agent::connect(&server, hello_with_link("b", "10.0.0.2", Some(100_000))).await.unwrap();
+    let _unknown = Agent::connect(&server, hello_with_link("c", "10.0.0.3", None)).await.unwrap();
+    let mut also_fast =
+        Agent::connect(&server, hello_with_link("d", "10.0.0.4", Some(25_000))).await.unwrap();
     let (_, machines) = server.get("/agents").await;
     let links = |name: &str| {
         let mut machines = machines["agents"].as_array().unwrap().iter();
@@ -34,8 +35,8 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
     assert_eq!(links("b"), "network 100 Gbit/s · NVLink joins slots 0 1");
     assert!(links("c").is_null(), "{machines:#}");
     let job = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await;
-    let (one, other) = (fast.expect_start().await, also_fast.expect_start().await);
-    assert_eq!((one.attempt.job, other.attempt.job), (job.id.clone(), job.id.clone()));
+    let (first_start, second_start) = (fast.expect_start().await, also_fast.expect_start().await);
+    assert_eq!((first_start.attempt.job, second_start.attempt.job), (job.id.clone(), job.id.clone()));
     let (_, job) = server.get(&format!("/jobs/{}", job.id)).await;
     assert_eq!(job["agents"], json!(["b", "d"]), "{job:#}");
 }
@@ -44,22 +45,22 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
 async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
     let server = TestServer::new().await;
     register_dataset(&server).await;
-    let mut full = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let mut joined = hello_at("b", 4, Vec::new(), "10.0.0.2");
-    if let FromAgent::Hello { machine, .. } = &mut joined {
+    let mut without_nvlink = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let mut hello = hello_at("b", 4, Vec::new(), "10.0.0.2");
+    if let FromAgent::Hello { machine, .. } = &mut hello {
         machine.nvlink_groups = vec![vec![1, 3]];
     }
-    let mut joined = Agent::connect(&server, joined).await.unwrap();
+    let mut with_nvlink = Agent::connect(&server, hello).await.unwrap();
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
     assert_eq!(
-        joined.expect_start().await.ranks,
+        with_nvlink.expect_start().await.ranks,
         [(0, 1), (1, 3)],
         "NVLink counts more than filling a machine"
     );
     // The remaining slots of this machine have no NVLink, so filling the other machine is better.
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(full.expect_start().await.ranks, [(0, 0), (1, 1)]);
+    assert_eq!(without_nvlink.expect_start().await.ranks, [(0, 0), (1, 1)]);
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(joined.expect_start().await.ranks, [(0, 0), (1, 2)]);
+    assert_eq!(with_nvlink.expect_start().await.ranks, [(0, 0), (1, 2)]);
     server.stop().await;
 }

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    // Two ranks report different step times; a third job has none.
+    // The two ranks of the jobs a and b report different step times. Job c has no step time.
     for (name, tags, milestones, step_ms) in [
         ("a", json!(["x and more"]), json!([3]), Some([4.0, 8.0])),
         ("b", json!(["say \"x\"", "x"]), json!([1, 5]), Some([1.0, 2.0])),
@@ -91,9 +91,10 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
         let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
         let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
         let reason = job["reason"].as_str().unwrap_or_default();
-        let same =
+        let is_shown_everywhere =
             list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
-        (reason.contains(message) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
+        (reason.contains(message) && job["queue"]["place"] == 1 && is_shown_everywhere)
+            .then_some(job["last_seq"].clone())
     };
     let wait_for_reason = async |message: &str| {
         for _ in 0..400 {
@@ -115,10 +116,10 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     assert_eq!(stored, 2, "one event for the submission and one for the reason");
-    let busy = wait_for_reason("0 of 2").await;
+    let seq_before_end = wait_for_reason("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     // No new event is stored, because only the reason's text has changed.
-    assert_eq!(wait_for_reason("1 of 2").await, busy);
+    assert_eq!(wait_for_reason("1 of 2").await, seq_before_end);
     server.stop().await;
 }

@@ -24,19 +24,19 @@ async fn other_machines_are_admitted_only_with_an_explicit_option() {
     let files = Files::new();
     let tls = files.issue("server", |_| {});
     let dir = tempfile::tempdir().unwrap();
-    let everywhere = |change: &dyn Fn(&mut ServeConfig)| {
+    let config_for_all_addresses = |change: &dyn Fn(&mut ServeConfig)| {
         let mut config = config(&dir);
         config.listen = "0.0.0.0:0".parse().unwrap();
         change(&mut config);
         config
     };
-    let unauthenticated = everywhere(&|c| {
+    let unauthenticated = config_for_all_addresses(&|c| {
         c.tls = Some(tls.clone());
         c.no_auth = true;
     });
     let error = start_error(unauthenticated).await;
     assert!(error.contains("--no-auth") && error.contains("token"), "{error}");
-    let error = start_error(everywhere(&|_| {})).await;
+    let error = start_error(config_for_all_addresses(&|_| {})).await;
     for word in ["--tls-cert", "--tls-own-ca", "--trusted-proxy", "--insecure-http"] {
         assert!(error.contains(word), "{word}: {error}");
     }
@@ -61,28 +61,28 @@ async fn other_machines_are_admitted_only_with_an_explicit_option() {
 async fn behind_a_proxy_direct_connections_are_refused() {
     // The test needs an address that is not loopback.
     let Some(outside) = addresses().into_iter().find(|a| a.is_ipv4()) else { return };
-    let open = |proxies: &str, insecure: bool| {
-        let proxies = vec![proxies.parse().unwrap()];
+    let open = |proxy: &str, insecure_http: bool| {
+        let proxies = vec![proxy.parse().unwrap()];
         TestServer::with(move |c| {
             c.listen = "0.0.0.0:0".parse().unwrap();
-            c.insecure_http = insecure;
+            c.insecure_http = insecure_http;
             c.trusted_proxies = proxies;
         })
     };
-    let ask = async |server: &TestServer| {
+    let request_directly = async |server: &TestServer| {
         let url = format!("http://{outside}:{}/healthz", server.address.port());
         server.http.get(url).send().await.unwrap().status().as_u16()
     };
     let server = open("203.0.113.1", false).await;
-    assert_eq!(ask(&server).await, 403);
+    assert_eq!(request_directly(&server).await, 403);
     let url = format!("http://127.0.0.1:{}/healthz", server.address.port());
     assert_eq!(server.http.get(url).send().await.unwrap().status().as_u16(), 200, "loopback");
     server.stop().await;
     let server = open(&outside.to_string(), false).await;
-    assert_eq!(ask(&server).await, 200, "the proxy's address");
+    assert_eq!(request_directly(&server).await, 200, "the proxy's address");
     server.stop().await;
     let server = open("203.0.113.1", true).await;
-    assert_eq!(ask(&server).await, 200, "--insecure-http");
+    assert_eq!(request_directly(&server).await, 200, "--insecure-http");
     server.stop().await;
 }
 

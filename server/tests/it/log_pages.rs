@@ -148,12 +148,12 @@ async fn pages_of_a_dataset_have_all_its_pictures() {
     let indices: Vec<_> = samples.map(|sample| sample["index"].clone()).collect();
     assert_eq!((Value::from(indices), pages.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
     let cursor = pages[0]["next_cursor"].as_str().unwrap();
-    for (more, message) in [
+    for (parameter, message) in [
         ("&offset=2", "leave one of them out"),
         ("&split=val", "the cursor is of another query"),
         ("&shuffle=1", "the cursor is of another query"),
     ] {
-        assert_refused(server.get(&format!("{path}&cursor={cursor}{more}")).await, 400, message);
+        assert_refused(server.get(&format!("{path}&cursor={cursor}{parameter}")).await, 400, message);
     }
     agent.abort();
     server.stop().await;

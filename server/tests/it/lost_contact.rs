@@ -38,9 +38,9 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
 
     // The lost machine returns. Its old ranks still use memory, so no rank of the next attempt starts there.
     let server = TestServer::open(server.stop().await, long_lease).await;
-    let back = hello_at("a", 2, Vec::new(), "10.0.0.1");
+    let hello = hello_at("a", 2, Vec::new(), "10.0.0.1");
     drop(a);
-    a = Agent::connect(&server, back).await.unwrap();
+    a = Agent::connect(&server, hello).await.unwrap();
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "the server revokes the old attempt");
     a.expect_silence(1500).await;
@@ -62,13 +62,13 @@ async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     a.expect_silence(1000).await;
     let events = vec![AttemptEvent::Ended(Ending::Stopped)];
     b.send(FromAgent::Report { attempt, source: Source::Agent, first: 0, events }).await;
-    let next = loop {
+    let attempt_number = loop {
         match b.next().await {
             Some(ToAgent::Stop { .. }) => {}
             Some(ToAgent::Start(start)) => break start.attempt.attempt,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(next, 2);
+    assert_eq!(attempt_number, 2);
     server.stop().await;
 }

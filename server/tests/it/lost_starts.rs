@@ -64,7 +64,7 @@ async fn a_start_order_lost_with_its_connection_costs_no_restart() {
     let job = wait_for_end(&server, &mut agent, &id).await;
     assert_eq!((job.state, job.attempt), (JobState::Failed, 1), "{:?}", job.reason);
     assert!(
-        job.reason.as_ref().is_some_and(|why| why.contains("has no ranks of attempt 1")),
+        job.reason.as_ref().is_some_and(|reason| reason.contains("has no ranks of attempt 1")),
         "{:?}",
         job.reason
     );
@@ -74,15 +74,15 @@ async fn a_start_order_lost_with_its_connection_costs_no_restart() {
 /// A server that stops while it sends `Start` does not know whether the agent got the message.
 #[tokio::test]
 async fn a_start_order_lost_with_its_server_costs_no_restart() {
-    let quick = |c: &mut ServeConfig| {
+    let short_lease = |c: &mut ServeConfig| {
         c.lease = Duration::from_secs(6);
         c.heartbeat = Duration::from_millis(100);
     };
-    let server = TestServer::with(quick).await;
+    let server = TestServer::with(short_lease).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     assert_eq!(agent.expect_start().await.attempt.attempt, 1);
-    let server = TestServer::open(server.stop().await, quick).await;
+    let server = TestServer::open(server.stop().await, short_lease).await;
     let mut agent = Agent::join(&server, 2).await;
     let start = tokio::time::timeout(Duration::from_secs(60), next_start(&mut agent)).await;
     let attempt = start.expect("another attempt");
@@ -90,10 +90,10 @@ async fn a_start_order_lost_with_its_server_costs_no_restart() {
 
     // If the attempt has trained, the server knows that the agent got the message.
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    let server = TestServer::open(server.stop().await, quick).await;
+    let server = TestServer::open(server.stop().await, short_lease).await;
     let mut agent = Agent::join(&server, 2).await;
     let job = wait_for_end(&server, &mut agent, &id).await;
-    let why = job.reason.as_deref().unwrap_or_default();
-    assert!(job.state == JobState::Failed && why.contains("has no ranks of attempt 2"), "{why}");
+    let reason = job.reason.as_deref().unwrap_or_default();
+    assert!(job.state == JobState::Failed && reason.contains("has no ranks of attempt 2"), "{reason}");
     server.stop().await;
 }

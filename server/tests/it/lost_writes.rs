@@ -1,8 +1,11 @@
 //! The server does not start with a database that has lost data.
 
-use crate::test_server::{TIMEOUT, TestServer, config};
+use crate::{
+    starting::start_error,
+    test_server::{TestServer, config},
+};
 use lockstep_server::{
-    ServeError, serve,
+    ServeError,
     store::{
         Location,
         backup::{backup, restore},
@@ -14,15 +17,6 @@ use std::{
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
-
-/// Returns the error of a server that must not start.
-async fn start_error(dir: &TempDir) -> ServeError {
-    let ready = |_| panic!("the server must not start");
-    let server = serve(config(dir), ready, std::future::pending());
-    let error = tokio::time::timeout(TIMEOUT, server).await.unwrap().unwrap_err();
-    assert_eq!(error.exit_code(), 2, "{error}");
-    error
-}
 
 async fn open_sqlite(dir: TempDir) -> TestServer {
     TestServer::open(dir, |config| config.database = None).await
@@ -65,7 +59,7 @@ async fn a_missing_write_ahead_log_after_an_unclean_end_is_detected() {
         // Every start fails, and so does a backup, whose connection would write the log into the database.
         let location = Location::Sqlite(dir.path().join("lockstep.db"));
         for _ in 0..2 {
-            let error = start_error(&dir).await;
+            let error = start_error(config(&dir)).await;
             assert!(matches!(error, ServeError::LogMissing { .. }), "{kind}: {error}");
             let message = error.to_string();
             assert!(
@@ -82,12 +76,12 @@ async fn a_missing_write_ahead_log_after_an_unclean_end_is_detected() {
         open_complete(dir).await;
     }
     // First remedy: move the database away and restore a backup.
-    let (dir, saved) = (crashed_dir().await, crashed_dir().await);
+    let (dir, undamaged) = (crashed_dir().await, crashed_dir().await);
     let location_in = |dir: &TempDir| Location::Sqlite(dir.path().join("lockstep.db"));
-    backup(&location_in(&saved), &saved.path().join("backup")).await.unwrap();
+    backup(&location_in(&undamaged), &undamaged.path().join("backup")).await.unwrap();
     fs::remove_file(wal(&dir)).unwrap();
     fs::rename(dir.path().join("lockstep.db"), dir.path().join("damaged.db")).unwrap();
-    restore(&location_in(&dir), &saved.path().join("backup")).await.unwrap();
+    restore(&location_in(&dir), &undamaged.path().join("backup")).await.unwrap();
     let dir = open_complete(dir).await;
     open_complete(dir).await;
     // Second remedy: remove the lock file and continue with the remaining data.
@@ -101,8 +95,8 @@ async fn a_missing_write_ahead_log_after_an_unclean_end_is_detected() {
 async fn a_backup_after_a_kill_leaves_a_usable_database() {
     let dir = crashed_dir().await;
     let location = Location::Sqlite(dir.path().join("lockstep.db"));
-    let done = backup(&location, &dir.path().join("backup")).await.unwrap();
-    assert!(done.tables.contains(&("datasets".to_owned(), 1)), "{done:?}");
+    let report = backup(&location, &dir.path().join("backup")).await.unwrap();
+    assert!(report.tables.contains(&("datasets".to_owned(), 1)), "{report:?}");
     open_complete(dir).await;
 }
 
@@ -115,7 +109,7 @@ async fn an_overwritten_page_is_detected_after_an_unclean_end() {
     }
     fs::write(dir.path().join("lockstep.db.lock"), "process 1").unwrap();
     for _ in 0..2 {
-        let error = start_error(&dir).await;
+        let error = start_error(config(&dir)).await;
         assert!(matches!(error, ServeError::DatabaseDamaged { .. }), "{error}");
         assert!(error.to_string().contains("lockstep restore"), "{error}");
     }
@@ -130,7 +124,7 @@ async fn an_empty_database_in_a_used_data_directory_is_refused() {
     let (database, aside) = (dir.path().join("lockstep.db"), dir.path().join("aside.db"));
     fs::rename(&database, &aside).unwrap();
     for _ in 0..2 {
-        let error = start_error(&dir).await;
+        let error = start_error(config(&dir)).await;
         assert!(matches!(error, ServeError::DatabaseEmpty { .. }), "{error}");
         assert!(
             error.to_string().contains(&job) && error.to_string().contains("lockstep restore"),

@@ -11,7 +11,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-fn sample(busy: f32, gpus: u32) -> MachineSample {
+fn sample(cpu_utilization: f32, gpus: u32) -> MachineSample {
     let gpu = |slot| GpuSample {
         slot,
         utilization: Some(0.75),
@@ -23,7 +23,7 @@ fn sample(busy: f32, gpus: u32) -> MachineSample {
         at: jiff::Timestamp::now(),
         cpus: 2.0,
         host_cpus: 64,
-        cpu_utilization: Some(busy),
+        cpu_utilization: Some(cpu_utilization),
         load: Some(1.5),
         memory_used_bytes: 1 << 30,
         memory_bytes: 4 << 30,
@@ -83,12 +83,12 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     assert_eq!(metrics["gpus"][1]["metrics"]["temperature_celsius"], json!([61.0, 61.0]));
     assert_eq!(metrics["at_ms"].as_array().unwrap().len(), 2);
     let since = jiff::Timestamp::now() - Duration::from_secs(100);
-    let (_, few) = server.get(&format!("/agents/id-a/metrics?since={since}&points=4")).await;
-    assert_eq!(few["machine"]["cpu_utilization"], json!([null, null, null, 0.5]), "{few}");
+    let (_, coarse) = server.get(&format!("/agents/id-a/metrics?since={since}&points=4")).await;
+    assert_eq!(coarse["machine"]["cpu_utilization"], json!([null, null, null, 0.5]), "{coarse}");
     let later = jiff::Timestamp::now() + Duration::from_secs(100);
     for points in ["", "&points=2000"] {
-        let (status, none) = server.get(&format!("/agents/id-a/metrics?since={later}{points}")).await;
-        assert!(status == 200 && none["gpus"] == json!([]), "{none}");
+        let (status, empty) = server.get(&format!("/agents/id-a/metrics?since={later}{points}")).await;
+        assert!(status == 200 && empty["gpus"] == json!([]), "{empty}");
     }
     for wrong in ["since=yesterday", "points=0", "points=2001", "until=now"] {
         assert_eq!(server.get(&format!("/agents/id-a/metrics?{wrong}")).await.0, 400, "{wrong}");
@@ -103,7 +103,7 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     assert_eq!(machine(&server).await["connected_at"], Value::Null);
     let count = "SELECT count(*) FROM machine_minutes";
     let rows = server.query_number(count).await;
-    // LIMIT 1, because there may be two minutes.
+    // The table may have two minutes; LIMIT 1 copies only one of them.
     server.execute("INSERT INTO machine_minutes SELECT agent_id, 5, data FROM machine_minutes LIMIT 1").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     wait_until("the old minute is removed", async || server.query_number(count).await == rows).await;
@@ -174,7 +174,7 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     let (server, _agent, _, _) = start_job(|spec| spec["parallel"]["ranks"] = json!(1)).await;
     // The job waits for both slots.
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
-    let listed = async || {
+    let read_agents_of_job = async || {
         let (_, list) = server.get("/agents").await;
         let agents = list["agents"].as_array().unwrap().iter();
         let mut agents: Vec<_> =
@@ -186,15 +186,16 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     if let FromAgent::Hello { only_job, .. } = &mut hello {
         *only_job = Some(job.clone());
     }
-    let own = Agent::connect(&server, hello.clone()).await.unwrap();
-    own.disconnect();
+    let agent_of_job = Agent::connect(&server, hello.clone()).await.unwrap();
+    agent_of_job.disconnect();
     // The agent stays listed while its job may have another attempt.
-    wait_until("the agent is offline", async || listed().await == [(json!("own"), json!(false))]).await;
-    let own = Agent::connect(&server, hello).await.unwrap();
+    wait_until("the agent is offline", async || read_agents_of_job().await == [(json!("own"), json!(false))])
+        .await;
+    let agent_of_job = Agent::connect(&server, hello).await.unwrap();
     assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
     server.wait_for_state(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
-    own.disconnect();
-    wait_until("the agent leaves the list", async || listed().await.is_empty()).await;
+    agent_of_job.disconnect();
+    wait_until("the agent leaves the list", async || read_agents_of_job().await.is_empty()).await;
     server.stop().await;
 }
 

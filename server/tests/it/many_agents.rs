@@ -49,7 +49,7 @@ async fn report_end(agent: &mut Agent, start: &StartAttempt) {
 /// `may_end` is true.
 async fn simulate_agent(
     mut agent: Agent,
-    mut held: Vec<StartAttempt>,
+    mut unfinished: Vec<StartAttempt>,
     mut may_end: watch::Receiver<bool>,
     starts: Starts,
 ) -> Vec<StartAttempt> {
@@ -57,7 +57,7 @@ async fn simulate_agent(
     let mut ended = HashSet::new();
     loop {
         if *may_end.borrow_and_update() {
-            for start in &held {
+            for start in &unfinished {
                 if ended.insert(start.attempt.clone()) {
                     report_end(&mut agent, start).await;
                 }
@@ -72,20 +72,20 @@ async fn simulate_agent(
                     let new = (start.attempt.clone(), start.world_size, 0);
                     let entry = starts.entry(start.attempt.fencing_token.number).or_insert(new);
                     entry.2 += u32::try_from(start.ranks.len()).unwrap();
-                    held.push(*start);
+                    unfinished.push(*start);
                 }
                 Some(ToAgent::Ack(ack)) => {
                     if ack.source == Source::Agent {
-                        held.retain(|start| start.attempt != ack.attempt);
+                        unfinished.retain(|start| start.attempt != ack.attempt);
                     }
                 }
                 // A heartbeat may name an attempt that has just ended, before its acknowledgement arrives.
                 Some(ToAgent::Stop { attempt, .. }) if ended.contains(&attempt) => {}
-                None => return held,
+                None => return unfinished,
                 other => panic!("{other:?}"),
             },
             _ = heartbeat.tick() => {
-                let attempts: Vec<_> = held.iter().map(|start| start.attempt.clone()).collect();
+                let attempts: Vec<_> = unfinished.iter().map(|start| start.attempt.clone()).collect();
                 agent.heartbeat(&attempts).await;
             }
             _ = may_end.changed() => {}
@@ -132,33 +132,35 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
             server.submit(|spec| (spec["parallel"], spec["train"]["batch_size"]) = (parallel, json!(16)));
         submitted.push((job.await.id, ranks));
     }
-    let given = |starts: &Starts| starts.lock().unwrap().values().map(|(_, _, given)| given).sum::<u32>();
-    wait_until("all slots are in use", async || given(&starts) == MACHINES as u32 * SLOTS).await;
+    let started_ranks = |starts: &Starts| {
+        starts.lock().unwrap().values().map(|(_, _, started_ranks)| started_ranks).sum::<u32>()
+    };
+    wait_until("all slots are in use", async || started_ranks(&starts) == MACHINES as u32 * SLOTS).await;
     let started: HashSet<JobId> =
         starts.lock().unwrap().values().map(|(attempt, ..)| attempt.job.clone()).collect();
     assert_eq!(started, submitted[..30].iter().map(|(id, _)| id.clone()).collect());
 
     // All machines reconnect at once, and no running attempt is restarted.
     let dir = server.stop().await;
-    let mut held = Vec::new();
+    let mut unfinished = Vec::new();
     for machine in machines.drain(..) {
-        held.push(machine.await.unwrap());
+        unfinished.push(machine.await.unwrap());
     }
-    let began = Instant::now();
+    let start_time = Instant::now();
     let server = TestServer::open(dir, |_| {}).await;
     let mut connections = Vec::new();
-    for ((number, token), held) in tokens.iter().enumerate().zip(&held) {
-        let attempts = held.iter().map(|start| start.attempt.clone()).collect();
+    for ((number, token), unfinished) in tokens.iter().enumerate().zip(&unfinished) {
+        let attempts = unfinished.iter().map(|start| start.attempt.clone()).collect();
         connections.push(Agent::connect_with_token(&server, token, hello(number, attempts)));
     }
-    for (agent, held) in futures_util::future::join_all(connections).await.into_iter().zip(held) {
+    for (agent, unfinished) in futures_util::future::join_all(connections).await.into_iter().zip(unfinished) {
         let agent = agent.unwrap();
         assert_eq!(agent.welcome.1, [], "no attempt is revoked");
-        machines.push(tokio::spawn(simulate_agent(agent, held, ending.clone(), starts.clone())));
+        machines.push(tokio::spawn(simulate_agent(agent, unfinished, ending.clone(), starts.clone())));
     }
-    assert!(began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
-    let live = "SELECT count(*) FROM jobs WHERE attempt = 1 AND state IN ('starting', 'running')";
-    assert_eq!(server.query_number(live).await, 30);
+    assert!(start_time.elapsed() < TIMEOUT, "{:?}", start_time.elapsed());
+    let active_jobs = "SELECT count(*) FROM jobs WHERE attempt = 1 AND state IN ('starting', 'running')";
+    assert_eq!(server.query_number(active_jobs).await, 30);
 
     may_end.send(true).unwrap();
     wait_until("all jobs have succeeded", async || {
@@ -171,8 +173,8 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     for size in [1, 2, 8, 16] {
         let submitted_ids = submitted.iter().filter(|(_, ranks)| *ranks == size).map(|(id, _)| id);
         let in_order = starts.values().filter(|(_, ranks, _)| *ranks == size);
-        let in_order = in_order.map(|(attempt, ranks, given)| {
-            assert_eq!((attempt.attempt, given), (1, ranks));
+        let in_order = in_order.map(|(attempt, ranks, started_ranks)| {
+            assert_eq!((attempt.attempt, started_ranks), (1, ranks));
             &attempt.job
         });
         assert!(submitted_ids.eq(in_order), "jobs of {size} ranks start in the order of submission");
@@ -190,7 +192,7 @@ async fn dispatch_reads_waiting_jobs_from_the_database() {
     })
     .await;
     let (first, second) = (server.submit(|_| {}).await.id, server.submit(|_| {}).await.id);
-    wait_until("dispatch knows both", async || {
+    wait_until("dispatch knows both jobs", async || {
         server.get(&format!("/jobs/{second}")).await.1["queue"]["place"] == 2
     })
     .await;

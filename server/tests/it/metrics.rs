@@ -79,8 +79,8 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
         for rank in 0..2 {
             let batch: Vec<_> =
                 (first..first + 1000).step_by(4).map(|from| points(rank, from, from + 3)).collect();
-            let sent = if rank == 0 { &mut records } else { &mut other_records };
-            *sent = agent.report(&attempt, Source::Rank(rank), *sent, batch).await;
+            let next_record = if rank == 0 { &mut records } else { &mut other_records };
+            *next_record = agent.report(&attempt, Source::Rank(rank), *next_record, batch).await;
         }
     }
     let get = async |query: &str| {
@@ -113,8 +113,7 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
     assert_eq!(sparse["exact"], true);
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
-    // Waits until the events are compacted into chunks.
-    // Each row has two events.
+    // Waits until most events are compacted into chunks. Each of the 40 reports is a row of two events (loss and val_loss).
     let watermark =
         format!("SELECT COALESCE((SELECT watermark FROM metric_compaction WHERE job_id = '{id}'), 0)");
     wait_until("events are compacted", async || server.query_number(&watermark).await > 50).await;

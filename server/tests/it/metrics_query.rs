@@ -18,28 +18,28 @@ async fn one_request_returns_a_metric_of_several_jobs() {
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
         ids.push(id);
     }
-    let query = |rest: &str| format!("/metrics/query?jobs={}&{rest}", ids.join(","));
+    let query = |parameters: &str| format!("/metrics/query?jobs={}&{parameters}", ids.join(","));
     for points in [4, 500] {
         let (status, response) = server.get(&query(&format!("name=loss&points={points}"))).await;
         assert_eq!(status, 200, "{response}");
-        for (id, mut together) in ids.iter().zip(response["jobs"].as_array().unwrap().iter().cloned()) {
-            let (_, alone) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
-            assert_eq!(together.as_object_mut().unwrap().remove("job"), Some(json!(id)));
-            assert_eq!(together, alone);
-            assert!(!together["series"].as_array().unwrap().is_empty());
+        for (id, mut of_query) in ids.iter().zip(response["jobs"].as_array().unwrap().iter().cloned()) {
+            let (_, of_job) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
+            assert_eq!(of_query.as_object_mut().unwrap().remove("job"), Some(json!(id)));
+            assert_eq!(of_query, of_job);
+            assert!(!of_query["series"].as_array().unwrap().is_empty());
         }
     }
-    let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
-    let distinct = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
+    let repeated_ids = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
+    let distinct_ids = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
     for (path, expected, message) in [
         (query("name=losss"), 400, "no metric is called"),
         (query("name=loss&points=10001"), 400, "1 to 10000"),
         ("/metrics/query?jobs=&name=loss".to_owned(), 400, "1 to 50"),
         // Repeated ids count once.
-        (format!("/metrics/query?jobs={}&name=loss", many(60)), 404, "no job has the id"),
-        (format!("/metrics/query?jobs={}&name=loss&points=2000", distinct(50)), 404, "no job has the id"),
-        (format!("/metrics/query?jobs={}&name=loss&points=2001", distinct(50)), 400, "at most 2000"),
-        (format!("/metrics/query?jobs={}&name=loss", distinct(51)), 400, "1 to 50"),
+        (format!("/metrics/query?jobs={}&name=loss", repeated_ids(60)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2000", distinct_ids(50)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2001", distinct_ids(50)), 400, "at most 2000"),
+        (format!("/metrics/query?jobs={}&name=loss", distinct_ids(51)), 400, "1 to 50"),
     ] {
         assert_refused(server.get(&path).await, expected, message);
     }

@@ -62,24 +62,25 @@ async fn test_models(server: TestServer) {
     ] {
         assert_refused(server.post("/models", &body).await, 422, &[pointer]);
     }
-    let capital = json!({"name": "Shoes", "checkpoint": checkpoint});
-    assert_refused(server.post("/models", &capital).await, 409, &["shoes"]);
+    let other_case = json!({"name": "Shoes", "checkpoint": checkpoint});
+    assert_refused(server.post("/models", &other_case).await, 409, &["shoes"]);
     for (key, value) in [("checkpoint", format!("{job}-1-6")), ("job", "x".into())] {
         assert_refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
     }
 
     // An alias can move to another version. A version without an alias can be removed, and its number is not used again.
     let champion = "/models/shoes/aliases/champion";
-    let put = async |alias: &str, version: u32| {
+    let set_alias = async |alias: &str, version: u32| {
         server.put(&format!("/models/shoes/aliases/{alias}"), &json!({"version": version})).await
     };
-    assert_refused(put("7", 1).await, 422, &["/alias", "number"]);
-    assert_refused(put("champion", 9).await, 404, &["no version 9"]);
+    assert_refused(set_alias("7", 1).await, 422, &["/alias", "number"]);
+    assert_refused(set_alias("champion", 9).await, 404, &["no version 9"]);
     assert_refused(server.get(champion).await, 404, &["no alias"]);
     for version in [1, 2] {
-        let (status, put) = put("champion", version).await;
-        assert_eq!((status, &put["version"], &put["aliases"]), (200, &json!(version), &json!(["champion"])));
-        assert_eq!(server.get(champion).await, (200, put));
+        let (status, found) = set_alias("champion", version).await;
+        assert_eq!((status, &found["version"]), (200, &json!(version)));
+        assert_eq!(found["aliases"], json!(["champion"]));
+        assert_eq!(server.get(champion).await, (200, found));
     }
     let (_, log) = server.get("/audit?q=aliases/champion").await;
     assert_eq!(log["entries"][0]["object"], format!("/api/v1{champion}: version: 2 (was 1)"));
@@ -105,18 +106,18 @@ async fn test_models(server: TestServer) {
     assert_eq!(server.get_text("/models/boots").await.0, 404);
 
     // An active job may still remove and replace its checkpoints, so they cannot be registered.
-    let (live, attempt) = agent.start_job(&server, |_| {}).await;
+    let (active_job, attempt) = agent.start_job(&server, |_| {}).await;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
-    std::fs::create_dir_all(server.job_dir(&live).join("checkpoints/1-5")).unwrap();
+    std::fs::create_dir_all(server.job_dir(&active_job).join("checkpoints/1-5")).unwrap();
     assert_refused(
-        server.post("/models", &json!({"name": "shoes", "job": live})).await,
+        server.post("/models", &json!({"name": "shoes", "job": active_job})).await,
         409,
         &["after the job's end"],
     );
 
     // A job stores the checkpoint of the alias at submission.
-    assert_eq!(put("champion", 1).await.0, 200);
+    assert_eq!(set_alias("champion", 1).await.0, 200);
     for (pretrained, message) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
         ("models:/shoes/2", "no version is called models:/shoes/2"),

@@ -13,13 +13,13 @@ const DASHBOARD: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../de
 /// Returns the metrics of a server with a job that has trained three steps, after a request for a missing job.
 async fn read_metrics() -> String {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
-    let times = |rank| {
+    let step_times = |rank| {
         let column = MetricColumn { name: "step_ms".into(), steps: vec![1, 2, 3], values: vec![5.0; 3] };
         AttemptEvent::Metrics { rank, columns: vec![column] }
     };
-    let of_first = vec![running(10, 0), times(0), line(0, 1, "a line")];
-    agent.report(&attempt, Source::Rank(0), 0, of_first).await;
-    agent.report(&attempt, Source::Rank(1), 0, vec![times(1)]).await;
+    let events_of_rank_0 = vec![running(10, 0), step_times(0), line(0, 1, "a line")];
+    agent.report(&attempt, Source::Rank(0), 0, events_of_rank_0).await;
+    agent.report(&attempt, Source::Rank(1), 0, vec![step_times(1)]).await;
     server.job(&id).await;
     assert_eq!(server.get("/jobs/j00000000000000000000000000").await.0, 404);
     assert_eq!(server.get_text("/nowhere").await.0, 404);
@@ -39,8 +39,8 @@ fn value(text: &str, sample: &str) -> Option<f64> {
 fn queries(json: &Value) -> Vec<&str> {
     match json {
         Value::Object(map) => {
-            let own = map.get("expr").and_then(Value::as_str);
-            own.into_iter().chain(map.values().flat_map(queries)).collect()
+            let query = map.get("expr").and_then(Value::as_str);
+            query.into_iter().chain(map.values().flat_map(queries)).collect()
         }
         Value::Array(items) => items.iter().flat_map(queries).collect(),
         _ => Vec::new(),
@@ -50,9 +50,9 @@ fn queries(json: &Value) -> Vec<&str> {
 #[tokio::test]
 async fn metrics_cover_jobs_machines_requests_and_lag() {
     let text = read_metrics().await;
-    let of_job = "{route=\"/api/v1/jobs/{id}\",status=";
+    let job_route = "{route=\"/api/v1/jobs/{id}\",status=";
     let requests = |labels: &str| format!("lockstep_http_request_duration_seconds_count{labels}");
-    let (success, missing) = (format!("{of_job}\"2xx\"}}"), format!("{of_job}\"4xx\"}}"));
+    let (success, missing) = (format!("{job_route}\"2xx\"}}"), format!("{job_route}\"4xx\"}}"));
     for (sample, expected) in [
         ("lockstep_jobs{state=\"running\"}", 1.0),
         ("lockstep_jobs{state=\"queued\"}", 0.0),
@@ -88,6 +88,7 @@ async fn metrics_cover_jobs_machines_requests_and_lag() {
     }
 }
 
+/// Only `tests/run full` runs these tests.
 mod full {
     use super::read_metrics;
     use std::{

@@ -50,17 +50,18 @@ async fn added_people_sign_in_and_out() {
     let link =
         client_without_redirects("").post(server.url("/api/v1/login-links")).header("cookie", &session[0]);
     let link: Value = link.send().await.unwrap().json().await.unwrap();
-    let elsewhere =
+    let response =
         client_without_redirects("").get(link["url"].as_str().expect("a link")).send().await.unwrap();
-    let cookie = elsewhere.headers()["set-cookie"].to_str().unwrap();
-    let life = cookie.split("Max-Age=").nth(1).and_then(|rest| rest.split(';').next()).expect("a life");
-    let life: u64 = life.parse().unwrap();
-    assert!((1..=24 * 3600).contains(&life), "{cookie}");
+    let cookie = response.headers()["set-cookie"].to_str().unwrap();
+    let max_age_secs =
+        cookie.split("Max-Age=").nth(1).and_then(|rest| rest.split(';').next()).expect("Max-Age");
+    let max_age_secs: u64 = max_age_secs.parse().unwrap();
+    assert!((1..=24 * 3600).contains(&max_age_secs), "{cookie}");
     let sign_out = client_without_redirects("").post(server.url("/logout")).header("cookie", &session[0]);
     assert_eq!(sign_out.send().await.unwrap().status(), 303);
     assert!(!browser.is_signed_in().await, "the session has ended");
 
-    // ES256, after a restart of the server.
+    // The provider signs with ES256 after a restart of the server.
     let key = Signer::ec();
     provider.change(|b| (b.keys, b.header, b.signer) = (vec![key.public("ec")], json!({"kid": null}), key));
     let dir = server.stop().await;
@@ -103,7 +104,7 @@ async fn invalid_id_tokens_are_refused() {
         ("signed with &#34;None&#34;", header(json!({"kid": "first", "alg": "None"}))),
         ("signed with &#34;HS256&#34;", Box::new(|b| b.signer = Signer::Hmac(SECRET.into()))),
         ("signed with &#34;HS256&#34;", Box::new(move |b| b.signer = Signer::Hmac(public(b)))),
-        // The client secret as the key, published by the provider.
+        // The provider publishes the client secret as its key.
         (
             "signed with &#34;HS256&#34;",
             Box::new(|b| {
@@ -195,11 +196,12 @@ async fn errors_of_the_provider_are_explained() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     let mut n = 0;
-    let mut call_back = async |more: &[(&str, &str)]| {
+    let mut call_back = async |parameters: &[(&str, &str)]| {
         n += 1;
         let mut browser = Browser::from(&server, [127, 0, 6, n]);
         let params = browser.begin(&provider, "").await;
-        let response = browser.call_back(&[&[("state", params["state"].as_str())], more].concat()).await;
+        let response =
+            browser.call_back(&[&[("state", params["state"].as_str())], parameters].concat()).await;
         assert!(browser.cookies.is_empty());
         (response.status().as_u16(), response.text().await.unwrap())
     };
@@ -243,7 +245,7 @@ async fn errors_of_the_provider_are_explained() {
 async fn the_redirect_after_sign_in_stays_on_this_server() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
-    for (next, to) in [
+    for (query, target) in [
         ("next=/datasets%3Fx%3D1", "/datasets?x=1"),
         ("next=https://evil.example", "/jobs"),
         ("next=//evil.example", "/jobs"),
@@ -253,12 +255,12 @@ async fn the_redirect_after_sign_in_stays_on_this_server() {
         ("next=", "/jobs"),
     ] {
         let mut browser = Browser::new(&server);
-        let params = browser.begin(&provider, next).await;
+        let params = browser.begin(&provider, query).await;
         let code = provider.issue_code(&params);
         let response = browser
             .call_back(&[("state", &params["state"]), ("code", &code), ("next", "//evil.example")])
             .await;
-        assert_eq!((response.status().as_u16(), location(&response)), (303, to), "{next}");
+        assert_eq!((response.status().as_u16(), location(&response)), (303, target), "{query}");
     }
     server.stop().await;
 }
@@ -267,20 +269,20 @@ async fn the_redirect_after_sign_in_stays_on_this_server() {
 async fn failed_sign_ins_are_limited_and_logged() {
     let provider = Provider::start().await;
     let server = provider.server(|_| {}).await;
-    let from = [127, 0, 7, 1];
+    let address = [127, 0, 7, 1];
     // Callbacks with an unknown state do not count as failed sign-ins. Otherwise a web page could block people by redirects.
     for _ in 0..12 {
         assert_eq!(
-            Browser::from(&server, from).call_back(&[("state", "x"), ("code", "x")]).await.status(),
+            Browser::from(&server, address).call_back(&[("state", "x"), ("code", "x")]).await.status(),
             400
         );
     }
     for n in 0..10 {
-        let page = Browser::from(&server, from).sign_in_error(&provider, 403).await;
+        let page = Browser::from(&server, address).sign_in_error(&provider, 403).await;
         assert!(page.contains("lockstep user add ada --subject sub-1"), "{n}: {page}");
     }
     let requests = provider.read(|b| b.token_requests);
-    let mut browser = Browser::from(&server, from);
+    let mut browser = Browser::from(&server, address);
     let response = browser.sign_in(&provider).await;
     assert_eq!(response.status(), 429);
     assert!(response.headers().contains_key("retry-after"));
@@ -313,10 +315,10 @@ async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
             other => panic!("{other:?}"),
         }
     };
-    let open = |c: &mut lockstep_server::ServeConfig| {
+    let on_all_addresses = |c: &mut lockstep_server::ServeConfig| {
         (c.listen, c.insecure_http) = ("0.0.0.0:0".parse().unwrap(), true);
     };
-    assert!(start_error(&open).await.contains("--public-url"));
+    assert!(start_error(&on_all_addresses).await.contains("--public-url"));
     assert!(start_error(&|c| c.no_auth = true).await.contains("--no-auth"));
     let no_ca =
         |c: &mut lockstep_server::ServeConfig| c.oidc.as_mut().unwrap().ca_file = Some("/nowhere".into());

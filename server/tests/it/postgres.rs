@@ -48,8 +48,8 @@ fn find_programs() -> PathBuf {
 
 /// A command that does not run as root, because Postgres refuses to run as root.
 fn unprivileged(program: &Path) -> Command {
-    let root = fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
-    if !root {
+    let is_root = fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
+    if !is_root {
         return Command::new(program);
     }
     let mut command = Command::new("runuser");
@@ -82,7 +82,7 @@ impl Cluster {
     pub fn start(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
-            let before = self.log().len();
+            let old_length = self.log().len();
             let mut keeper = unprivileged(Path::new("sh"));
             keeper.args(["-c", KEEPER, "sh"]).arg(self.bin.join("postgres"));
             keeper.arg("-D").arg(self.dir.join("data")).arg("-k").arg(&self.dir);
@@ -105,8 +105,8 @@ impl Cluster {
                 let is_ignored = |line: &str| {
                     ["database system is", "terminating connection"].iter().any(|text| line.contains(text))
                 };
-                let new = self.log().split_off(before);
-                if new.lines().any(|l| l.contains("FATAL") && !is_ignored(l)) {
+                let new_lines = self.log().split_off(old_length);
+                if new_lines.lines().any(|l| l.contains("FATAL") && !is_ignored(l)) {
                     break;
                 }
             }

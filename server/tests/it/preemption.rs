@@ -22,7 +22,7 @@ async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: boo
         .await
 }
 
-/// Expects the order to write a checkpoint and end. Returns its attempt.
+/// Waits for the order to preempt an attempt, whose ranks write a checkpoint and end. Returns the attempt.
 async fn expect_preemption(agent: &mut Agent) -> AttemptRef {
     match agent.next().await {
         Some(ToAgent::Stop { attempt, reason, patient: true }) => {
@@ -110,13 +110,13 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     for _ in 0..3 {
         expect_preemption(&mut agent).await;
     }
-    let act = async |job: &Job, action: &str| {
+    let request = async |job: &Job, action: &str| {
         let (status, body) = server.post(&format!("/jobs/{}/{action}", job.id), &Value::Null).await;
         assert_eq!(status, 202, "{body}");
     };
-    act(&jobs[0].0, "pause").await;
-    act(&jobs[1].0, "cancel").await;
-    // Both agents get another order, for the pause and the cancellation.
+    request(&jobs[0].0, "pause").await;
+    request(&jobs[1].0, "cancel").await;
+    // The agent gets another order for both attempts, because of the pause and the cancellation.
     assert!(agent.expect_stop().await);
     assert!(!agent.expect_stop().await);
     agent.end(&jobs[0].1, Ending::Stopped).await;
@@ -188,8 +188,8 @@ async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
     let lease = Duration::from_secs(4);
     let server = TestServer::with(|c| c.lease = lease).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let other = submit(&server, 1, 0, true).await;
-    let other_attempt = agent.expect_start().await.attempt;
+    let preemptible = submit(&server, 1, 0, true).await;
+    let preemptible_attempt = agent.expect_start().await.attempt;
     let ended = submit(&server, 1, 0, true).await;
     agent.expect_start().await;
     // Stores the end of the job in the database. Its slots become free when the lease expires.
@@ -200,17 +200,17 @@ async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
     let message = loop {
         tokio::select! {
             message = agent.next() => break message,
-            _ = heartbeats.tick() => agent.heartbeat(std::slice::from_ref(&other_attempt)).await,
+            _ = heartbeats.tick() => agent.heartbeat(std::slice::from_ref(&preemptible_attempt)).await,
         }
     };
-    // The agent may be told to stop the ended job, but never the other job.
+    // The agent may be told to stop the ended job, but never the preemptible job.
     let mut messages = vec![message];
     if matches!(messages[0], Some(ToAgent::Stop { .. })) {
         messages.push(agent.next().await);
     }
     for message in &messages {
         assert!(
-            !matches!(message, Some(ToAgent::Stop { attempt, .. }) if attempt.job == other.id),
+            !matches!(message, Some(ToAgent::Stop { attempt, .. }) if attempt.job == preemptible.id),
             "{messages:?}"
         );
     }
@@ -228,8 +228,8 @@ async fn a_lost_preemption_order_is_repeated() {
     // Simulates a failure of the database right after it has stored the change.
     let cause =
         json!({"code": "preempting", "priority": 5, "words": "being preempted by job x of priority 5"});
-    let stored = format!("UPDATE jobs SET state = 'pausing', cause = '{cause}' WHERE id = '{}'", low.id);
-    assert_eq!(server.execute(&stored).await, 1);
+    let query = format!("UPDATE jobs SET state = 'pausing', cause = '{cause}' WHERE id = '{}'", low.id);
+    assert_eq!(server.execute(&query).await, 1);
     let high = submit(&server, 1, 5, false).await;
     let Some(ToAgent::Stop { attempt: reported, patient: true, .. }) = agent.next().await else {
         panic!("no order")
@@ -250,8 +250,8 @@ async fn jobs_with_unknown_states_are_not_preempted() {
     let attempt = agent.expect_start().await.attempt;
     let unknown = submit(&server, 1, 0, true).await;
     agent.expect_start().await;
-    let stored = format!("UPDATE jobs SET state = 'dreaming' WHERE id = '{}'", unknown.id);
-    assert_eq!(server.execute(&stored).await, 1);
+    let query = format!("UPDATE jobs SET state = 'dreaming' WHERE id = '{}'", unknown.id);
+    assert_eq!(server.execute(&query).await, 1);
     submit(&server, 1, 5, false).await;
     assert_eq!(
         expect_preemption(&mut agent).await,

@@ -135,20 +135,20 @@ async fn forwarded_headers_are_trusted_only_from_the_proxy() {
 async fn the_rate_limit_of_an_address_does_not_apply_to_agents() {
     let server = behind_proxy(|c| c.requests_per_second = 1).await;
     let token = server.agent_token("a").await;
-    let (own, unknown, admin) = (client(&token), client(&"x".repeat(43)), client(&server.token));
-    let ask = async |by: &reqwest::Client| {
-        let request = by.get(server.url("/api/v1/agent/socket")).header("x-forwarded-for", "203.0.113.7");
+    let (agent, unknown, admin) = (client(&token), client(&"x".repeat(43)), client(&server.token));
+    let ask = async |caller: &reqwest::Client| {
+        let request = caller.get(server.url("/api/v1/agent/socket")).header("x-forwarded-for", "203.0.113.7");
         request.send().await.unwrap().status().as_u16()
     };
     // 426: the agent is authenticated, but the request is not a websocket.
     for n in 0..30 {
-        assert_eq!(ask(&own).await, 426, "{n}");
+        assert_eq!(ask(&agent).await, 426, "{n}");
     }
     // Other clients with this address are limited to one request per second, with any token.
-    for by in [&unknown, &admin] {
+    for caller in [&unknown, &admin] {
         let mut responses = Vec::new();
         while responses.last() != Some(&429) {
-            responses.push(ask(by).await);
+            responses.push(ask(caller).await);
             assert!(responses.len() < 20, "{responses:?}");
         }
     }
@@ -186,8 +186,8 @@ async fn rate_limited_addresses_are_told_when_to_retry() {
     let text = refused.text().await.unwrap();
     assert!(text.contains("429") && text.contains("--requests-per-second"), "{text}");
     assert_eq!(ask("203.0.113.8").await.status().as_u16(), 200, "other addresses are not limited");
-    let own = server.http.get(server.url("/api/v1/jobs")).send().await.unwrap();
-    assert_eq!(own.status().as_u16(), 200, "local requests are not limited");
+    let local = server.http.get(server.url("/api/v1/jobs")).send().await.unwrap();
+    assert_eq!(local.status().as_u16(), 200, "local requests are not limited");
     tokio::time::sleep(Duration::from_millis(1100)).await;
     assert_eq!(ask("203.0.113.7").await.status().as_u16(), 200, "the limit has ended");
     server.stop().await;
@@ -196,25 +196,28 @@ async fn rate_limited_addresses_are_told_when_to_retry() {
 #[tokio::test]
 async fn rate_limits_of_tokens_apply_at_every_address() {
     let server = behind_proxy(|c| c.token_requests_per_second = 5).await;
-    let (_, one) = server.make_token(&json!({"name": "one", "scope": "read"})).await;
-    let (_, two) = server.make_token(&json!({"name": "two", "scope": "read"})).await;
-    let agent = server.agent_token("a").await;
-    let ask = async |token: &str, path: &str, from: Option<&str>| {
+    let (_, limited_token) = server.make_token(&json!({"name": "one", "scope": "read"})).await;
+    let (_, other_token) = server.make_token(&json!({"name": "two", "scope": "read"})).await;
+    let agent_token = server.agent_token("a").await;
+    let ask = async |token: &str, path: &str, forwarded_for: Option<&str>| {
         let request = client(token).get(server.url(path));
-        let request = from.iter().fold(request, |request, from| request.header("x-forwarded-for", *from));
+        let request = match forwarded_for {
+            Some(address) => request.header("x-forwarded-for", address),
+            None => request,
+        };
         request.send().await.unwrap()
     };
     let addresses = [Some("203.0.113.7"), Some("203.0.113.8"), None];
-    let refused = until_limited(async |n| ask(&one, "/api/v1/jobs", addresses[n % 3]).await).await;
+    let refused = until_limited(async |n| ask(&limited_token, "/api/v1/jobs", addresses[n % 3]).await).await;
     let text = refused.text().await.unwrap();
-    assert!(text.contains("--token-requests-per-second") && !text.contains(&one), "{text}");
-    for from in addresses {
-        let response = ask(&two, "/api/v1/jobs", from).await;
-        assert_eq!(response.status().as_u16(), 200, "another token is not limited ({from:?})");
+    assert!(text.contains("--token-requests-per-second") && !text.contains(&limited_token), "{text}");
+    for forwarded_for in addresses {
+        let response = ask(&other_token, "/api/v1/jobs", forwarded_for).await;
+        assert_eq!(response.status().as_u16(), 200, "another token is not limited ({forwarded_for:?})");
     }
     // Agents have a higher limit: twice the limit of other tokens.
     for _ in 0..100 {
-        let response = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
+        let response = ask(&agent_token, "/api/v1/agent/attempts/nothing/1", None).await;
         assert_ne!(response.status().as_u16(), 429);
     }
     server.stop().await;
@@ -224,8 +227,8 @@ async fn rate_limits_of_tokens_apply_at_every_address() {
 async fn the_access_log_has_a_line_per_request() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("access.log");
-    let to = path.clone();
-    let server = behind_proxy(|c| c.access_log = Some(AccessLogTo::File(to))).await;
+    let log_path = path.clone();
+    let server = behind_proxy(|c| c.access_log = Some(AccessLogTo::File(log_path))).await;
     let request = server.http.get(server.url("/api/v1/jobs?limit=7&name=hush"));
     let response = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
     let length = response.bytes().await.unwrap().len();

@@ -1,4 +1,4 @@
-//! Unreadable rows and records that cannot be stored do not affect others.
+//! Unreadable rows and records that cannot be stored do not affect other rows and records.
 
 use crate::{
     agent::{Agent, checkpoint, line, losses, running, start_job},
@@ -10,7 +10,7 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-async fn set(server: &TestServer, table: &str, column: &str, value: &str, condition: &str) {
+async fn set_column(server: &TestServer, table: &str, column: &str, value: &str, condition: &str) {
     let value = value.replace('\'', "''");
     let rows = server.execute(&format!("UPDATE {table} SET {column} = '{value}' WHERE {condition}")).await;
     assert!(rows > 0, "{table}.{column}");
@@ -20,8 +20,8 @@ async fn set(server: &TestServer, table: &str, column: &str, value: &str, condit
 async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    // A running job, so that the others wait.
-    let (runs, attempt) = agent.start_job(&server, |_| {}).await;
+    // This job uses all slots, so that the other jobs wait.
+    let (running_id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let newer = server.submit(|s| s["priority"] = json!(9)).await;
     let broken = server.submit(|s| s["priority"] = json!(8)).await;
@@ -33,13 +33,13 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     spec["train"]["optimizer"] = json!("of another age");
     spec["train"]["lr"] = json!(0.25);
     spec["moon"] = json!({"phase": 3});
-    set(&server, "jobs", "spec", &spec.to_string(), &with_id(&newer.id)).await;
-    set(&server, "jobs", "spec", "no JSON at all", &with_id(&broken.id)).await;
-    set(&server, "jobs", "state", "archived", &with_id(&archived.id)).await;
+    set_column(&server, "jobs", "spec", &spec.to_string(), &with_id(&newer.id)).await;
+    set_column(&server, "jobs", "spec", "no JSON at all", &with_id(&broken.id)).await;
+    set_column(&server, "jobs", "state", "archived", &with_id(&archived.id)).await;
     // The running job also has a specification of a newer version, and other unreadable columns.
-    set(&server, "jobs", "spec", &spec.to_string(), &with_id(&runs)).await;
+    set_column(&server, "jobs", "spec", &spec.to_string(), &with_id(&running_id)).await;
     for column in ["progress", "agents", "last", "best", "cause"] {
-        set(&server, "jobs", column, "{\"torn\": ", &with_id(&runs)).await;
+        set_column(&server, "jobs", column, "{\"torn\": ", &with_id(&running_id)).await;
     }
 
     // The list contains all jobs, with their readable parts.
@@ -62,7 +62,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         (newer.id.as_str(), "/train/optimizer"),
         (broken.id.as_str(), "its specification"),
         (archived.id.as_str(), "its state &#34;archived&#34;"),
-        (&runs, "/train/optimizer"),
+        (&running_id, "/train/optimizer"),
     ] {
         let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
         let (_, banner) = page.split_once("id=\"banner\"").unwrap();
@@ -72,23 +72,23 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
             assert!(banner.contains(text), "{text:?} in {banner}");
         }
         // The banner of the running job does not say that the job cannot start.
-        assert_eq!(banner.contains("use the version that stored it"), id != runs, "{banner}");
+        assert_eq!(banner.contains("use the version that stored it"), id != running_id, "{banner}");
         assert!(!banner.contains("The job failed"), "{banner}");
     }
 
     // Reports of the running job are stored, and the job ends.
     agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(server.job(&runs).await.state, JobState::Succeeded);
+    assert_eq!(server.job(&running_id).await.state, JobState::Succeeded);
     // An attempt with an unknown state is listed.
-    set(&server, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
-    let (status, response) = server.get(&format!("/jobs/{runs}/attempts")).await;
+    set_column(&server, "attempts", "state", "hibernating", &format!("job_id = '{running_id}'")).await;
+    let (status, response) = server.get(&format!("/jobs/{running_id}/attempts")).await;
     assert_eq!((status, &response["attempts"][0]["state"]), (200, &json!("unknown")), "{response}");
     assert_eq!(response["attempts"][0]["step"], 100, "{response}");
 
     // The slots go to the readable job, although unreadable jobs have higher priorities.
-    let next = agent.expect_start().await.attempt;
-    assert_eq!(next.job.to_string(), readable);
+    let next_attempt = agent.expect_start().await.attempt;
+    assert_eq!(next_attempt.job.to_string(), readable);
     for id in [&newer.id, &broken.id] {
         let mut stream = server.stream(id.as_str(), 0).await;
         stream.until(|f| f["cause"]["code"] == "unreadable_spec").await;
@@ -98,8 +98,8 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     }
     // A change of the priority keeps the unreadable parts of the specification.
     assert_eq!(server.patch(&format!("/jobs/{}", newer.id), &json!({"priority": 3})).await.0, 200);
-    let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
-    assert_eq!(server.query_number(kept).await, 1);
+    let query = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
+    assert_eq!(server.query_number(query).await, 1);
     // Reading a row does not change it.
     assert_eq!(server.query_number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
     let (status, response) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
@@ -110,7 +110,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
     let spec = serde_json::to_string(&newer.spec).unwrap();
-    set(&server, "jobs", "spec", &spec, &with_id(&newer.id)).await;
+    set_column(&server, "jobs", "spec", &spec, &with_id(&newer.id)).await;
     assert_eq!(server.get(&format!("/jobs/{}", newer.id)).await.1.get("unreadable"), None);
     assert_eq!(server.post(&format!("/jobs/{}/cancel", broken.id), &Value::Null).await.0, 202);
     for id in [&broken.id, &archived.id] {

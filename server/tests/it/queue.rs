@@ -131,13 +131,14 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
         assert_eq!(listed.concat(), "abcde", "{limit}");
     }
     // A job of the first page leaves the queue: the second page still has all other jobs.
-    let (_, first) = server.get("/queue?limit=2").await;
+    let (_, first_page) = server.get("/queue?limit=2").await;
     assert_eq!(server.post(&format!("/jobs/{}/cancel", ids[1]), &json!({})).await.0, 202);
-    let (_, next) = server.get(&format!("/queue?cursor={}", first["next_cursor"].as_str().unwrap())).await;
-    assert_eq!(names(&next), ["c", "d", "e"]);
+    let (_, next_page) =
+        server.get(&format!("/queue?cursor={}", first_page["next_cursor"].as_str().unwrap())).await;
+    assert_eq!(names(&next_page), ["c", "d", "e"]);
 
     let (_, list) = server.get("/jobs?limit=1").await;
-    let of_jobs = format!("cursor={}", list["next_cursor"].as_str().unwrap());
+    let cursor_of_jobs = format!("cursor={}", list["next_cursor"].as_str().unwrap());
     assert_eq!(server.get("/queue?limit=1000").await.0, 200);
     // An owner may have at most 200 characters.
     for (letters, expected) in [(200, 200), (201, 422)] {
@@ -151,7 +152,7 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
         ("projekt=x", "did you mean \\\"project\\\""),
         ("project=a%20b", "project has a space"),
         ("cursor=x", "the cursor is not valid for this list"),
-        (of_jobs.as_str(), "another list"),
+        (cursor_of_jobs.as_str(), "another list"),
     ] {
         let (status, problem) = server.get(&format!("/queue?{query}")).await;
         assert!(status == 400 && problem.to_string().contains(message), "{query}: {status} {problem}");
@@ -204,9 +205,9 @@ async fn a_machine_is_reserved_for_a_large_job() {
     agent.end(&running, Ending::Succeeded { step: 1 }).await;
     let started = agent.expect_start().await;
     assert_eq!((&started.attempt.job, started.ranks.len()), (&large.id, 2));
-    let is_next =
+    let small_is_next =
         |queue: &Value| has_jobs(queue, &["small"]) && queue["reservations"][0]["job"] == json!(small.id);
-    let queue = wait_for_queue(&server, "the small job is next", is_next).await;
+    let queue = wait_for_queue(&server, "the small job is next", small_is_next).await;
     assert_eq!((&queue["reservations"][0]["free"], &queue["jobs"][0]["kept_slots"]), (&json!([]), &json!(0)));
     agent.end(&started.attempt, Ending::Succeeded { step: 1 }).await;
     assert_eq!(agent.expect_start().await.attempt.job, small.id);

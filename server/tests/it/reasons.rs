@@ -67,28 +67,28 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
 
     let (_, response) = server.get(&attempts).await;
-    let from = json!(format!("{id}-1-40"));
+    let start_checkpoint = json!(format!("{id}-1-40"));
     let expected = [
         ("failed", json!("rank_killed"), Value::Null, json!(41)),
-        ("paused", json!("paused_by_user"), from.clone(), json!(40)),
+        ("paused", json!("paused_by_user"), start_checkpoint.clone(), json!(40)),
         // The attempt was cancelled before its first step.
-        ("cancelled", json!("cancelled_by_user"), from.clone(), Value::Null),
-        ("succeeded", Value::Null, from, json!(100)),
+        ("cancelled", json!("cancelled_by_user"), start_checkpoint.clone(), Value::Null),
+        ("succeeded", Value::Null, start_checkpoint, json!(100)),
     ];
-    for ((number, (state, code, from, step)), response) in
+    for ((number, (state, code, start_checkpoint, step)), response) in
         (1..).zip(expected).zip(response["attempts"].as_array().unwrap())
     {
         assert_eq!((&response["attempt"], &response["state"]), (&json!(number), &json!(state)), "{response}");
         assert_eq!(
             (&response["reason"]["code"], &response["checkpoint"], &response["step"]),
-            (&code, &from, &step),
+            (&code, &start_checkpoint, &step),
             "{response}"
         );
         assert!(response["ended_at"].is_string() && response["agents"] == json!(["a"]), "{response}");
     }
-    let why = &response["attempts"][0]["reason"];
-    assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
-    assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
+    let reason = &response["attempts"][0]["reason"];
+    assert_eq!((&reason["rank"], &reason["step"], &reason["signal"]), (&json!(1), &json!(41), &json!(9)));
+    assert_eq!(reason["words"], "rank 1 was killed by signal 9 at step 41");
 
     // A restart of the server changes nothing.
     let server = TestServer::open(server.stop().await, |_| {}).await;
@@ -104,13 +104,13 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
 #[tokio::test]
 async fn a_job_that_stops_early_succeeds_with_a_reason() {
     let (server, mut agent, id, attempt) = start_job(|spec| spec["stop"] = json!({"patience": 2})).await;
-    let why = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
-    let early = AttemptEvent::StoppedEarly { step: 50, why: why.into() };
+    let detail = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
+    let early = AttemptEvent::StoppedEarly { step: 50, why: detail.into() };
     let records = vec![running(100, 0), losses(0, 1..=50), checkpoint(50), early];
     agent.report(&attempt, Source::Rank(0), 0, records).await;
     agent.end(&attempt, Ending::Succeeded { step: 50 }).await;
     let job = server.job(&id).await;
-    let message = format!("stopped early: {why}");
+    let message = format!("stopped early: {detail}");
     assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 50, Some(&*message)));
     let (_, attempts) = server.get(&format!("/jobs/{id}/attempts")).await;
     let attempt = &attempts["attempts"][0];
@@ -119,7 +119,7 @@ async fn a_job_that_stops_early_succeeds_with_a_reason() {
         (&json!("succeeded"), &json!("stopped_early"))
     );
     let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
-    assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
+    assert!(page.contains("Stopped early:") && page.contains(detail), "{page}");
     // A fork with the same patience would stop before its first step.
     create_checkpoint_folder(&server, &id);
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
@@ -193,13 +193,13 @@ async fn a_fork_names_its_parent_even_after_deletion() {
     let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
     assert_eq!(fork["parent"], parent);
     assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
-    let forked = fork["id"].as_str().unwrap();
+    let fork_id = fork["id"].as_str().unwrap();
     agent.expect_start().await;
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    assert_eq!(server.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
-    let (_, response) = server.get(&format!("/jobs/{forked}/attempts")).await;
-    assert_eq!(response["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
-    let (_, page) = server.get_text(&format!("/jobs/{forked}")).await;
+    assert_eq!(server.get(&format!("/jobs/{fork_id}")).await.1["parent"], parent);
+    let (_, response) = server.get(&format!("/jobs/{fork_id}/attempts")).await;
+    assert_eq!(response["attempts"][0]["checkpoint"], format!("{fork_id}-1-50"));
+    let (_, page) = server.get_text(&format!("/jobs/{fork_id}")).await;
     assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to the parent");
     server.stop().await;
 }
@@ -220,10 +220,10 @@ async fn idempotency_keys_belong_to_one_path() {
         let url = server.url(&format!("/api/v1/jobs/{id}/fork"));
         server.send(server.http.post(url).header("idempotency-key", "k").json(&json!({})))
     };
-    let (status, one) = fork(&checkpoints[0]).await;
-    assert_eq!(status, 201, "{one}");
-    let (status, same) = fork(&checkpoints[0]).await;
-    assert_eq!((status, &same["id"]), (200, &one["id"]));
+    let (status, created) = fork(&checkpoints[0]).await;
+    assert_eq!(status, 201, "{created}");
+    let (status, repeated) = fork(&checkpoints[0]).await;
+    assert_eq!((status, &repeated["id"]), (200, &created["id"]));
     // The same key and body on another path is refused.
     assert_eq!(fork(&checkpoints[1]).await.0, 409);
     server.stop().await;
@@ -233,22 +233,22 @@ async fn idempotency_keys_belong_to_one_path() {
 async fn a_list_has_the_documented_maximum_of_jobs() {
     let server = TestServer::new().await;
     Agent::join_with_dataset(&server, 2).await.disconnect();
-    let one = server.submit(|_| {}).await;
+    let newest = server.submit(|_| {}).await;
     // Inserts 1,000 more jobs.
-    let stored = spec().to_string().replace('\'', "''");
+    let spec = spec().to_string().replace('\'', "''");
     server
         .execute(&format!(
             "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
              INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) \
-             SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{stored}', 2, n FROM n"
+             SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{spec}', 2, n FROM n"
         ))
         .await;
     let (status, page) = server.get("/jobs?limit=1000").await;
     assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
     assert_eq!(page["jobs"][0]["id"], one.id.as_str());
-    let (_, rest) =
+    let (_, last_page) =
         server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
-    assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next_cursor"]), (1, &Value::Null));
+    assert_eq!((last_page["jobs"].as_array().unwrap().len(), &last_page["next_cursor"]), (1, &Value::Null));
     let (_, document) = server.get("/openapi.json").await;
     let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
     let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();

@@ -52,8 +52,8 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
             assert!(errors.iter().any(|e| e["detail"].as_str().unwrap().contains(hint)), "{hint}: {body}");
         }
     }
-    let both = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
-    let (_, body) = server.post("/jobs", &both).await;
+    let several_mistakes = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
+    let (_, body) = server.post("/jobs", &several_mistakes).await;
     assert!(body["errors"].as_array().unwrap().len() >= 3, "all mistakes are reported at once: {body}");
     for (parallel, pointers) in [
         (json!({"ranks": 8, "mode": "pipeline"}), &["/parallel/mode", "/parallel/ranks"][..]),
@@ -63,9 +63,9 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         (json!({"ranks": 0}), &["/parallel/ranks"]),
         (json!({"ranks": 8, "device": "tpu"}), &["/parallel/device"]),
     ] {
-        let mut ranks = spec();
-        ranks["parallel"] = parallel;
-        let (_, body) = server.post("/jobs/validate", &ranks).await;
+        let mut document = spec();
+        document["parallel"] = parallel;
+        let (_, body) = server.post("/jobs/validate", &document).await;
         let found: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
         assert_eq!(found, pointers, "{body}");
     }
@@ -95,9 +95,9 @@ async fn a_repeated_request_creates_one_job() {
     statuses.sort_unstable();
     assert_eq!((statuses, &first.1["id"]), ([200, 201], &second.1["id"]));
     assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 1);
-    let mut other = spec();
-    other["name"] = json!("another");
-    let (status, problem) = send(255, other).await;
+    let mut another = spec();
+    another["name"] = json!("another");
+    let (status, problem) = send(255, another).await;
     assert_eq!((status, &problem["code"]), (409, &json!("idempotency_key_reused")), "{problem}");
     for chars in [0, 256] {
         let message = "Idempotency-Key must be 1 to 255 visible ASCII characters";
@@ -159,10 +159,10 @@ async fn an_agent_inspects_a_dataset_before_registration() {
         assert_mistake(server.post("/datasets", &new).await, pointer, "");
     }
     let broken = json!({"name": "broken", "path": "/broken"});
-    let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
+    let detail = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
     let add = server.post("/datasets", &broken);
-    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Err(why.into())));
-    assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
+    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Err(detail.into())));
+    assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(detail)));
 
     assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
     agent.register_as(&server, "more", dataset_info()).await;

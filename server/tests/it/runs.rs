@@ -135,13 +135,13 @@ async fn a_run_can_be_started_ended_and_deleted() {
         "late records are stored"
     );
     assert_eq!(server.job(&id).await.state, JobState::Succeeded);
-    let (status, again) =
+    let (status, restarted) =
         server.post("/runs", &json!({"id": "my-run_1", "name": "other", "config": {"x": null}})).await;
     assert_eq!(
-        (status, &again["id"], &again["state"], &again["name"]),
+        (status, &restarted["id"], &restarted["state"], &restarted["name"]),
         (200, &json!(id), &json!("running"), &json!("mine"))
     );
-    assert_eq!(again["external"]["config"]["x"], Value::Null);
+    assert_eq!(restarted["external"]["config"]["x"], Value::Null);
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 409, "a running run cannot be deleted");
     let (_, failed) =
         server.patch(&format!("/runs/{id}"), &json!({"state": "failed", "reason": "out of luck"})).await;
@@ -195,8 +195,10 @@ async fn records_are_stored_once_and_without_a_gap() {
 
     let path = format!("/runs/{id}/records");
     let with_values = |values: Value| json!({"first": 6, "records": [{"step": 1, "values": values}]});
-    let many: serde_json::Map<_, _> = (0..1001).map(|n| (format!("m{n}"), json!(n))).collect();
-    let much: Vec<_> = (0..11).map(|n| step(n, Value::Object(many.clone()))).collect();
+    let values_of_1001_metrics: serde_json::Map<_, _> =
+        (0..1001).map(|n| (format!("m{n}"), json!(n))).collect();
+    let records_of_11011_values: Vec<_> =
+        (0..11).map(|n| step(n, Value::Object(values_of_1001_metrics.clone()))).collect();
     for (body, expected, message) in [
         (with_values(json!({"a": "1"})), 400, "must be a number"),
         (with_values(json!({"a": null})), 400, "must be a number"),
@@ -205,8 +207,8 @@ async fn records_are_stored_once_and_without_a_gap() {
         (with_values(json!({"x".repeat(251): 1})), 422, "1 to 250 characters"),
         (json!({"first": 0, "records": []}), 422, "must be 1"),
         (json!({"first": 6, "records": [{"step": 1u64 << 53, "values": {}}]}), 422, "at most"),
-        (json!({"first": 6, "records": much}), 422, "at most 10000"),
-        (with_values(Value::Object(many)), 409, "more than 1000 metrics"),
+        (json!({"first": 6, "records": records_of_11011_values}), 422, "at most 10000"),
+        (with_values(Value::Object(values_of_1001_metrics)), 409, "more than 1000 metrics"),
     ] {
         assert_refused(server.post(&path, &body).await, expected, message);
     }
@@ -263,10 +265,10 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     assert_eq!(server.put(&format!("/jobs/{id}/panels"), &panels).await.0, 200);
     let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
     let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
-    let first = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
+    let all_lines = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
     assert_eq!(
         server.metrics_csv(&id, &format!("?name={encoded}")).await,
-        first,
+        all_lines,
         "all points in the order of arrival"
     );
     let (_, other) = server.get(&format!("/jobs/{id}/metrics?name=b")).await;
@@ -275,9 +277,9 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     // Sends enough points for compaction. Then compacted steps get new values.
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
     for n in 0..30u64 {
-        let many: Vec<_> =
+        let batch: Vec<_> =
             (n * 1000..(n + 1) * 1000).map(|index| step(10 + index, json!({name: index % 7}))).collect();
-        server.log_records(&id, 5 + n * 1000, &json!(many)).await;
+        server.log_records(&id, 5 + n * 1000, &json!(batch)).await;
     }
     let watermark =
         format!("SELECT COALESCE(max(watermark), 0) FROM metric_compaction WHERE job_id = '{id}'");
@@ -307,7 +309,7 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     let server = TestServer::with(|config| config.run_silence = Duration::from_millis(500)).await;
     let id = server.start_run(&json!({"name": "quiet"})).await.id.to_string();
     let path = format!("/runs/{id}");
-    let is_silent = async || {
+    let wait_for_silence = async || {
         let job = server.wait_for_state(&id, JobState::Failed).await;
         let cause = job.cause.unwrap();
         assert_eq!(cause.code(), "run_silent");
@@ -315,7 +317,7 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
         job.last_seq
     };
     // An empty update and records continue the run.
-    let seq = is_silent().await;
+    let seq = wait_for_silence().await;
     assert_eq!(server.patch(&path, &json!({})).await.1["state"], "running");
     let mut stream = server.stream(&id, seq).await;
     stream.until(|frame| frame["type"] == "state" && frame["state"] == "failed").await;
@@ -348,11 +350,11 @@ async fn runs_have_owners_and_private_runs_are_hidden() {
     assert_eq!(status, 201, "{secret}");
     let (_, open) = server.send_as(&mona, "POST", "/runs", new(false, "open")).await;
     // Two people may choose the same id.
-    let (status, other) = server.send_as(&otto, "POST", "/runs", new(false, "same")).await;
-    assert_eq!(status, 201, "{other}");
-    assert_ne!(other["id"], secret["id"]);
+    let (status, ottos_run) = server.send_as(&otto, "POST", "/runs", new(false, "same")).await;
+    assert_eq!(status, 201, "{ottos_run}");
+    assert_ne!(ottos_run["id"], secret["id"]);
     let records = Some(json!({"first": 1, "records": [step(1, json!({"loss": 1}))]}));
-    for (run, expected) in [(&secret, 404), (&open, 403), (&other, 200)] {
+    for (run, expected) in [(&secret, 404), (&open, 403), (&ottos_run, 200)] {
         let id = run["id"].as_str().unwrap();
         let path = format!("/runs/{id}/records");
         assert_eq!(server.send_as(&otto, "POST", &path, records.clone()).await.0, expected);

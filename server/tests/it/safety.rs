@@ -12,10 +12,11 @@ use tokio_tungstenite::{connect_async, tungstenite};
 async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
     let server = TestServer::new().await;
     let _agent = Agent::join_with_dataset(&server, 1).await;
-    let own = format!("http://{}", server.address);
-    let refused = ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
+    let own_origin = format!("http://{}", server.address);
+    let foreign_origins =
+        ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
     let url = server.url("/api/v1/jobs");
-    for origin in refused {
+    for origin in foreign_origins {
         let request = server.http.post(&url).header("origin", origin).json(&crate::test_server::spec());
         assert_eq!(server.send(request).await.0, 403, "{origin}");
         let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
@@ -36,10 +37,10 @@ async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
     assert_eq!(server.send(request).await.0, 403, "a cross-site request without an origin");
     let mut spec = crate::test_server::spec();
     spec["parallel"]["ranks"] = 1.into();
-    let request = server.http.post(&url).header("origin", &own).json(&spec);
+    let request = server.http.post(&url).header("origin", &own_origin).json(&spec);
     assert_eq!(server.send(request).await.0, 201, "a page of this server");
     let mut request = server.socket_request("/stream", &server.token);
-    request.headers_mut().insert("origin", own.parse().unwrap());
+    request.headers_mut().insert("origin", own_origin.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
     let unknown = server.socket_request("/jobs/j00000000000000000000000000/stream", &server.token);
     match connect_async(unknown).await {
@@ -68,18 +69,18 @@ async fn requests_with_unknown_host_names_are_refused() {
         assert_eq!(response.status().as_u16(), 200, "{host}");
     }
     // The host of an absolute URL is checked, too, and a request has one Host header.
-    let own = server.url("");
-    let own = own.trim_start_matches("http://");
+    let address = server.url("");
+    let address = address.trim_start_matches("http://");
     for (target, hosts, status) in [
-        ("/healthz".to_owned(), vec![own], "200"),
-        (format!("http://{own}/healthz"), vec![own], "200"),
-        ("http://evil.example/healthz".to_owned(), vec![own], "421"),
-        (format!("http://{own}/healthz"), vec!["evil.example"], "421"),
-        ("/healthz".to_owned(), vec![own, "evil.example"], "400"),
-        ("/healthz".to_owned(), vec!["evil.example", own], "400"),
+        ("/healthz".to_owned(), vec![address], "200"),
+        (format!("http://{address}/healthz"), vec![address], "200"),
+        ("http://evil.example/healthz".to_owned(), vec![address], "421"),
+        (format!("http://{address}/healthz"), vec!["evil.example"], "421"),
+        ("/healthz".to_owned(), vec![address, "evil.example"], "400"),
+        ("/healthz".to_owned(), vec!["evil.example", address], "400"),
     ] {
         let lines: String = hosts.iter().map(|host| format!("Host: {host}\r\n")).collect();
-        let mut socket = TcpStream::connect(own).await.unwrap();
+        let mut socket = TcpStream::connect(address).await.unwrap();
         let request = format!("GET {target} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n");
         socket.write_all(request.as_bytes()).await.unwrap();
         let mut response = String::new();
@@ -98,21 +99,21 @@ async fn every_response_has_security_headers() {
         ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/styles/base.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
     // Browsers must not interpret files and logs of jobs as HTML.
-    for (path, kind) in [
+    for (path, expected_type) in [
         (format!("/api/v1/checkpoints/{checkpoint}/model.safetensors"), "application/octet-stream"),
         (format!("/api/v1/checkpoints/{checkpoint}/state.json"), "application/json"),
         (format!("/api/v1/jobs/{job}/metrics.csv"), "text/csv"),
         (format!("/api/v1/jobs/{job}/logs?format=text"), "text/plain"),
     ] {
-        paths.push((path, Some(kind)));
+        paths.push((path, Some(expected_type)));
     }
-    for (path, kind) in &paths {
+    for (path, expected_type) in &paths {
         let response = server.http.get(server.url(path)).send().await.unwrap();
         let headers = response.headers();
-        if let Some(kind) = kind {
+        if let Some(expected_type) = expected_type {
             assert_eq!(response.status(), 200, "{path}");
             let content_type = headers["content-type"].to_str().unwrap();
-            assert_eq!(content_type.split(';').next(), Some(*kind), "{path}");
+            assert_eq!(content_type.split(';').next(), Some(*expected_type), "{path}");
         }
         let csp = headers["content-security-policy"].to_str().unwrap();
         assert!(csp.contains("default-src 'none'") && csp.contains("frame-ancestors 'none'"), "{path}");

@@ -23,9 +23,9 @@ pub(crate) async fn start_error(config: ServeConfig) -> ServeError {
 #[tokio::test]
 async fn a_data_directory_has_one_server() {
     let server = TestServer::new().await;
-    let mut same = config(&server.dir);
-    same.listen = server.address;
-    let error = start_error(same).await.to_string();
+    let mut second = config(&server.dir);
+    second.listen = server.address;
+    let error = start_error(second).await.to_string();
     assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
     let dir = server.stop().await;
     TestServer::open(dir, |_| {}).await.stop().await;
@@ -107,29 +107,30 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[tokio::test]
-async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
+async fn permissions_are_restricted_except_of_folders_with_other_files() {
     let dir = tempfile::tempdir().unwrap();
-    let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-    open(dir.path());
+    let widen_permissions =
+        |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    widen_permissions(dir.path());
     let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;
     let path = |name: &str| dir.path().join(name);
     assert_eq!((mode(dir.path()), mode(&path("jobs"))), (0o700, 0o700));
     assert_eq!((mode(&path("lockstep.db")), mode(&path("server.lock"))), (0o600, 0o600));
     // A directory whose permissions were widened.
-    open(dir.path());
+    widen_permissions(dir.path());
     fs::set_permissions(path("lockstep.db"), fs::Permissions::from_mode(0o644)).unwrap();
     let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;
     assert_eq!((mode(dir.path()), mode(&dir.path().join("lockstep.db"))), (0o700, 0o600));
 
     // In a folder with other files, the server restricts only its own files.
-    let shared = tempfile::tempdir().unwrap();
-    open(shared.path());
-    fs::write(shared.path().join("other file"), "").unwrap();
-    let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
+    let folder = tempfile::tempdir().unwrap();
+    widen_permissions(folder.path());
+    fs::write(folder.path().join("other file"), "").unwrap();
+    let folder = TestServer::open(folder, |c| c.database = None).await.stop().await;
     // A second start has the same result.
-    let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
-    assert_eq!((mode(shared.path()), mode(&shared.path().join("jobs"))), (0o755, 0o700));
-    assert_eq!(mode(&shared.path().join("lockstep.db")), 0o600);
+    let folder = TestServer::open(folder, |c| c.database = None).await.stop().await;
+    assert_eq!((mode(folder.path()), mode(&folder.path().join("jobs"))), (0o755, 0o700));
+    assert_eq!(mode(&folder.path().join("lockstep.db")), 0o600);
 }
 
 #[tokio::test]

@@ -77,8 +77,11 @@ async fn test_records(store: &dyn Store) {
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
 
     let minute = |minute, data: &[u8]| MinuteRow { agent_id: "a".into(), minute, data: data.into() };
-    let other = MinuteRow { agent_id: "b".into(), ..minute(7, b"other") };
-    store.add_machine_minutes(&[minute(6, b"x"), minute(7, b"y"), minute(8, b"z"), other]).await.unwrap();
+    let of_other_agent = MinuteRow { agent_id: "b".into(), ..minute(7, b"other") };
+    store
+        .add_machine_minutes(&[minute(6, b"x"), minute(7, b"y"), minute(8, b"z"), of_other_agent])
+        .await
+        .unwrap();
     store.add_machine_minutes(&[minute(8, b"new")]).await.unwrap();
     assert_eq!(store.machine_minutes("a", 7).await.unwrap(), [minute(7, b"y"), minute(8, b"new")]);
     store.purge_machine_minutes(8).await.unwrap();
@@ -184,9 +187,9 @@ async fn test_records(store: &dyn Store) {
     assert_eq!((second.resume_checkpoint.as_deref(), second.attempt.attempt), (Some("1-4"), 2));
     assert!(second.attempt.fencing_token > attempt.fencing_token);
     // A job has one best checkpoint over all attempts.
-    let better =
+    let report_of_second =
         Report { attempt: second.attempt, ..report(Source::Rank(0), 0, vec![running(10, 4), checkpoint(6)]) };
-    store.ingest(&[better]).await.unwrap();
+    store.ingest(&[report_of_second]).await.unwrap();
     let checkpoints = store.checkpoints(&id).await.unwrap();
     assert_eq!(
         checkpoints.iter().map(|c| (c.info.step, c.info.best)).collect::<Vec<_>>(),
@@ -386,7 +389,7 @@ async fn test_many_rows(store: &dyn Store) {
     assert!(attempts.is_sorted_by(|previous, next| previous.fencing_token < next.fencing_token));
     assert!(attempts.iter().map(|attempt| &attempt.job).eq(&jobs));
 
-    // All jobs but one run, and half of them end. One report comes from another agent than the job's.
+    // All jobs but one run, and half of them end. The report of job 7 comes from another agent than the job's.
     let report = |n: usize, source, events| Report {
         agent_id: format!("id {}", if n == 7 { 8 } else { n }),
         attempt: attempts[n].clone(),
@@ -407,7 +410,7 @@ async fn test_many_rows(store: &dyn Store) {
         .enumerate()
         .filter(|(_, response)| matches!(response, IngestResult::Stale))
         .collect();
-    assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
+    assert_eq!((stale.len(), stale[0].0), (1, 6), "the report of job 7: {stale:?}");
     for (n, attempt) in attempts.iter().enumerate() {
         let job = store.job(&attempt.job).await.unwrap().unwrap().job;
         let state = match n {

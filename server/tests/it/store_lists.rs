@@ -86,7 +86,7 @@ async fn test_lists(store: &dyn Store) {
     {
         let seen_by = reader.map(str::to_owned);
         for by in SORTS {
-            let mut both = Vec::new();
+            let mut orders = Vec::new();
             for descending in [false, true] {
                 let sort = JobSort { by: by.clone(), descending };
                 let filter =
@@ -103,15 +103,15 @@ async fn test_lists(store: &dyn Store) {
                     );
                 }
                 assert_eq!(store.count_jobs(&filter).await.unwrap(), expected.len() as u64);
-                both.push(complete);
+                orders.push(complete);
             }
             if by == SortBy::Owner && reader.is_none() {
                 // The job without an owner comes last in both directions.
-                assert_eq!([both[0].concat(), both[1].concat()], ["bdac", "adbc"]);
+                assert_eq!([orders[0].concat(), orders[1].concat()], ["bdac", "adbc"]);
                 continue;
             }
-            let backwards: Vec<_> = both[1].iter().rev().cloned().collect();
-            assert_eq!(both[0], backwards, "{by:?}: ids follow the direction, too");
+            let backwards: Vec<_> = orders[1].iter().rev().cloned().collect();
+            assert_eq!(orders[0], backwards, "{by:?}: ids follow the direction, too");
         }
         let projects = store.projects(reader).await.unwrap();
         let counts: Vec<_> = projects.into_iter().map(|project| (project.name, project.states)).collect();
@@ -216,8 +216,8 @@ async fn test_conditions(store: &dyn Store) {
         let key = SortBy::Setting { table: "train", key: "lr", is_number: true };
         Condition { key, comparison, value: number(value) }
     };
-    let both = vec![lr(Greater, 0.1), lr(Less, 0.4)];
-    assert_eq!(matching_names(store, JobFilter { conditions: both, ..JobFilter::default() }).await, "c");
+    let conditions = vec![lr(Greater, 0.1), lr(Less, 0.4)];
+    assert_eq!(matching_names(store, JobFilter { conditions, ..JobFilter::default() }).await, "c");
 }
 
 async fn test_texts(store: &dyn Store) {

@@ -19,7 +19,7 @@ fn loss_and_accuracy(rank: u32, step: u64) -> AttemptEvent {
     AttemptEvent::Metrics { rank, columns: vec![column("loss", 1.0 / step as f32), column("accuracy", 0.5)] }
 }
 
-/// With more unacknowledged reports, the agent waits for acknowledgements before it sends the next reports.
+/// Maximum number of unacknowledged reports. The agent waits for acknowledgements before it sends more.
 const MAX_IN_FLIGHT: u64 = 8;
 
 /// A pseudorandom generator with a fixed seed (SplitMix64).
@@ -49,8 +49,8 @@ async fn read_with_reconnects(
         let mut stream = Stream::open(socket_request(address, &format!("{path}?since={last}"), &token)).await;
         let hello = stream.next().await.unwrap();
         assert_eq!(hello["type"], "hello");
-        let stay = 1 + random.below(80);
-        for _ in 0..stay {
+        let frames_until_reconnect = 1 + random.below(80);
+        for _ in 0..frames_until_reconnect {
             let frame = stream.next().await.unwrap();
             if frame["type"] == "live" {
                 assert_eq!(frame["seq"], last, "the frame `live` has the last sent event's number");
@@ -126,9 +126,9 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
         assert_eq!(steps.collect::<Vec<_>>(), expected);
     }
     for (since, reader) in readers {
-        let read = tokio::time::timeout(TIMEOUT, reader).await.unwrap().unwrap();
-        assert_eq!(read.len(), stored.len() - since as usize);
-        assert!(read == stored[since as usize..], "since {since}: the events are the same");
+        let events = tokio::time::timeout(TIMEOUT, reader).await.unwrap().unwrap();
+        assert_eq!(events.len(), stored.len() - since as usize);
+        assert!(events == stored[since as usize..], "since {since}: the events are the same");
     }
     server.stop().await;
 }
@@ -153,7 +153,7 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
     })
     .await;
     let mut last = 0;
-    let closed = loop {
+    let close_frame = loop {
         use futures_util::StreamExt;
         match slow.0.next().await {
             Some(Ok(tokio_tungstenite::tungstenite::Message::Text(text))) => {
@@ -166,14 +166,14 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
         }
     };
     // The close frame follows the sent events.
-    let closed = closed.expect("a close frame");
-    assert_eq!(u16::from(closed.code), 4008);
-    assert_eq!(closed.reason.parse::<u64>().unwrap(), last);
+    let close_frame = close_frame.expect("a close frame");
+    assert_eq!(u16::from(close_frame.code), 4008);
+    assert_eq!(close_frame.reason.parse::<u64>().unwrap(), last);
     let stored = server.job(&id).await.last_seq;
     assert!(last < stored, "the reader was disconnected before the last event");
-    let rest = server.stream(&id, last).await.until(|f| f["type"] == "live").await;
-    assert_eq!(rest[1]["seq"], last + 1);
-    assert_eq!(rest.len() as u64, stored - last + 2, "the next connection gets the rest");
+    let next_frames = server.stream(&id, last).await.until(|f| f["type"] == "live").await;
+    assert_eq!(next_frames[1]["seq"], last + 1);
+    assert_eq!(next_frames.len() as u64, stored - last + 2, "the next connection gets the rest");
     server.stop().await;
 }
 
@@ -185,11 +185,11 @@ async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
 
     let mut readers = Vec::new();
     for since in [last_seq, last_seq + 3, u64::MAX] {
-        let mut ahead = server.stream(&id, since).await;
-        let frames = ahead.until(|f| f["type"] == "live").await;
+        let mut reader = server.stream(&id, since).await;
+        let frames = reader.until(|f| f["type"] == "live").await;
         assert_eq!(frames[0]["last_seq"], last_seq, "the frame `hello` has the last event's number");
         assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(last_seq)), "{frames:?}");
-        readers.push(ahead);
+        readers.push(reader);
     }
     // One row of five events.
     let columns = ["loss", "accuracy", "lr", "step_ms", "data_ms"];
@@ -202,9 +202,9 @@ async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
         }
     }
     // A reader that has three of the row's five events gets the other two.
-    let rest = server.stream(&id, last_seq + 3).await.until(|f| f["type"] == "live").await;
-    let seqs: Vec<_> = rest[1..3].iter().map(|f| f["seq"].as_u64().unwrap()).collect();
-    assert_eq!((rest.len(), seqs), (4, vec![last_seq + 4, last_seq + 5]), "{rest:?}");
+    let frames = server.stream(&id, last_seq + 3).await.until(|f| f["type"] == "live").await;
+    let seqs: Vec<_> = frames[1..3].iter().map(|f| f["seq"].as_u64().unwrap()).collect();
+    assert_eq!((frames.len(), seqs), (4, vec![last_seq + 4, last_seq + 5]), "{frames:?}");
     server.stop().await;
 }
 
@@ -212,17 +212,17 @@ async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
 async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
-    let kept_open = format!("/jobs/{id}/stream?since=0&keep_open=true");
-    let mut kept_open = Stream::open(server.socket_request(&kept_open, &server.token)).await;
+    let path = format!("/jobs/{id}/stream?since=0&keep_open=true");
+    let mut kept_open = Stream::open(server.socket_request(&path, &server.token)).await;
     let mut reader = server.stream(&id, 0).await;
     reader.until(|f| f["type"] == "live").await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
     // The end is sent to an earlier reader and to a reader that connects after the end.
     for mut reader in [reader, server.stream(&id, 0).await] {
         let frames = reader.until(|f| f["type"] == "end").await;
-        let [.., before, end] = &frames[..] else { panic!("{frames:?}") };
+        let [.., previous, end] = &frames[..] else { panic!("{frames:?}") };
         assert_eq!(*end, json!({"type": "end", "state": "succeeded"}));
-        assert!(before["type"] == "live" || before["state"] == "succeeded", "{frames:?}");
+        assert!(previous["type"] == "live" || previous["state"] == "succeeded", "{frames:?}");
         assert_eq!(reader.next().await.unwrap_err(), (1000, "the job is over".to_owned()));
     }
     kept_open.until(|f| f["state"] == "succeeded").await;
@@ -282,8 +282,8 @@ async fn acknowledged_events_and_running_jobs_survive_a_restart() {
         JobState::Running,
         "the agent may return until its lease expires"
     );
-    let back = crate::agent::hello("a", 2, vec![attempt.clone()]);
-    let mut agent = Agent::connect(&server, back).await.unwrap();
+    let hello = crate::agent::hello("a", 2, vec![attempt.clone()]);
+    let mut agent = Agent::connect(&server, hello).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
     // The agent repeats a record that the server has stored, and continues.

@@ -120,13 +120,13 @@ async fn jobs_use_the_available_validation_split_by_default() {
 async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let broken = |n: usize| DatasetInfo {
+    let with_broken_files = |n: usize| DatasetInfo {
         broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
         broken_count: n as u64,
         ..dataset_info()
     };
-    agent.register_as(&server, "one", broken(1)).await;
-    agent.register_as(&server, "five", broken(5)).await;
+    agent.register_as(&server, "one", with_broken_files(1)).await;
+    agent.register_as(&server, "five", with_broken_files(5)).await;
     let mut no_dogs = dataset_info();
     no_dogs.splits[1].per_class = vec![200, 0];
     agent.register_as(&server, "no-dogs", no_dogs).await;
@@ -134,7 +134,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![42, 42] });
     let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
     agent.register_as(&server, "photos", photos).await;
-    let on = |name: &str, broken_files: &str| {
+    let spec_on = |name: &str, broken_files: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": broken_files});
         spec
@@ -144,7 +144,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
         ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
     ] {
         for path in ["/jobs/validate", "/jobs"] {
-            let (status, response) = server.post(path, &on(name, "fail")).await;
+            let (status, response) = server.post(path, &spec_on(name, "fail")).await;
             assert!(status == 200 || status == 201, "{response}");
             let warning = response["warnings"][0].as_str().unwrap();
             for part in parts.iter().chain(&["data.broken_files = \"skip\""]) {
@@ -171,14 +171,14 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     hybrid["parallel"] = json!({"mode": "hybrid"});
     let (_, response) = server.post("/jobs/validate", &hybrid).await;
     assert!(response["warnings"].to_string().contains("without a split is data parallel"), "{response}");
-    // Pictures held out at random are an expected number, unless the inspection has counted them. A step that may take more than are left
-    // causes a warning.
-    for (seed, batch, samples, warning) in
+    // After a random hold-out, the number of training pictures is an expected number, unless the inspection has counted them. A step that
+    // may take more pictures than remain causes a warning.
+    for (seed, global_batch_size, samples, warning) in
         [(7, 316, 316, None), (0, 296, 320, None), (0, 320, 320, Some("a step of at most 296 is safe"))]
     {
         let mut spec = spec();
         spec["data"] = json!({"dataset": "photos", "validation": 0.2, "validation_seed": seed});
-        spec["train"] = json!({"epochs": 1, "global_batch_size": batch});
+        spec["train"] = json!({"epochs": 1, "global_batch_size": global_batch_size});
         let (status, response) = server.post("/jobs/validate", &spec).await;
         assert_eq!((status, &response["samples"]), (200, &json!(samples)), "{response}");
         assert_eq!(response["is_expected"], seed != 7, "{response}");
@@ -188,7 +188,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     }
     // A class of the training split that has no validation picture is named.
     for (validation, is_expected) in [(json!("test"), true), (json!("none"), false)] {
-        let mut spec = on("no-dogs", "fail");
+        let mut spec = spec_on("no-dogs", "fail");
         spec["data"]["validation"] = validation;
         let (_, response) = server.post("/jobs/validate", &spec).await;
         let warnings = response["warnings"].to_string();
@@ -200,7 +200,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     }
     // Without broken files, or with "skip", there is no warning. Jobs do not store warnings.
     for (name, broken_files) in [("five", "skip"), ("pictures", "fail")] {
-        let (status, response) = server.post("/jobs", &on(name, broken_files)).await;
+        let (status, response) = server.post("/jobs", &spec_on(name, broken_files)).await;
         assert_eq!((status, response.get("warnings")), (201, None), "{response}");
     }
     let (_, jobs) = server.get("/jobs").await;
@@ -223,12 +223,12 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
         spec["data"]["image_size"] = json!(64);
         spec
     };
-    // An agent reads the file. Its message is the mistake of this key.
+    // An agent reads the file. The server reports the agent's message as a mistake of model.pretrained.
     for path in ["/jobs", "/jobs/validate"] {
-        let no = AgentReply::Weights { mistake: Some("/w.safetensors does not fit a resnet20".into()) };
+        let reply = AgentReply::Weights { mistake: Some("/w.safetensors does not fit a resnet20".into()) };
         let spec = spec_with("/w.safetensors");
         let ((status, response), request) =
-            tokio::join!(server.post(path, &spec), agent.answer_fit_weights(no));
+            tokio::join!(server.post(path, &spec), agent.answer_fit_weights(reply));
         let detail = "/w.safetensors does not fit a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &response["errors"]), (422, &errors), "{response}");
@@ -275,9 +275,9 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     // Without an online agent, the weights are not checked, and a warning says so.
     agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
+    for (path, expected) in [("/jobs/validate", 200), ("/jobs", 201)] {
         let (status, response) = server.post(path, &spec_with("/w.safetensors")).await;
-        assert_eq!(status, accepted, "{response}");
+        assert_eq!(status, expected, "{response}");
         let warning = response["warnings"][0].as_str().unwrap();
         for fragment in ["\"/w.safetensors\" was not checked (no agent is online)", "fails when it starts"] {
             assert!(warning.contains(fragment), "{fragment} in {warning}");

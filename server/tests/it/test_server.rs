@@ -132,8 +132,8 @@ impl TestServer {
         let mut config = config(&dir);
         config.database = database_of(&dir);
         change(&mut config);
-        let file = || format!("sqlite://{}", dir.path().join("lockstep.db").display());
-        let database = config.database.clone().unwrap_or_else(file);
+        let sqlite_url = || format!("sqlite://{}", dir.path().join("lockstep.db").display());
+        let database = config.database.clone().unwrap_or_else(sqlite_url);
         let (ready, address) = oneshot::channel();
         let (stop, stopped) = oneshot::channel::<()>();
         let task = tokio::spawn(serve(
@@ -208,10 +208,10 @@ impl TestServer {
     pub async fn send(&self, request: reqwest::RequestBuilder) -> (u16, Value) {
         let response = timeout(TIMEOUT, request.send()).await.unwrap().unwrap();
         let status = response.status().as_u16();
-        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let content_type = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
         let text = response.text().await.unwrap();
         if status >= 400 {
-            assert_eq!(kind.as_deref(), Some("application/problem+json"), "{status} {text}");
+            assert_eq!(content_type.as_deref(), Some("application/problem+json"), "{status} {text}");
         }
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }

@@ -6,7 +6,7 @@ use crate::{
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
-    ServeConfig, ServeError, TlsConfig,
+    ServeConfig, TlsConfig,
     tls::{Facts, ca::Authority},
 };
 use rcgen::{CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
@@ -128,7 +128,7 @@ async fn renewed_certificates_are_served_without_closing_connections() {
     files.issue("next", |p| p.not_after = day);
     files.replace("server", "next");
     let renewed = "2093-07-01T00:00:00Z".parse().unwrap();
-    wait_until("the new certificate", async || {
+    wait_until("the new certificate is served", async || {
         served_certificate(server.address, &config).await.not_after == renewed
     })
     .await;
@@ -136,18 +136,18 @@ async fn renewed_certificates_are_served_without_closing_connections() {
     // A certificate that does not belong to the key, and then no certificate: the last valid certificate stays, and `/readyz` reports the problem.
     files.issue("other", |_| {});
     fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
-    let reported = async |part: &str| get_text(&client, &server, "/readyz").await.1.contains(part);
+    let is_reported = async |part: &str| get_text(&client, &server, "/readyz").await.1.contains(part);
     wait_until("the problem is reported", async || {
-        reported("not served").await && reported("server.key").await
+        is_reported("not served").await && is_reported("server.key").await
     })
     .await;
     fs::write(files.path("server.crt"), "broken").unwrap();
-    wait_until("the problem is reported", async || reported("has no certificate").await).await;
+    wait_until("the problem is reported", async || is_reported("has no certificate").await).await;
     assert_eq!(served_certificate(server.address, &config).await.not_after, renewed);
     files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
     files.replace("server", "soon");
     wait_until("the expiry is reported", async || {
-        reported("expires in 79 days").await && !reported("not served").await
+        is_reported("expires in 79 days").await && !is_reported("not served").await
     })
     .await;
 
@@ -187,15 +187,16 @@ async fn a_server_creates_its_ca_and_renews_its_certificate() {
 
     // A certificate that is valid for 120 more days is kept; with 119 days it is renewed.
     let names: Vec<_> = first.names.iter().map(ToString::to_string).collect();
-    for (days, renewed) in [(121, false), (120, true)] {
+    for (days, is_renewed) in [(121, false), (120, true)] {
         let issued = authority.issue(&names, days).unwrap();
         // A rename, because the server may read the file at any time.
         fs::write(folder.join("new"), format!("{}{}", issued.chain, issued.key)).unwrap();
         fs::set_permissions(folder.join("new"), fs::Permissions::from_mode(0o600)).unwrap();
         fs::rename(folder.join("new"), folder.join("server.pem")).unwrap();
-        wait_until("the expected certificate", async || {
-            let left = served_certificate(server.address, &config).await.days_left(jiff::Timestamp::now());
-            if renewed { left > 300 } else { left == 120 }
+        wait_until("the expected certificate is served", async || {
+            let days_left =
+                served_certificate(server.address, &config).await.days_left(jiff::Timestamp::now());
+            if is_renewed { days_left > 300 } else { days_left == 120 }
         })
         .await;
     }
@@ -219,8 +220,8 @@ async fn an_http_request_to_a_tls_port_gets_an_error_after_16_kib() {
     let rest = "x".repeat((16 << 10) - head.len() - 1);
     socket.write_all(format!("{head}{rest}").as_bytes()).await.unwrap();
     let mut response = Vec::new();
-    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut response)).await;
-    assert!(early.is_err(), "the end of the head may still arrive");
+    let early_read = timeout(Duration::from_millis(200), socket.read_buf(&mut response)).await;
+    assert!(early_read.is_err(), "the end of the head may still arrive");
     socket.write_all(b"x").await.unwrap();
     timeout(TIMEOUT, socket.read_to_end(&mut response)).await.expect("a response").unwrap();
     let response = String::from_utf8_lossy(&response);
@@ -251,18 +252,18 @@ fn a_ca_is_created_once_and_issues_certificates() {
             "{days}"
         );
     }
-    let agent = |chars: usize| authority.issue_agent(&"a".repeat(chars), 30);
-    assert!(agent(64).is_ok());
-    let error = agent(65).expect_err("a common name has 64 characters at most (X.520)");
+    let issue_agent = |chars: usize| authority.issue_agent(&"a".repeat(chars), 30);
+    assert!(issue_agent(64).is_ok());
+    let error = issue_agent(65).expect_err("a common name has 64 characters at most (X.520)");
     assert!(error.contains("1 to 64 letters"), "{error}");
     // A key that others can read is refused.
     let key = dir.path().join("ca/ca.key");
     fs::set_permissions(&key, fs::Permissions::from_mode(0o604)).unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("chmod 600"));
     fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
-    let other = tempfile::tempdir().unwrap();
-    Authority::init(other.path()).unwrap();
-    fs::copy(other.path().join("ca/ca.key"), &key).unwrap();
+    let other_dir = tempfile::tempdir().unwrap();
+    Authority::init(other_dir.path()).unwrap();
+    fs::copy(other_dir.path().join("ca/ca.key"), &key).unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("does not belong"));
 }
 
@@ -275,39 +276,35 @@ pub async fn start_error(config: ServeConfig) -> String {
 async fn unusable_certificates_are_refused_at_the_start() {
     let files = Files::new();
     let dir = tempfile::tempdir().unwrap();
-    let with = |tls: TlsConfig| {
+    let config_with = |tls: TlsConfig| {
         let mut config = config(&dir);
         config.tls = Some(tls);
         config
     };
     let expired = files.issue("expired", |p| p.not_after = date_time_ymd(2020, 1, 2));
-    let error = start_error(with(expired)).await;
+    let error = start_error(config_with(expired)).await;
     assert!(error.contains("expired at 2020-01-02") && error.contains("renew"), "{error}");
-    let early = start_error(with(files.issue("early", |p| p.not_before = date_time_ymd(2090, 1, 1)))).await;
-    assert!(early.contains("not valid before 2090-01-01"), "{early}");
-    let nameless = start_error(with(files.issue("nameless", |p| p.subject_alt_names.clear()))).await;
-    assert!(nameless.contains("no subject alternative name"), "{nameless}");
+    let error =
+        start_error(config_with(files.issue("early", |p| p.not_before = date_time_ymd(2090, 1, 1)))).await;
+    assert!(error.contains("not valid before 2090-01-01"), "{error}");
+    let error = start_error(config_with(files.issue("nameless", |p| p.subject_alt_names.clear()))).await;
+    assert!(error.contains("no subject alternative name"), "{error}");
     let (a, b) = (files.issue("a", |_| {}), files.issue("b", |_| {}));
     let (TlsConfig::Files { certificate, .. }, TlsConfig::Files { key, .. }) = (a, b) else { unreachable!() };
-    let mixed =
-        start_error(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
-    assert!(mixed.contains("does not belong to the certificate"), "{mixed}");
-    for (mode, reported) in [(0o604, "0604"), (0o660, "0660")] {
+    let error =
+        start_error(config_with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() }))
+            .await;
+    assert!(error.contains("does not belong to the certificate"), "{error}");
+    for (mode, shown_mode) in [(0o604, "0604"), (0o660, "0660")] {
         fs::set_permissions(files.path("a.key"), fs::Permissions::from_mode(mode)).unwrap();
         let tls = TlsConfig::Files { certificate: certificate.clone(), key: files.path("a.key") };
-        let open = start_error(with(tls)).await;
-        assert!(open.contains(reported) && open.contains("chmod 600"), "{open}");
+        let error = start_error(config_with(tls)).await;
+        assert!(error.contains(shown_mode) && error.contains("chmod 600"), "{error}");
     }
     for path in ["none.crt", "a.key"] {
         let tls = TlsConfig::Files { certificate: files.path(path), key: key.clone() };
-        let missing = start_error(with(tls)).await;
-        assert!(missing.contains(path), "{missing}");
+        let error = start_error(config_with(tls)).await;
+        assert!(error.contains(path), "{error}");
     }
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "a refused start writes no file");
-}
-
-#[test]
-fn errors_belong_to_their_request() {
-    assert_eq!(ServeError::Tls("x".into()).exit_code(), 2);
-    assert_eq!(ServeError::AccessLog("x".into()).exit_code(), 2);
 }

@@ -12,12 +12,12 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::fs;
 
-/// Ranks keep several checkpoints, and never remove the best. So reported checkpoints may be left.
+/// Ranks keep several checkpoints, and never remove the best, so reported checkpoints may remain.
 #[tokio::test]
-async fn an_unreported_checkpoint_is_used_if_it_is_newer_than_the_reported_ones_that_are_left() {
+async fn an_unreported_checkpoint_newer_than_the_remaining_reported_ones_is_used() {
     let (server, mut agent, id, first) = start_job(|_| {}).await;
-    let known = [checkpoint(20), checkpoint(30)];
-    agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
+    let reported = [checkpoint(20), checkpoint(30)];
+    agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(reported).collect()).await;
     for step in [10, 20] {
         write_checkpoint(server.job_dir(&id), step);
     }

@@ -19,12 +19,12 @@ use std::{
 pub(crate) const FILES: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
 
-pub(crate) fn sum(bytes: &[u8]) -> String {
+pub(crate) fn sha256_hex(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
-    let entry = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
+    let entry = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sha256_hex(bytes)});
     let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), entry(bytes))).collect();
     serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
 }
@@ -73,16 +73,16 @@ impl<'a> AttemptApi<'a> {
 
 #[tokio::test]
 async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
-    for (leaves, returns) in [(false, true), (true, true), (true, false)] {
+    for (b_leaves, b_returns) in [(false, true), (true, true), (true, false)] {
         let server = TestServer::new().await;
         let (mut a, mut b) = connect_machines(&server).await;
         let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
-        let of_b = AttemptApi::new(&server, &server.agent_token("b").await, "id-b", &attempt);
-        assert_eq!(of_b.request("POST", "", vec![]).await.0, 204);
+        let api_b = AttemptApi::new(&server, &server.agent_token("b").await, "id-b", &attempt);
+        assert_eq!(api_b.request("POST", "", vec![]).await.0, 204);
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-        if leaves {
+        if b_leaves {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-            assert!(a.expect_stop().await, "with a checkpoint");
+            assert!(a.expect_stop().await, "the ranks write a checkpoint first");
         }
         // Renames a column, so that the server cannot read its records of checkpoints.
         let rename = async |from: &str, to: &str| {
@@ -100,11 +100,11 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             "the server closes the connection, so that the agent repeats both: {response:?}"
         );
         rename("elsewhere", "own_disks").await;
-        if leaves {
+        if b_leaves {
             // The job waits for the reports of the other machine.
             a.end(&attempt, Ending::Stopped).await;
         }
-        if !returns {
+        if !b_returns {
             // The attempt ends before the lease of the other machine expires.
             let reason = "agent \"b\" was shut down (the agent was stopped)";
             let since = Instant::now();
@@ -118,8 +118,8 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             server.stop().await;
             continue;
         }
-        let back = hello_at("b", 2, vec![attempt.clone()], "10.0.0.2");
-        let mut b = Agent::connect(&server, back).await.unwrap();
+        let hello = hello_at("b", 2, vec![attempt.clone()], "10.0.0.2");
+        let mut b = Agent::connect(&server, hello).await.unwrap();
         assert_eq!(b.welcome.1, []);
         assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(20)]).await, 1);
         b.end(&attempt, lost_contact(2)).await;
@@ -135,30 +135,30 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let token = server.agent_token("a").await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
-    let other = server.agent_token("b").await;
-    let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let token_of_b = server.agent_token("b").await;
+    let _agent_b = Agent::connect_with_token(&server, &token_of_b, hello("b", 1, Vec::new())).await.unwrap();
     assert_eq!(fs::read_to_string(server.job_dir(&id).join("mark")).ok(), start.files.mark);
     let api =
         |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
-    let own = api(&token, "id-a", &start.attempt);
+    let api_a = api(&token, "id-a", &start.attempt);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     // The agent has not reported its own disk yet.
-    assert_eq!(own.request("GET", "/uploads/1-10", vec![]).await.0, 403);
-    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
-    let (status, state) = own.request("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!(api_a.request("GET", "/uploads/1-10", vec![]).await.0, 403);
+    assert_eq!(api_a.request("POST", "", vec![]).await.0, 204);
+    let (status, state) = api_a.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
-    // Refused: another agent with its own id or this agent's id, this token with another id, a wrong fencing token, another attempt.
+    // Refused: agent b with its own id and with a's id, agent a with b's id, with a wrong fencing token, and for another attempt.
     let guessed = AttemptRef {
         fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
         ..start.attempt.clone()
     };
-    let next = AttemptRef { attempt: 2, ..start.attempt.clone() };
+    let second_attempt = AttemptRef { attempt: 2, ..start.attempt.clone() };
     for wrong in [
-        api(&other, "id-b", &start.attempt),
-        api(&other, "id-a", &start.attempt),
+        api(&token_of_b, "id-b", &start.attempt),
+        api(&token_of_b, "id-a", &start.attempt),
         api(&token, "id-b", &start.attempt),
         api(&token, "id-a", &guessed),
-        api(&token, "id-a", &next),
+        api(&token, "id-a", &second_attempt),
     ] {
         for (method, path) in [
             ("POST", ""),
@@ -178,32 +178,32 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let admin = api(&server.token, "id-a", &start.attempt);
     assert_eq!(admin.request("GET", "/uploads/1-10", vec![]).await.0, 403);
     // An unreported checkpoint, and invalid names.
-    assert_eq!(own.request("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
-    assert_eq!(own.request("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
-    assert_eq!(own.request("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
+    assert_eq!(api_a.request("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
+    assert_eq!(api_a.request("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
+    assert_eq!(api_a.request("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
 
     // The checkpoint is not available before its upload is complete.
     let checkpoint_id = format!("{id}-1-10");
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"][0]["uploading_from"], "a", "{listed}");
     assert_eq!(server.get(&format!("/checkpoints/{checkpoint_id}")).await.0, 409);
-    assert_eq!(own.upload("1-10", manifest(1, 10)).await.0, 204);
+    assert_eq!(api_a.upload("1-10", manifest(1, 10)).await.0, 204);
     let (status, shown) = server.get(&format!("/checkpoints/{checkpoint_id}")).await;
     assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
-    let (_, state) = own.request("GET", "/uploads/1-10", vec![]).await;
-    assert_eq!(state["stored"], sum(&manifest(1, 10)));
+    let (_, state) = api_a.request("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!(state["stored"], sha256_hex(&manifest(1, 10)));
     // The agent of the attempt can read the files, and no other agent.
     let file = format!("/checkpoints/{checkpoint_id}/state.json");
-    assert_eq!(own.request("GET", &file, vec![]).await, (200, json!({})));
-    assert_eq!(api(&other, "id-b", &start.attempt).request("GET", &file, vec![]).await.0, 403);
+    assert_eq!(api_a.request("GET", &file, vec![]).await, (200, json!({})));
+    assert_eq!(api(&token_of_b, "id-b", &start.attempt).request("GET", &file, vec![]).await.0, 403);
 
     // The last checkpoint is uploaded after the end of the attempt. Then the agent may delete its files.
     let last = vec![checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 2, last).await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
-    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
-    assert_eq!(own.request("GET", &file, vec![]).await.0, 403, "the attempt has ended");
+    assert_eq!(api_a.upload("1-20", manifest(1, 20)).await.0, 204);
+    assert_eq!(api_a.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
+    assert_eq!(api_a.request("GET", &file, vec![]).await.0, 403, "the attempt has ended");
     server.stop().await;
 }
 
@@ -240,49 +240,49 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
-    let own = AttemptApi::new(&server, &token, "id-a", &start.attempt);
-    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
+    let api_a = AttemptApi::new(&server, &token, "id-a", &start.attempt);
+    assert_eq!(api_a.request("POST", "", vec![]).await.0, 204);
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
-    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
-    assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let other = json!({"pictures": 5, "picture_bytes": 100, "sha256": "ab"});
-    let refusal = own.request("POST", "/dataset", other.to_string().into()).await;
+    assert_eq!(api_a.request("POST", "/dataset", note.to_string().into()).await.0, 204);
+    assert_eq!(api_a.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
+    let other_note = json!({"pictures": 5, "picture_bytes": 100, "sha256": "ab"});
+    let refusal = api_a.request("POST", "/dataset", other_note.to_string().into()).await;
     assert_refused(refusal, 409, "a has 4 pictures of 0 MB, or other content");
-    assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
+    assert_eq!(api_a.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
     let mut long = note.to_string().into_bytes();
     long.resize(64 << 10, b' ');
-    assert_eq!(own.request("POST", "/dataset", long.clone()).await.0, 204);
+    assert_eq!(api_a.request("POST", "/dataset", long.clone()).await.0, 204);
     long.push(b' ');
-    assert_eq!(own.request("POST", "/dataset", long).await.0, 413);
+    assert_eq!(api_a.request("POST", "/dataset", long).await.0, 413);
 
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20), checkpoint(30)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     // A damaged upload is refused and logged. A second upload is accepted.
     let mut damaged: Value = serde_json::from_slice(&manifest(1, 20)).unwrap();
-    damaged["files"]["state.json"]["sha256"] = sum(b"[]").into();
-    let (status, problem) = own.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
+    damaged["files"]["state.json"]["sha256"] = sha256_hex(b"[]").into();
+    let (status, problem) = api_a.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
     assert!(!server.job_dir(&id).join("checkpoints/1-20").exists());
     let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
-    assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
+    assert_eq!(api_a.upload("1-20", manifest(1, 20)).await.0, 204);
     // The agent ends before it has uploaded the checkpoint of step 30.
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
-    let again = agent.expect_start().await;
-    assert_eq!(again.resume.as_deref(), Some("1-30"), "the machine has this checkpoint");
-    let mut next = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let second_start = agent.expect_start().await;
+    assert_eq!(second_start.resume.as_deref(), Some("1-30"), "the machine has this checkpoint");
+    let mut agent_b = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
     agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
-    agent.end(&again.attempt, Ending::Stopped).await;
-    // While the agent is connected, it may still upload its newest checkpoint.
+    agent.end(&second_start.attempt, Ending::Stopped).await;
+    // The agent disconnects, because a connected agent may still upload its newest checkpoint.
     agent.disconnect();
-    let start = next.expect_start().await;
+    let start = agent_b.expect_start().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "the newest uploaded checkpoint");
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
     assert_eq!(json!(start.files.dataset), note);
     assert_eq!(server.checkpoint_steps(&id).await, [20]);
     // The attempt of the first machine has ended. The server needs no more of its files.
-    assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
-    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
+    assert_eq!(api_a.request("GET", "/uploads/1-30", vec![]).await.0, 404);
+    assert_eq!(api_a.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
     server.stop().await;
 }
 
@@ -299,38 +299,38 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
         .unwrap();
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = next_attempt(&mut a, &mut b).await;
-    let of_a = AttemptApi::new(&server, &tokens[0], "id-a", &attempt);
-    let of_b = AttemptApi::new(&server, &tokens[1], "id-b", &attempt);
+    let api_a = AttemptApi::new(&server, &tokens[0], "id-a", &attempt);
+    let api_b = AttemptApi::new(&server, &tokens[1], "id-b", &attempt);
     assert_eq!(
-        of_b.request("GET", "/uploads/1-17", vec![]).await.0,
+        api_b.request("GET", "/uploads/1-17", vec![]).await.0,
         403,
         "before the agent has reported its own disk"
     );
-    for api in [&of_a, &of_b] {
+    for api in [&api_a, &api_b] {
         assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     assert_eq!(
-        of_b.request("GET", "/uploads/1-10", vec![]).await.0,
+        api_b.request("GET", "/uploads/1-10", vec![]).await.0,
         404,
         "the second agent has not reported the checkpoint"
     );
     assert_eq!(
-        of_b.request("GET", "/uploads/1-17", vec![]).await.0,
+        api_b.request("GET", "/uploads/1-17", vec![]).await.0,
         404,
         "no agent has reported the checkpoint"
     );
     // A rank is lost. The second machine reports its checkpoint first.
     b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
-    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 200);
     assert_eq!(
-        of_a.request("GET", "/uploads/1-17", vec![]).await.0,
+        api_a.request("GET", "/uploads/1-17", vec![]).await.0,
         404,
         "the first agent has not reported the checkpoint"
     );
     a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
-    assert_eq!(of_a.request("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(of_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "only one agent uploads at a time");
+    assert_eq!(api_a.request("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "one agent uploads at a time");
     let uploads_from = async || {
         let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
         listed["checkpoints"][0]["uploading_from"].clone()
@@ -339,13 +339,13 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     // The first machine disconnects, too.
     a.disconnect();
     wait_until("the second machine uploads", async || uploads_from().await == "b").await;
-    assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
+    assert_eq!(api_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
     // After the end of the attempt, checkpoints that the agent has not reported are refused.
-    assert_eq!(of_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
+    assert_eq!(api_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
     b.end(&attempt, Ending::Secondary { reason: "lost contact".into() }).await;
     assert_eq!(
-        of_b.request("GET", "/uploads/1-10", vec![]).await.0,
+        api_b.request("GET", "/uploads/1-10", vec![]).await.0,
         403,
         "only rank 0's agent has the checkpoint"
     );
@@ -366,21 +366,21 @@ async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
         }
     };
     let high = server.submit(with_priority(5)).await;
-    let first = stuck.expect_start().await.attempt;
-    let own = AttemptApi::new(&server, &token, "id-stuck", &first);
-    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
-    stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let attempt = stuck.expect_start().await.attempt;
+    let api = AttemptApi::new(&server, &token, "id-stuck", &attempt);
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    stuck.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();
     server.submit(with_priority(0)).await;
-    let low = agent.expect_start().await.attempt;
+    let low_attempt = agent.expect_start().await.attempt;
     // The machine with the checkpoint stays online, but uploads nothing and is drained.
     assert_eq!(server.post("/agents/id-stuck/drain", &json!({})).await.0, 204);
-    stuck.end(&first, Ending::Failed { reason: "by the test".to_owned().into(), retriable: true }).await;
+    stuck.end(&attempt, Ending::Failed { reason: "by the test".to_owned().into(), retriable: true }).await;
     match agent.next().await {
-        Some(ToAgent::Stop { attempt, patient: true, .. }) => assert_eq!(attempt, low),
+        Some(ToAgent::Stop { attempt, patient: true, .. }) => assert_eq!(attempt, low_attempt),
         other => panic!("{other:?}"),
     }
-    agent.end(&low, Ending::Stopped).await;
+    agent.end(&low_attempt, Ending::Stopped).await;
     let start = agent.expect_start().await;
     assert_eq!((start.attempt.job, start.attempt.attempt), (high.id, 2));
     assert_eq!(start.resume, None, "no checkpoint was uploaded");

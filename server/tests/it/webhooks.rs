@@ -50,7 +50,7 @@ impl Message {
 
 #[derive(Clone)]
 struct ReceiverState {
-    to: mpsc::UnboundedSender<Message>,
+    sender: mpsc::UnboundedSender<Message>,
     is_failing: Arc<AtomicBool>,
 }
 
@@ -63,7 +63,7 @@ struct Receiver {
 
 async fn respond(State(state): State<ReceiverState>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
     let path = uri.path().to_owned();
-    let _ = state.to.send(Message { path: path.clone(), headers, body });
+    let _ = state.sender.send(Message { path: path.clone(), headers, body });
     match path.as_str() {
         "/gone" => StatusCode::GONE.into_response(),
         "/moved" => (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, "/elsewhere")]).into_response(),
@@ -76,11 +76,11 @@ async fn respond(State(state): State<ReceiverState>, uri: Uri, headers: HeaderMa
 impl Receiver {
     async fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (to, messages) = mpsc::unbounded_channel();
+        let (sender, messages) = mpsc::unbounded_channel();
         let is_failing = Arc::new(AtomicBool::new(false));
         let address = listener.local_addr().unwrap();
-        let router =
-            Router::new().fallback(respond).with_state(ReceiverState { to, is_failing: is_failing.clone() });
+        let state = ReceiverState { sender, is_failing: is_failing.clone() };
+        let router = Router::new().fallback(respond).with_state(state);
         tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { address, messages, is_failing }
     }
@@ -109,11 +109,11 @@ struct MailServer {
 impl MailServer {
     async fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (to, mails) = mpsc::unbounded_channel();
+        let (sender, mails) = mpsc::unbounded_channel();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(receive_mail(stream, to.clone()));
+                tokio::spawn(receive_mail(stream, sender.clone()));
             }
         });
         Self { address, mails }
@@ -128,7 +128,7 @@ impl MailServer {
     }
 }
 
-async fn receive_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> io::Result<()> {
+async fn receive_mail(mut stream: TcpStream, sender: mpsc::UnboundedSender<String>) -> io::Result<()> {
     let (read, mut write) = stream.split();
     let mut lines = BufReader::new(read).lines();
     let (mut mail, mut is_data) = (String::new(), false);
@@ -139,7 +139,7 @@ async fn receive_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) 
         let reply = match (is_data, line.as_str()) {
             (true, ".") => {
                 is_data = false;
-                let _ = to.send(std::mem::take(&mut mail));
+                let _ = sender.send(std::mem::take(&mut mail));
                 "250 accepted"
             }
             (true, _) => continue,
@@ -240,8 +240,9 @@ async fn each_state_change_is_sent_once_and_signed() {
         "job.failed",
         "job.cancelled"
     ]);
-    let (all, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
-    let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
+    let (webhook, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
+    let (webhook_of_project, _) =
+        server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
 
     // A private job causes no messages.
     let (hidden, attempt) = agent.start_job(&server, |spec| spec["private"] = json!(true)).await;
@@ -286,13 +287,13 @@ async fn each_state_change_is_sent_once_and_signed() {
         assert_eq!(data["url"], format!("http://lockstep.example:7070/jobs/{job}"));
         assert!(body["timestamp"].as_str().unwrap().ends_with('Z'), "{body}");
     }
-    let deliveries = server.deliveries(&all, |list| list.iter().all(|d| d["next_at"].is_null())).await;
+    let deliveries = server.deliveries(&webhook, |list| list.iter().all(|d| d["next_at"].is_null())).await;
     assert_eq!(deliveries.len(), 4, "{deliveries:?}");
     assert!(deliveries.iter().all(|d| attempts(d)[0]["status"] == 204 && d["job"] != hidden.as_str()));
-    assert_eq!(server.deliveries(&other, |_| true).await, Vec::<Value>::new());
+    assert_eq!(server.deliveries(&webhook_of_project, |_| true).await, Vec::<Value>::new());
     // A job of the project `other` causes a message to the webhook of this project.
     let job = server.create_cancelled_job("other").await;
-    server.deliveries(&other, |list| list.len() == 1 && list[0]["job"] == job.as_str()).await;
+    server.deliveries(&webhook_of_project, |list| list.len() == 1 && list[0]["job"] == job.as_str()).await;
     server.stop().await;
 }
 
@@ -351,7 +352,7 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
 }
 
 #[tokio::test]
-async fn redirects_are_not_followed_and_gone_disables() {
+async fn redirects_are_not_followed_and_410_disables_a_webhook() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     for (path, status, fragment) in
@@ -418,18 +419,18 @@ async fn a_slow_receiver_does_not_delay_others() {
         server.add_webhook(&json!({"url": receiver.url(path)})).await;
     }
     let since = Instant::now();
-    let mut slow = 0;
+    let mut slow_requests = 0;
     for name in ["a", "b", "c"] {
         server.create_cancelled_job(name).await;
         while receiver.next().await.path == "/slow" {
-            slow += 1;
+            slow_requests += 1;
         }
     }
     assert!(
         since.elapsed() < Duration::from_secs(14),
         "the messages arrive before the slow request times out"
     );
-    assert!(slow <= 1, "a webhook gets one message at a time, but got {slow}");
+    assert!(slow_requests <= 1, "a webhook gets one message at a time, but got {slow_requests}");
     server.stop().await;
 }
 
@@ -492,9 +493,9 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     assert_eq!((status, &attempts(&sent)[0]["status"]), (200, &json!(250)), "{sent}");
     let message_id = format!("Message-ID: <{}@example.org>", sent["id"].as_str().unwrap());
     let test = "Subject: Lockstep: a test of this webhook\n";
-    let (from, to) =
+    let (mail_from, rcpt_to) =
         ("MAIL FROM:<lockstep@example.org>", "RCPT TO:<ada@example.org>\nRCPT TO:<ben@example.org>");
-    mails.next(&[from, to, "From: Lockstep <lockstep@example.org>", &message_id, test]).await;
+    mails.next(&[mail_from, rcpt_to, "From: Lockstep <lockstep@example.org>", &message_id, test]).await;
     let job = server.create_cancelled_job("shoes").await;
     let link = format!("\nhttp://lockstep.example:7070/jobs/{job}\n");
     mails.next(&["Subject: shoes was cancelled\n", &link]).await;
@@ -541,7 +542,7 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     let server = server_without_machines().await;
     let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
     let now = milliseconds_now();
-    let many = format!(
+    let insert = format!(
         "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 150) INSERT INTO webhook_deliveries \
          (id, webhook_id, event, payload, created_at) SELECT 'm' || n, '{id}', 'job.failed', '{{}}', {now} FROM n"
     );
@@ -618,7 +619,7 @@ async fn errors_in_a_webhook_are_named() {
 }
 
 #[tokio::test]
-async fn the_page_adds_tests_and_removes_webhooks() {
+async fn webhooks_are_added_tested_and_removed_on_their_page() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     let post = async |body: String| {

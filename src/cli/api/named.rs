@@ -175,7 +175,7 @@ mod tests {
                 Ok(Chosen { id, note }) => {
                     assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }
-                Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
+                Err(error) => assert!(chosen.is_none() && error.contains(note_or_error), "{name}: {error}"),
             }
         }
         let has_not_ended = |job: &Value| text(job, "state") != "failed" && text(job, "state") != "succeeded";

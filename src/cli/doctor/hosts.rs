@@ -314,13 +314,16 @@ mod tests {
     fn each_pair_is_measured_once_and_rounds_are_disjoint() {
         for n in [0, 1, 2, 3, 4, 5, 8, 255, 256] {
             let rounds = rounds(n);
-            let mut met = BTreeSet::new();
+            let mut measured = BTreeSet::new();
             for round in &rounds {
-                let busy: BTreeSet<_> = round.iter().flat_map(|(a, b)| [*a, *b]).collect();
-                assert_eq!(busy.len(), 2 * round.len(), "{n}: {round:?}");
-                assert!(round.iter().all(|pair| pair.0 < pair.1 && pair.1 < n && met.insert(*pair)), "{n}");
+                let machines: BTreeSet<_> = round.iter().flat_map(|(a, b)| [*a, *b]).collect();
+                assert_eq!(machines.len(), 2 * round.len(), "{n}: {round:?}");
+                assert!(
+                    round.iter().all(|pair| pair.0 < pair.1 && pair.1 < n && measured.insert(*pair)),
+                    "{n}"
+                );
             }
-            assert_eq!(met.len(), n * n.saturating_sub(1) / 2, "{n}");
+            assert_eq!(measured.len(), n * n.saturating_sub(1) / 2, "{n}");
             assert!(rounds.len() <= n, "{n}");
         }
     }
@@ -332,10 +335,10 @@ mod tests {
         let mut b = Remote::run(Command::new("cat")).expect("cat");
         b.close();
         let rendezvous = ("10.0.0.1".to_owned(), 4);
-        let why = run_all_reduces(("a", &mut a), ("b", &mut b), rendezvous).expect_err("no rank 1");
-        assert!(why.contains("the connection is closed"), "{why}");
+        let error = run_all_reduces(("a", &mut a), ("b", &mut b), rendezvous).expect_err("no rank 1");
+        assert!(error.contains("the connection is closed"), "{error}");
         // A late response to the first order must not count as the response to this order.
-        let to = ([10, 0, 0, 2], 5).into();
-        assert!(probe(&mut a, to).expect_err("it is closed").contains("the connection is closed"));
+        let address = ([10, 0, 0, 2], 5).into();
+        assert!(probe(&mut a, address).expect_err("it is closed").contains("the connection is closed"));
     }
 }

@@ -296,12 +296,12 @@ mod tests {
     fn append(log: &mut Vec<u8>, mut data: &[u8]) {
         let mut is_first = true;
         loop {
-            let left = BLOCK_BYTES - log.len() % BLOCK_BYTES;
-            if left < PART_HEAD_BYTES {
-                log.extend(vec![0; left]);
+            let left_in_block = BLOCK_BYTES - log.len() % BLOCK_BYTES;
+            if left_in_block < PART_HEAD_BYTES {
+                log.extend(vec![0; left_in_block]);
                 continue;
             }
-            let (part, rest) = data.split_at(data.len().min(left - PART_HEAD_BYTES));
+            let (part, rest) = data.split_at(data.len().min(left_in_block - PART_HEAD_BYTES));
             let kind = match (is_first, rest.is_empty()) {
                 (true, true) => 1,
                 (true, false) => 2,

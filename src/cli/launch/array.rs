@@ -294,9 +294,9 @@ mod tests {
         };
         let (hosts, _) = hosts_for(100, 5).expect("500 agents");
         assert!(hosts.len() == 5 && hosts.iter().all(|host| host.slots == Some(1)));
-        let why = hosts_for(167, 3).expect_err("501 agents").to_string();
+        let message = hosts_for(167, 3).expect_err("501 agents").to_string();
         assert_eq!(
-            why,
+            message,
             "167 jobs on 3 machines each are more than 500 agents: split the sweep, or give fewer --nodes"
         );
     }

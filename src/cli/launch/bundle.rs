@@ -77,7 +77,7 @@ pub(super) mod tests {
     use super::*;
 
     /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these phrases.
-    pub(in crate::cli::launch) fn takes_up_to(max_bytes: usize, limit: &Limit, phrases: &[&str]) {
+    pub(in crate::cli::launch) fn assert_max(max_bytes: usize, limit: &Limit, phrases: &[&str]) {
         let bundle = |bytes: usize| {
             let mut bundle = Bundle {
                 server: "http://head:7070".into(),
@@ -93,10 +93,13 @@ pub(super) mod tests {
         };
         assert_eq!(bundle(max_bytes).to_json(limit).expect("it fits").len(), max_bytes);
         let size = max_bytes + 1;
-        let why = bundle(size).to_json(limit).expect_err("it is one byte too long").to_string();
-        assert!(why.starts_with(&format!("the description for 0 agents has {size} bytes, ")), "{why}");
+        let message = bundle(size).to_json(limit).expect_err("it is one byte too long").to_string();
+        assert!(
+            message.starts_with(&format!("the description for 0 agents has {size} bytes, ")),
+            "{message}"
+        );
         for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {
-            assert!(why.contains(phrase), "{phrase:?} is not in {why:?}");
+            assert!(message.contains(phrase), "{phrase:?} is not in {message:?}");
         }
     }
 }

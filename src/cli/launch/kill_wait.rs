@@ -35,7 +35,7 @@ mod tests {
         let config = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 75 sec\nLaunchParameters        = (null)\n";
         assert_eq!(parse_kill_wait(config), Some(75));
         assert_eq!(parse_kill_wait("KillWait=1 sec"), Some(1));
-        for none in [
+        for invalid in [
             "",
             "KillOnBadExit = 30",
             "KillWait = soon",
@@ -43,7 +43,7 @@ mod tests {
             "KillWait = 86401 sec",
             "KillWaits = 5 sec",
         ] {
-            assert_eq!(parse_kill_wait(none), None, "{none}");
+            assert_eq!(parse_kill_wait(invalid), None, "{invalid}");
         }
     }
 }

@@ -129,10 +129,11 @@ mod tests {
         fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
         assert_eq!(read_ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
-        let why = read_ca(&args).unwrap_err().to_string();
+        let message = read_ca(&args).unwrap_err().to_string();
         assert!(
-            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's CA certificate"),
-            "{why}"
+            message.contains("ca.crt: is larger than 1 MiB")
+                && message.contains("only the server's CA certificate"),
+            "{message}"
         );
     }
 }

@@ -54,10 +54,10 @@ fn explain(_: &str, status: ExitStatus, last: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::bundle::tests::takes_up_to;
+    use super::super::bundle::tests::assert_max;
 
     #[test]
     fn a_bundle_has_up_to_120_kib() {
-        takes_up_to(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
+        assert_max(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

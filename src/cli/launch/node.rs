@@ -177,7 +177,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::{
-        super::bundle::{AGENT_LIMIT, tests::takes_up_to},
+        super::bundle::{AGENT_LIMIT, tests::assert_max},
         *,
     };
     use lockstep_protocol::spec::Device;
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_bundle_has_a_maximum_size() {
-        takes_up_to(1 << 20, &AGENT_LIMIT, &["an agent accepts at most 1 MiB", "fewer machines"]);
+        assert_max(1 << 20, &AGENT_LIMIT, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");
         let text = path.to_str().unwrap();

@@ -82,13 +82,13 @@ mod tests {
 
     #[test]
     fn ssh_gets_addresses_without_brackets() {
-        let named = [
+        let hosts = [
             ("[fd00::1]", "fd00::1"),
             ("me@[fd00::1]", "me@fd00::1"),
             ("me@node", "me@node"),
             ("a@b@c", "a@b@c"),
         ];
-        for (host, expected) in named {
+        for (host, expected) in hosts {
             assert_eq!(without_brackets(host), expected);
         }
     }

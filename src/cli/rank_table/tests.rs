@@ -95,11 +95,11 @@ fn errors_name_the_field() {
     }
     assert!(parse(&json!({})).unwrap_err().contains("neither server_list nor group_list"));
     assert!(parse(&json!({ "server_list": [] })).unwrap_err().contains("no device"));
-    let mut two = groups(2, 2);
-    two["group_list"][0]["instance_list"][1]["devices"] = json!([]);
-    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
-    two["group_list"][0]["instance_count"] = json!("8");
-    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: is 8"));
+    let mut table = groups(2, 2);
+    table["group_list"][0]["instance_list"][1]["devices"] = json!([]);
+    assert!(parse(&table).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
+    table["group_list"][0]["instance_count"] = json!("8");
+    assert!(parse(&table).unwrap_err().contains("group_list[0].instance_count: is 8"));
     assert!(RankTable::parse(b"{").unwrap_err().contains("not JSON"));
 }
 
@@ -108,13 +108,13 @@ fn a_table_has_a_maximum_size() {
     let max = MAX_DEVICES as u32;
     assert_eq!(parse(&servers(2, max / 2)).unwrap().world_size(), max);
     assert!(parse(&servers(1, max + 1)).unwrap_err().contains("at most 4096 devices"));
-    let name = |bytes: usize| {
+    let with_name = |bytes: usize| {
         let mut table = servers(1, 2);
         table["server_list"][0]["server_id"] = json!("a".repeat(bytes));
         parse(&table)
     };
-    assert!(name(253).is_ok());
-    assert!(name(254).unwrap_err().contains("at most 253"));
+    assert!(with_name(253).is_ok());
+    assert!(with_name(254).unwrap_err().contains("at most 253"));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("table.json");
     let mut text = serde_json::to_vec(&servers(1, 2)).unwrap();

@@ -5,7 +5,7 @@ fn at(secs: i64) -> Timestamp {
     Timestamp::from_second(1_800_000_000 + secs).unwrap()
 }
 
-fn sample(busy: f32, gpus: u32) -> MachineSample {
+fn sample(cpu_utilization: f32, gpus: u32) -> MachineSample {
     let gpu = |slot| GpuSample {
         slot,
         utilization: Some(0.5),
@@ -17,7 +17,7 @@ fn sample(busy: f32, gpus: u32) -> MachineSample {
         at: at(0),
         cpus: 2.0,
         host_cpus: 64,
-        cpu_utilization: Some(busy),
+        cpu_utilization: Some(cpu_utilization),
         load: Some(1.0),
         memory_used_bytes: 1 << 30,
         memory_bytes: 4 << 30,
@@ -42,9 +42,9 @@ fn points_are_decoded_and_damaged_bytes_refused() {
     let point = Point::of(at(0), &sample(0.25, 8));
     let bytes = point.encode();
     assert!(bytes.len() < 200, "{}", bytes.len());
-    let back = Point::decode(at(0), &bytes).unwrap();
+    let decoded = Point::decode(at(0), &bytes).unwrap();
     assert_eq!(
-        format!("{back:?}"),
+        format!("{decoded:?}"),
         format!("{point:?}"),
         "compared as text, since NaN is not equal to itself"
     );
@@ -60,8 +60,8 @@ fn points_are_decoded_and_damaged_bytes_refused() {
 #[test]
 fn a_minute_is_the_mean_of_its_points() {
     let mut minute = Minute::new(at(0));
-    for (secs, busy) in [(0, 0.2), (5, 0.4), (10, f32::NAN)] {
-        let point = Point::of(at(secs), &sample(busy, u32::from(secs == 5)));
+    for (secs, cpu) in [(0, 0.2), (5, 0.4), (10, f32::NAN)] {
+        let point = Point::of(at(secs), &sample(cpu, u32::from(secs == 5)));
         assert_eq!(minute.add("a", &point), None);
     }
     let row = minute.add("a", &Point::of(at(60), &sample(1.0, 0))).expect("a minute is over");
@@ -76,10 +76,10 @@ fn a_minute_is_the_mean_of_its_points() {
 #[test]
 fn times_without_measurements_are_gaps() {
     let points: Vec<_> =
-        [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, busy)| Point::of(at(secs), &sample(busy, 0))).into();
+        [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, cpu)| Point::of(at(secs), &sample(cpu, 0))).into();
     let means = bucket_means(&points, at(0), at(100), 4);
-    let busy: Vec<_> = means.iter().map(|p| p.machine[0]).collect();
-    assert!(busy[0] == 0.5 && busy[1].is_nan() && busy[2].is_nan() && busy[3] == 0.5, "{busy:?}");
+    let cpu: Vec<_> = means.iter().map(|p| p.machine[0]).collect();
+    assert!(cpu[0] == 0.5 && cpu[1].is_nan() && cpu[2].is_nan() && cpu[3] == 0.5, "{cpu:?}");
     assert_eq!(means.iter().map(|p| p.at).collect::<Vec<_>>(), [at(25), at(50), at(75), at(100)]);
     assert_eq!(bucket_means(&[], at(0), at(0), 1).len(), 1);
 }

@@ -37,7 +37,7 @@ fn revoking_a_token_ends_all_its_sessions_and_signing_out_ends_one() {
     access.put_token(revoked);
     assert_eq!(access.authenticate_token(&token.text).err(), Some(Denied::Revoked));
     assert!(access.authenticate_session(&second.text).is_none());
-    assert!(caller.0.is_some_and(|c| c.ended.is_cancelled()), "its websockets close");
+    assert!(caller.0.is_some_and(|c| c.ended.is_cancelled()), "the token's websockets close");
 }
 
 #[test]
@@ -56,10 +56,10 @@ fn tokens_expire_on_time_and_can_be_replaced() {
     access.put_token(token);
     assert_eq!(access.authenticate_token(&secret.text).err(), Some(Denied::Expired));
 
-    let other = Secret::new_token().unwrap();
-    access.put_token(row("t", Scope::Read, &other));
+    let replacement = Secret::new_token().unwrap();
+    access.put_token(row("t", Scope::Read, &replacement));
     assert_eq!(access.authenticate_token(&secret.text).err(), Some(Denied::Unknown));
-    assert!(access.authenticate_token(&other.text).is_ok());
+    assert!(access.authenticate_token(&replacement.text).is_ok());
     assert_eq!(access.tokens().len(), 1);
 }
 
@@ -120,7 +120,7 @@ fn a_session_ends_with_its_token() {
     expired.token.expires_at = Some(crate::now() - Duration::from_secs(1));
     access.put_token(expired);
     access.put_session(session("t", &cookie, crate::now()));
-    assert!(access.authenticate_session(&cookie.text).is_none(), "also before expired tokens are looked for");
+    assert!(access.authenticate_session(&cookie.text).is_none(), "even before `expire` runs");
 }
 
 #[test]
@@ -128,10 +128,11 @@ fn a_login_code_of_a_revoked_token_is_refused() {
     let access = Access::new(true);
     let secret = Secret::new_token().unwrap();
     access.put_token(row("t", Scope::Submit, &secret));
-    let (good, bad) = (access.codes.make("t", None).unwrap(), access.codes.make("t", None).unwrap());
-    assert_eq!(access.take_login_code(&good), Some(("t".into(), None)));
+    let (used_before, used_after) =
+        (access.codes.make("t", None).unwrap(), access.codes.make("t", None).unwrap());
+    assert_eq!(access.take_login_code(&used_before), Some(("t".into(), None)));
     let mut revoked = access.token("t").unwrap();
     revoked.token.revoked_at = Some(crate::now());
     access.put_token(revoked);
-    assert_eq!(access.take_login_code(&bad), None);
+    assert_eq!(access.take_login_code(&used_after), None);
 }

@@ -5,14 +5,14 @@ fn store(dir: &std::path::Path) -> ArtifactStore {
 }
 
 #[test]
-fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
+fn the_newest_checkpoint_is_uploaded_first_and_by_one_worker() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     for id in ["old", "new", "old", "newest"] {
         store.queue(id);
     }
     assert_eq!(store.take_next().as_deref(), Some("newest"));
-    // Written again while it is uploaded: it is uploaded again afterwards.
+    // A checkpoint that is written again during its upload is uploaded again afterwards.
     store.queue("newest");
     assert_eq!(store.take_next().as_deref(), Some("old"));
     assert_eq!(store.take_next().as_deref(), Some("new"));
@@ -47,13 +47,13 @@ fn a_running_fetch_is_shared() {
     let store = store(dir.path());
     let (_, sender) = store.join_or_start_fetch("a");
     let sender = sender.expect("the first caller fetches");
-    let (joined, none) = store.join_or_start_fetch("a");
-    assert!(none.is_none() && joined.outcome.borrow().is_none());
+    let (joined, no_sender) = store.join_or_start_fetch("a");
+    assert!(no_sender.is_none() && joined.outcome.borrow().is_none());
     store.end_fetch("a", &sender, Err(NotFetched::Missing));
     assert_eq!(*joined.outcome.borrow(), Some(Err(NotFetched::Missing)));
     drop(sender);
-    let (again, none) = store.join_or_start_fetch("a");
-    assert!(none.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
+    let (again, no_sender) = store.join_or_start_fetch("a");
+    assert!(no_sender.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
     // A fetch that was interrupted can be started again.
     let (_, sender) = store.join_or_start_fetch("b");
     drop(sender);
@@ -74,29 +74,29 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     let (_, sender) = store.join_or_start_fetch("a");
     store.end_fetch("a", &sender.expect("it can be fetched again"), Err(NotFetched::Missing));
     lock(&store.fetches).get_mut("a").unwrap().changed_at -= FETCH_RETRY.first;
-    let (failed, none) = store.join_or_start_fetch("a");
-    assert!(none.is_none() && failed.failures == 2, "the pause is longer now");
+    let (failed, no_sender) = store.join_or_start_fetch("a");
+    assert!(no_sender.is_none() && failed.failures == 2, "the pause is longer now");
 }
 
 #[test]
 fn a_failing_store_is_reported_once_until_it_works_again() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
-    let fails = |kind| store.note_failure(kind, "the disk is full");
-    let works = |kind| store.note_success(kind);
-    assert!(!works(RequestKind::Write), "there was no failure yet");
-    assert!(fails(RequestKind::Write) && !fails(RequestKind::Write));
+    let begins = |kind| store.note_failure(kind, "the disk is full");
+    let ends = |kind| store.note_success(kind);
+    assert!(!ends(RequestKind::Write), "there was no failure yet");
+    assert!(begins(RequestKind::Write) && !begins(RequestKind::Write));
     // Reading works the whole time.
-    assert!(!works(RequestKind::Other) && !fails(RequestKind::Write));
-    assert!(!fails(RequestKind::Other) && !works(RequestKind::Other), "reading fails for a while");
-    assert!(works(RequestKind::Write) && !works(RequestKind::Write), "the end is reported once");
+    assert!(!ends(RequestKind::Other) && !begins(RequestKind::Write));
+    assert!(!begins(RequestKind::Other) && !ends(RequestKind::Other), "reading fails for a while");
+    assert!(ends(RequestKind::Write) && !ends(RequestKind::Write), "the end is reported once");
     // If reading failed, any success ends the failure.
-    assert!(fails(RequestKind::Other) && works(RequestKind::Other));
-    assert!(fails(RequestKind::Other) && works(RequestKind::Write));
+    assert!(begins(RequestKind::Other) && ends(RequestKind::Other));
+    assert!(begins(RequestKind::Other) && ends(RequestKind::Write));
 }
 
 #[test]
-fn messages_say_why_a_checkpoint_is_not_fetched() {
+fn the_message_of_a_damaged_copy_says_what_is_damaged() {
     let how = "the bytes of its state.json are not those that were written";
     let damaged = NotFetched::Damaged(how.into()).to_string();
     assert_eq!(damaged, format!("the checkpoint in the store is damaged: {how}"));

@@ -63,9 +63,9 @@ async fn a_store_keeps_its_marker() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
     assert_eq!(storage.marker().await, Ok(None));
-    let own = uuid::Uuid::new_v4();
-    storage.write_marker(own).await.unwrap();
-    assert_eq!(storage.marker().await, Ok(Some(own.to_string())));
+    let id = uuid::Uuid::new_v4();
+    storage.write_marker(id).await.unwrap();
+    assert_eq!(storage.marker().await, Ok(Some(id.to_string())));
     std::fs::write(dir.path().join("LOCKSTEP.json"), "{}").unwrap();
     assert!(storage.marker().await.unwrap_err().why.contains("cannot be read"));
 }

@@ -119,8 +119,8 @@ fn sharded_checkpoints_are_uploaded() {
         upload.append(name, 0, bytes).unwrap();
     }
     upload.commit(true).unwrap();
-    let place = dir.path().join("checkpoints/1-20/model-00002-of-00002.safetensors");
-    assert_eq!(fs::read(place).unwrap(), b"others");
+    let path = dir.path().join("checkpoints/1-20/model-00002-of-00002.safetensors");
+    assert_eq!(fs::read(path).unwrap(), b"others");
     for (name, expected) in
         [("model-00003-of-00002.safetensors", "is not a file"), ("model-1-of-2.safetensors", "is not a file")]
     {
@@ -141,9 +141,9 @@ fn invalid_manifests_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     let refused = |text: &[u8]| detail_of(upload.begin(text, true).unwrap_err());
-    let mut more = FILES.to_vec();
-    more.push(("../token", b"x"));
-    assert!(refused(&manifest(&more)).contains("../token"));
+    let mut with_outside_file = FILES.to_vec();
+    with_outside_file.push(("../token", b"x"));
+    assert!(refused(&manifest(&with_outside_file)).contains("../token"));
     assert!(refused(&manifest(&FILES[..2])).contains("state.json"));
     assert!(refused(b"{}").contains("0-0"));
     assert!(refused(b"no").contains("MANIFEST.json"));
@@ -163,8 +163,8 @@ fn invalid_manifests_are_refused() {
     upload.begin(&model(MAX_CHECKPOINT_BYTES), true).unwrap();
     assert!(refused(&model(MAX_CHECKPOINT_BYTES + 1)).contains("at most"));
     upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();
-    let why = refused(&sized(STATE, STATE_FILE_BYTES + 1));
-    assert!(why.contains("a state.json of 1048577 bytes; at most 1048576 are allowed"), "{why}");
+    let detail = refused(&sized(STATE, STATE_FILE_BYTES + 1));
+    assert!(detail.contains("a state.json of 1048577 bytes; at most 1048576 are allowed"), "{detail}");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn an_attempt_that_has_ended_does_not_replace_weights() {
     // A new checkpoint is accepted.
     send_all(&upload);
     upload.commit(false).unwrap();
-    // So are the same weights with the results of a later evaluation.
+    // The same weights with the results of a later evaluation are also accepted.
     let mut later = FILES;
     later[2] = ("state.json", b"{\"val_accuracy\": 1}");
     upload.begin(&manifest(&later), false).unwrap();
@@ -183,15 +183,15 @@ fn an_attempt_that_has_ended_does_not_replace_weights() {
     }
     upload.commit(false).unwrap();
     // Other weights are refused, also if their upload began while the attempt was running.
-    let mut other = later;
-    other[0] = (other[0].0, b"other weights");
-    assert!(matches!(upload.begin(&manifest(&other), false), Err(UploadError::Stored)));
-    upload.begin(&manifest(&other), true).unwrap();
-    for (name, bytes) in other {
+    let mut other_weights = later;
+    other_weights[0] = (other_weights[0].0, b"other weights");
+    assert!(matches!(upload.begin(&manifest(&other_weights), false), Err(UploadError::Stored)));
+    upload.begin(&manifest(&other_weights), true).unwrap();
+    for (name, bytes) in other_weights {
         upload.append(name, 0, bytes).unwrap();
     }
     assert!(matches!(upload.commit(false), Err(UploadError::Stored)));
-    let stored = fs::read(dir.path().join("checkpoints/1-20").join(other[0].0)).unwrap();
+    let stored = fs::read(dir.path().join("checkpoints/1-20").join(other_weights[0].0)).unwrap();
     assert_eq!(stored, later[0].1);
     upload.commit(true).unwrap();
 }
@@ -201,9 +201,9 @@ fn a_request_is_refused_while_another_one_runs() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     upload.begin(&manifest(&FILES), true).unwrap();
-    let held = upload.lock().unwrap();
+    let lock = upload.lock().unwrap();
     assert!(matches!(upload.append(FILES[0].0, 0, FILES[0].1), Err(UploadError::Busy)));
     assert!(matches!(upload.commit(true), Err(UploadError::Busy)));
-    drop(held);
+    drop(lock);
     upload.append(FILES[0].0, 0, FILES[0].1).unwrap();
 }

@@ -91,7 +91,7 @@ fn files_and_folders_are_listed_in_order_including_empty_ones() {
         "z",
     ];
     assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
-    // At the limit of files and folders, and above it; also if one folder alone has more.
+    // At the limit of files and folders, and above it; also if a single folder has more.
     let all = tree(dir.path());
     assert_eq!(list_all(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
     for limit in [10, 2] {
@@ -109,10 +109,10 @@ fn nested_folders_are_limited_and_links_form_no_loops() {
     assert_eq!(names(dir.path()).1, DatasetEntry::End(1, 3));
     fs::create_dir(dir.path().join(&deep).join("d")).unwrap();
     assert!(refused(dir.path()).contains("deeper than 32 folders"));
-    let round = tempfile::tempdir().unwrap();
-    fs::write(round.path().join("x"), "one").unwrap();
-    symlink(".", round.path().join("again")).unwrap();
-    assert!(refused(round.path()).contains("deeper than 32 folders"));
+    let with_loop = tempfile::tempdir().unwrap();
+    fs::write(with_loop.path().join("x"), "one").unwrap();
+    symlink(".", with_loop.path().join("again")).unwrap();
+    assert!(refused(with_loop.path()).contains("deeper than 32 folders"));
 }
 
 #[test]
@@ -165,8 +165,8 @@ fn links_made_after_registration_are_not_followed() {
         fs::write(folder.join("a-0.tar"), "text").unwrap();
     }
     let registered = [set.clone(), set.join("a-0.tar"), set.join("a-{0..1}.tar")];
-    let before: Vec<_> = registered.iter().map(|path| tree(path)).collect();
-    let requested: Vec<_> = before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
+    let opened_before: Vec<_> = registered.iter().map(|path| tree(path)).collect();
+    let requested: Vec<_> = opened_before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
     // The folder, its parent folder, and the file are replaced by links.
     for (from, to) in
         [(&set, &other), (&above, &outside.path().to_owned()), (&registered[1], &other.join("a-0.tar"))]
@@ -174,19 +174,19 @@ fn links_made_after_registration_are_not_followed() {
         let aside = dir.path().join("aside");
         fs::rename(from, &aside).unwrap();
         symlink(to, from).unwrap();
-        for (path, (tree, requested)) in registered.iter().zip(before.iter().zip(&requested)) {
+        for (path, (tree, requested)) in registered.iter().zip(opened_before.iter().zip(&requested)) {
             if from != &registered[1] || path == from {
                 let detail = Tree::open(path).unwrap_err();
                 assert!(detail.contains("is not what was registered"), "{detail}");
             }
             let response = message(PART_REFUSED, &read(tree.clone(), vec![requested.clone()]));
-            assert!(response.contains("a-0.tar"), "opened before: {response}");
+            assert!(response.contains("a-0.tar"), "a tree that was opened before: {response}");
         }
         fs::remove_file(from).unwrap();
         fs::rename(&aside, from).unwrap();
     }
     assert_eq!(
-        read(before[0].clone(), vec![part(&before[0], "a-0.tar", 0, 4)]),
+        read(opened_before[0].clone(), vec![part(&opened_before[0], "a-0.tar", 0, 4)]),
         sent(b"text"),
         "readable again"
     );
@@ -206,20 +206,21 @@ fn parts_have_checksums_and_changed_files_are_not_sent() {
     ];
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
     assert!(read(all.clone(), requested) == expected);
-    let past = part(&all, "small", 1, 5);
+    let beyond_end = part(&all, "small", 1, 5);
     assert!(
-        message(PART_CHANGED, &read(all.clone(), vec![past])).contains("has changed since it was listed")
+        message(PART_CHANGED, &read(all.clone(), vec![beyond_end]))
+            .contains("has changed since it was listed")
     );
-    let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
+    let (changed, unchanged) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
     fs::write(dir.path().join("small"), "larger").unwrap();
-    let response = read(all.clone(), vec![other.clone(), before, other]);
+    let response = read(all.clone(), vec![unchanged.clone(), changed, unchanged]);
     let (first, rest) = response.split_at(34);
     assert_eq!(first, sent(&large[..1]));
     assert!(message(PART_CHANGED, rest).contains("small has changed since it was listed"), "nothing follows");
-    let before = part(&all, "small", 0, 5);
+    let removed = part(&all, "small", 0, 5);
     fs::remove_file(dir.path().join("small")).unwrap();
     assert!(
-        message(PART_CHANGED, &read(all, vec![before])).contains("small has changed since it was listed")
+        message(PART_CHANGED, &read(all, vec![removed])).contains("small has changed since it was listed")
     );
 }
 
@@ -239,21 +240,21 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     for name in ["train-0.tar", "train-1.tar", "other.tar"] {
         fs::write(dir.path().join(name), name).unwrap();
     }
-    let one = tree(&dir.path().join("train-0.tar"));
+    let one_file = tree(&dir.path().join("train-0.tar"));
     let begin = |entries: &[DatasetEntry]| entries[0].clone();
-    assert_eq!(begin(&list_all(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
+    assert_eq!(begin(&list_all(one_file.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
     assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
     assert!(
-        message(PART_REFUSED, &read(one.clone(), vec![part(&one, "other.tar", 0, 1)]))
+        message(PART_REFUSED, &read(one_file.clone(), vec![part(&one_file, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")
     );
-    assert_eq!(read(one.clone(), vec![part(&one, "train-0.tar", 0, 5)]), sent(b"train"));
+    assert_eq!(read(one_file.clone(), vec![part(&one_file, "train-0.tar", 0, 5)]), sent(b"train"));
     let pattern = dir.path().join("train-{0..3}.tar");
     assert_eq!(names(&pattern), (vec!["train-0.tar".into(), "train-1.tar".into()], DatasetEntry::End(2, 22)));
-    let several = tree(&pattern);
-    assert_eq!(begin(&list_all(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
+    let several_files = tree(&pattern);
+    assert_eq!(begin(&list_all(several_files.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
     assert!(
-        message(PART_REFUSED, &read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
+        message(PART_REFUSED, &read(several_files.clone(), vec![part(&several_files, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")
     );
     // A name of the pattern that is a link out of the folder is refused.
@@ -271,6 +272,6 @@ fn a_pattern_may_name_up_to_100_000_files() {
     fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
     let path = |last: usize| dir.path().join(format!("x-{{00000..{last}}}.tar"));
     assert_eq!(names(&path(MAX_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
-    let why = FileList::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("there is one file too many");
-    assert!(why.contains("names more than 100000 files"), "{why}");
+    let detail = FileList::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("there is one file too many");
+    assert!(detail.contains("names more than 100000 files"), "{detail}");
 }

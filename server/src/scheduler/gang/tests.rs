@@ -2,18 +2,18 @@ use super::*;
 use lockstep_protocol::agent::{Machine, Slot};
 
 /// A machine: its name, address, number of slots, number of slots in use, and the model of the slots.
-pub(in crate::scheduler) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
+pub(in crate::scheduler) type TestMachine<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
-pub(in crate::scheduler) fn candidates(given: &[Given<'_>]) -> Candidates {
-    candidates_with_links(given, |_| (None, Vec::new()))
+pub(in crate::scheduler) fn candidates(machines: &[TestMachine<'_>]) -> Candidates {
+    candidates_with_links(machines, |_| (None, Vec::new()))
 }
 
 /// Like [`candidates`], with each machine's network speed and NVLink groups.
 fn candidates_with_links(
-    given: &[Given<'_>],
+    machines: &[TestMachine<'_>],
     links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32>>),
 ) -> Candidates {
-    let candidate = |(name, address, slots, in_use, model): &Given<'_>| {
+    let candidate = |(name, address, slots, in_use, model): &TestMachine<'_>| {
         let device = if model.starts_with("GPU") { "cuda" } else { "cpu" };
         let slot =
             |index| Slot { index, device: device.into(), name: (*model).into(), memory_bytes: 0, uuid: None };
@@ -36,12 +36,12 @@ fn candidates_with_links(
         };
         Candidate::of(Arc::new(AgentState::idle(Arc::new(row))), &(0..*in_use).collect(), Device::Auto)
     };
-    Candidates::new(given.iter().map(candidate).collect())
+    Candidates::new(machines.iter().map(candidate).collect())
 }
 
 /// The names of the chosen machines, each with the number of slots chosen on it.
-fn chosen(given: &[Given<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
-    chosen_from(&candidates(given), ranks, reserved)
+fn chosen(machines: &[TestMachine<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
+    chosen_from(&candidates(machines), ranks, reserved)
 }
 
 fn chosen_from(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
@@ -58,21 +58,21 @@ const CPU: &str = "a core";
 
 #[test]
 fn a_job_gets_the_fewest_machines_and_the_fullest_one_last() {
-    let given = [
+    let machines = [
         ("a", Some("10.0.0.1"), 4, 0, CPU),
         ("b", Some("10.0.0.2"), 4, 1, CPU),
         ("c", Some("10.0.0.3"), 4, 3, CPU),
         ("d", Some("10.0.0.4"), 4, 4, CPU),
     ];
-    assert_eq!(chosen(&given, 1, &[]), expected(&[("c", 1)]));
-    assert_eq!(chosen(&given, 4, &[]), expected(&[("a", 4)]));
-    assert_eq!(chosen(&given, 5, &[]), expected(&[("a", 4), ("c", 1)]));
-    assert_eq!(chosen(&given, 6, &[]), expected(&[("a", 4), ("b", 2)]));
-    assert_eq!(chosen(&given, 8, &[]), expected(&[("a", 4), ("b", 3), ("c", 1)]));
-    assert_eq!(chosen(&given, 9, &[]), [], "all slots or none");
+    assert_eq!(chosen(&machines, 1, &[]), expected(&[("c", 1)]));
+    assert_eq!(chosen(&machines, 4, &[]), expected(&[("a", 4)]));
+    assert_eq!(chosen(&machines, 5, &[]), expected(&[("a", 4), ("c", 1)]));
+    assert_eq!(chosen(&machines, 6, &[]), expected(&[("a", 4), ("b", 2)]));
+    assert_eq!(chosen(&machines, 8, &[]), expected(&[("a", 4), ("b", 3), ("c", 1)]));
+    assert_eq!(chosen(&machines, 9, &[]), [], "all slots or none");
     // Machines reserved for jobs before this one are not chosen.
-    assert_eq!(chosen(&given, 4, &["a"]), expected(&[("b", 3), ("c", 1)]));
-    assert_eq!(chosen(&given, 5, &["a"]), []);
+    assert_eq!(chosen(&machines, 4, &["a"]), expected(&[("b", 3), ("c", 1)]));
+    assert_eq!(chosen(&machines, 5, &["a"]), []);
 }
 
 #[test]
@@ -93,26 +93,26 @@ fn machines_share_a_job_only_if_they_can_reach_each_other() {
 
 #[test]
 fn slots_are_of_one_device_type_and_of_one_model_if_that_needs_no_more_machines() {
-    let given = [
+    let machines = [
         ("a", Some("10.0.0.1"), 2, 0, "GPU old"),
         ("b", Some("10.0.0.2"), 2, 0, "GPU new"),
         ("c", Some("10.0.0.3"), 2, 0, "GPU new"),
         ("d", Some("10.0.0.4"), 2, 0, CPU),
     ];
-    assert_eq!(chosen(&given, 4, &[]), expected(&[("b", 2), ("c", 2)]));
-    assert_eq!(chosen(&given, 6, &[]), expected(&[("a", 2), ("b", 2), ("c", 2)]));
-    assert_eq!(chosen(&given, 8, &[]), [], "CPU and GPU slots are not mixed");
-    assert_eq!(max_capacity(&candidates(&given)), Capacity { slots: 6, free: 6, machines: 3 });
+    assert_eq!(chosen(&machines, 4, &[]), expected(&[("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&machines, 6, &[]), expected(&[("a", 2), ("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&machines, 8, &[]), [], "CPU and GPU slots are not mixed");
+    assert_eq!(max_capacity(&candidates(&machines)), Capacity { slots: 6, free: 6, machines: 3 });
 }
 
 #[test]
 fn machines_reserved_for_a_large_job_have_enough_slots_and_the_most_free_ones() {
-    let given = [
+    let machines = [
         ("a", Some("10.0.0.1"), 2, 2, CPU),
         ("b", Some("10.0.0.2"), 2, 1, CPU),
         ("c", Some("10.0.0.3"), 2, 1, CPU),
     ];
-    let candidates = candidates(&given);
+    let candidates = candidates(&machines);
     let reserved_names = |ranks| {
         let found = choose_reserved_agents(&candidates, ranks)?;
         Some(found.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>().join(" "))
@@ -128,10 +128,10 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
     let names: Vec<_> = (1..=12).map(|n| format!("launch-a-{n}-host")).collect();
     // The machines have different numbers of slots.
     let slots = |n: usize| 1 + (n as u32 % 2);
-    let given: Vec<Given<'_>> =
+    let machines: Vec<TestMachine<'_>> =
         names.iter().enumerate().map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU)).collect();
     let job = lockstep_protocol::JobId::generate();
-    let mut launched = candidates(&given).to_vec();
+    let mut launched = candidates(&machines).to_vec();
     for candidate in &mut launched {
         Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
     }
@@ -139,21 +139,21 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
     let found = choose_agents(&candidates, 18, &HashSet::new()).unwrap();
     let found: Vec<_> =
         found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
-    let wanted: Vec<_> =
+    let listed: Vec<_> =
         names.iter().enumerate().map(|(n, name)| (name.clone(), slots(n) as usize)).collect();
-    assert_eq!(found, wanted);
+    assert_eq!(found, listed);
 }
 
 #[test]
-fn of_equally_many_machines_those_with_the_fastest_slowest_link_are_chosen() {
-    let given = [
+fn of_equally_many_machines_those_whose_slowest_link_is_fastest_are_chosen() {
+    let machines = [
         ("a", Some("10.0.0.1"), 4, 0, CPU),
         ("b", Some("10.0.0.2"), 4, 0, CPU),
         ("c", Some("10.0.0.3"), 4, 1, CPU),
         ("d", Some("10.0.0.4"), 4, 1, CPU),
     ];
     let speeds = |a, b, c, d| {
-        candidates_with_links(&given, move |name| {
+        candidates_with_links(&machines, move |name| {
             let speed = match name {
                 "a" => a,
                 "b" => b,
@@ -193,7 +193,7 @@ fn of_equally_many_machines_those_with_the_fastest_slowest_link_are_chosen() {
 
 #[test]
 fn agents_of_one_machine_need_no_network() {
-    let given = [
+    let machines = [
         ("m-1", Some("10.0.0.1"), 2, 0, CPU),
         ("m-2", Some("10.0.0.1"), 2, 0, CPU),
         ("n", Some("10.0.0.2"), 2, 0, CPU),
@@ -201,7 +201,7 @@ fn agents_of_one_machine_need_no_network() {
     ];
     let links = |name: &str| (Some(if name.starts_with('m') { 100 } else { 100_000 }), Vec::new());
     assert_eq!(
-        chosen_from(&candidates_with_links(&given, links), 4, &[]),
+        chosen_from(&candidates_with_links(&machines, links), 4, &[]),
         expected(&[("m-1", 2), ("m-2", 2)])
     );
 }
@@ -223,19 +223,19 @@ fn gpus_connected_by_nvlink_are_chosen_together() {
     assert_eq!(slots(2, pairs, 6), [2, 6, 3, 7, 4, 5]);
     assert_eq!(slots(0, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [0, 1, 2, 3]);
     assert_eq!(slots(1, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [4, 5, 6, 7]);
-    assert_eq!(slots(3, &[], 3), [3, 4, 5], "without NVLink groups, in their order");
+    assert_eq!(slots(3, &[], 3), [3, 4, 5], "without NVLink groups, slots are used in their order");
 }
 
 #[test]
 fn faster_links_count_more_than_fuller_machines() {
     const GPU: &str = "GPU A";
-    let given = [
+    let machines = [
         ("a", Some("10.0.0.1"), 8, 0, GPU),
         ("b", Some("10.0.0.2"), 8, 0, GPU),
         ("c", Some("10.0.0.3"), 8, 2, GPU),
         ("d", Some("10.0.0.4"), 8, 6, GPU),
     ];
-    let candidates = candidates_with_links(&given, |name| {
+    let candidates = candidates_with_links(&machines, |name| {
         let groups = match name {
             "a" => vec![(0..8).collect()],
             // Two of its pairs are incomplete: slots 0 and 1 are in use.
@@ -244,17 +244,17 @@ fn faster_links_count_more_than_fuller_machines() {
         };
         (None, groups)
     });
-    let one = |ranks, reserved: &[&str]| {
+    let best = |ranks, reserved: &[&str]| {
         let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
         let (c, slots) = choose_agents(&candidates, ranks, &reserved).unwrap().remove(0);
         (candidates[c].agent.row.name.clone(), slots)
     };
-    assert_eq!(one(1, &[]), ("d".into(), vec![6]), "a single rank uses no links: the fullest");
-    assert_eq!(one(2, &[]), ("c".into(), vec![2, 6]), "the fuller one of two machines with NVLink");
-    assert_eq!(one(2, &["c"]), ("a".into(), vec![0, 1]), "rather than a fuller machine without NVLink");
-    assert_eq!(one(4, &[]), ("a".into(), vec![0, 1, 2, 3]), "four of one group rather than two pairs");
-    assert_eq!(one(4, &["a"]), ("c".into(), vec![2, 6, 3, 7]), "two pairs rather than none");
-    assert_eq!(one(2, &["a", "c"]), ("d".into(), vec![6, 7]), "the fullest one if links are equal");
+    assert_eq!(best(1, &[]), ("d".into(), vec![6]), "a single rank uses no links: the fullest");
+    assert_eq!(best(2, &[]), ("c".into(), vec![2, 6]), "the fuller one of two machines with NVLink");
+    assert_eq!(best(2, &["c"]), ("a".into(), vec![0, 1]), "rather than a fuller machine without NVLink");
+    assert_eq!(best(4, &[]), ("a".into(), vec![0, 1, 2, 3]), "four of one group rather than two pairs");
+    assert_eq!(best(4, &["a"]), ("c".into(), vec![2, 6, 3, 7]), "two pairs rather than none");
+    assert_eq!(best(2, &["a", "c"]), ("d".into(), vec![6, 7]), "the fullest one if links are equal");
 }
 
 #[test]

@@ -5,10 +5,10 @@ fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
     let in_use = in_use.iter().map(|(share, slots)| ((*share).to_owned(), *slots)).collect();
     let mut queue = Queue::new(in_use);
     queue.fill(waiting.iter().enumerate().map(|(n, (share, ranks))| ((*share).to_owned(), (n, *ranks))));
-    let (mut order, mut given) = (Vec::new(), 0);
-    while let Some((n, ranks)) = queue.next(given) {
+    let (mut order, mut assigned) = (Vec::new(), 0);
+    while let Some((n, ranks)) = queue.next(assigned) {
         order.push(n);
-        given = ranks;
+        assigned = ranks;
     }
     order
 }

@@ -9,7 +9,7 @@ use serde_json::json;
 use std::time::{Duration, Instant};
 use tokio_tungstenite::{connect_async, tungstenite};
 
-/// A `Hello` with a chosen id. Ids of other agents are visible in the list of machines.
+/// A `Hello` with this id. The list of machines shows all ids, so an agent could send another agent's id.
 fn hello_as(id: &str, name: &str) -> FromAgent {
     let mut hello = hello(name, 2, Vec::new());
     if let FromAgent::Hello { agent_id, .. } = &mut hello {
@@ -33,29 +33,31 @@ async fn a_token_belongs_to_one_agent_and_needs_the_agent_scope() {
             other => panic!("{scope}: {other:?}"),
         }
     }
-    let a = server.agent_token("a").await;
+    let token_a = server.agent_token("a").await;
     // The token belongs to the first new agent of this name.
-    let reason = refusal(&server, &a, hello_as("id-b", "b")).await;
+    let reason = refusal(&server, &token_a, hello_as("id-b", "b")).await;
     assert!(reason.contains("another agent") && reason.contains("--agent id-b"), "{reason}");
-    let first = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("the name fits");
-    assert!(refusal(&server, &a, hello_as("id-c", "a")).await.contains("another agent"));
+    let first =
+        Agent::connect_with_token(&server, &token_a, hello_as("id-a", "a")).await.expect("the name fits");
+    assert!(refusal(&server, &token_a, hello_as("id-c", "a")).await.contains("another agent"));
     first.disconnect();
     // The same agent may change its name and connect again.
     let renamed =
-        Agent::connect_with_token(&server, &a, hello_as("id-a", "renamed")).await.expect("the id fits");
-    let again = Agent::connect_with_token(&server, &a, hello_as("id-a", "a")).await.expect("the id fits");
+        Agent::connect_with_token(&server, &token_a, hello_as("id-a", "renamed")).await.expect("the id fits");
+    let again =
+        Agent::connect_with_token(&server, &token_a, hello_as("id-a", "a")).await.expect("the id fits");
     drop((renamed, again));
 
     // A token for a new agent is not valid for a known agent, even if the known agent sends the new name.
-    let fresh = server.agent_token("fresh").await;
-    assert!(refusal(&server, &fresh, hello_as("id-a", "fresh")).await.contains("another agent"));
-    let by_name = server.agent_token("a").await;
-    assert!(refusal(&server, &by_name, hello_as("id-d", "a")).await.contains("another agent"));
-    let known = Agent::connect_with_token(&server, &by_name, hello_as("id-a", "a")).await;
+    let token_fresh = server.agent_token("fresh").await;
+    assert!(refusal(&server, &token_fresh, hello_as("id-a", "fresh")).await.contains("another agent"));
+    let second_token_a = server.agent_token("a").await;
+    assert!(refusal(&server, &second_token_a, hello_as("id-d", "a")).await.contains("another agent"));
+    let known = Agent::connect_with_token(&server, &second_token_a, hello_as("id-a", "a")).await;
     assert!(known.is_ok(), "an admin's new token for a known name is valid for the known agent");
-    assert!(Agent::connect_with_token(&server, &fresh, hello_as("id-fresh", "fresh")).await.is_ok());
+    assert!(Agent::connect_with_token(&server, &token_fresh, hello_as("id-fresh", "fresh")).await.is_ok());
     // Another agent cannot take the name of a machine that is offline.
-    let reason = refusal(&server, &a, hello_as("id-a", "fresh")).await;
+    let reason = refusal(&server, &token_a, hello_as("id-a", "fresh")).await;
     assert!(reason.contains("the name of another machine") && reason.contains("--name"), "{reason}");
     server.stop().await;
 }
@@ -112,10 +114,10 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
 async fn a_second_process_with_an_agent_s_id_is_refused_while_the_first_is_online() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let hello_from = |name: &str| {
+    let hello_from = |process_name: &str| {
         let mut hello = hello("a", 2, Vec::new());
         if let FromAgent::Hello { process, .. } = &mut hello {
-            *process = name.into();
+            *process = process_name.into();
         }
         hello
     };

@@ -20,15 +20,16 @@ async fn all_changing_requests_are_in_the_audit_log() {
     let request = server.http.post(server.url("/api/v1/jobs?x=1")).header("x-request-id", "mine-1.a_b");
     let response = request.json(&json!({})).send().await.unwrap();
     assert_eq!(response.headers()["x-request-id"], "mine-1.a_b");
-    let forged = server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
-    let response = forged.send().await.unwrap();
+    let with_invalid_id =
+        server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
+    let response = with_invalid_id.send().await.unwrap();
     let new_id = response.headers()["x-request-id"].to_str().unwrap().to_owned();
     assert_eq!(new_id.len(), 36, "{new_id}");
     assert_eq!(reader.get(server.url("/api/v1/jobs")).send().await.unwrap().status(), 200);
     // Refused requests are not logged, so that strangers cannot displace entries.
     assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);
     assert_eq!(client("").post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 401);
-    // Every token may call these URLs, which have no such method.
+    // These URLs need no right, but do not accept POST.
     for path in ["/static/x", "/login/oidc"] {
         assert_eq!(reader.post(server.url(path)).send().await.unwrap().status(), 405, "{path}");
     }
@@ -77,10 +78,10 @@ async fn created_objects_and_changes_are_in_the_audit_log() {
     let form = form.header("content-type", "application/x-www-form-urlencoded");
     let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
     assert_eq!(response.status(), 303, "{}", response.text().await.unwrap());
-    let page = response.headers()["location"].to_str().unwrap();
+    let location = response.headers()["location"].to_str().unwrap();
     let objects: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
-    let by_form = page.strip_prefix("/jobs/").unwrap();
-    let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
+    let job_of_form = location.strip_prefix("/jobs/").unwrap();
+    let expected = [format!("/jobs/new: {job_of_form}"), format!("/api/v1/jobs: {job}")];
     assert_eq!(objects[..2], expected.map(Value::from), "newest first");
     assert!(objects[2..].contains(&json!("/api/v1/datasets: pictures")), "{objects:?}");
     let path = format!("/api/v1/jobs/{job}");
@@ -136,15 +137,15 @@ async fn the_log_has_pages_and_old_entries_are_removed() {
         assert_eq!(server.get(&format!("/audit?{query}")).await.0, status, "{query}");
     }
 
-    // A background task removes the oldest entries beyond the limit.
+    // A background task removes the oldest entries beyond the limit, once there are half as many new entries as the limit allows.
     for n in 10..60 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
     }
     wait_until("old entries are removed", async || {
-        let left = entries(&server).await;
-        assert_eq!(left[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
-        assert!(left.len() >= 20, "too many entries are removed");
-        left.len() <= 31
+        let remaining = entries(&server).await;
+        assert_eq!(remaining[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
+        assert!(remaining.len() >= 20, "too many entries are removed");
+        remaining.len() <= 31
     })
     .await;
     server.execute("UPDATE audit SET at = 0").await;

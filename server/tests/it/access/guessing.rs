@@ -1,4 +1,4 @@
-//! Measures ten thousand wrong passwords.
+//! Measures how ten thousand wrong passwords affect the sign-in of other people.
 
 use super::people::PASSWORD;
 use crate::test_server::{TestServer, client_builder};
@@ -27,11 +27,10 @@ async fn sign_in(client: &Client, url: &str, name: &str, password: &str) -> u16 
     request.body(format!("name={name}&password={password}")).send().await.unwrap().status().as_u16()
 }
 
-/// Tries `count` wrong passwords concurrently, and returns the number of responses with each status.
-async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -> BTreeMap<u16, u32> {
-    let clients: Arc<Vec<Client>> = Arc::new(
-        (0..addresses).map(|n| client_from([127, 9, (n / 250) as u8, (n % 250 + 1) as u8])).collect(),
-    );
+/// Tries `count` wrong passwords concurrently, and returns the number of responses with each status. `name_of(n)` is the name of guess `n`.
+async fn guess(url: &str, count: u32, address_count: u32, name_of: fn(u32) -> String) -> BTreeMap<u16, u32> {
+    let clients = (0..address_count).map(|n| client_from([127, 9, (n / 250) as u8, (n % 250 + 1) as u8]));
+    let clients: Arc<Vec<Client>> = Arc::new(clients.collect());
     let next = Arc::new(AtomicU32::new(0));
     let workers = (0..CONCURRENT).map(|_| {
         let (clients, next, url) = (clients.clone(), next.clone(), url.to_owned());
@@ -42,8 +41,8 @@ async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -
                 if n >= count {
                     return responses;
                 }
-                let client = &clients[(n % addresses) as usize];
-                let status = sign_in(client, &url, &name(n), &format!("wrong password {n}")).await;
+                let client = &clients[(n % address_count) as usize];
+                let status = sign_in(client, &url, &name_of(n), &format!("wrong password {n}")).await;
                 *responses.entry(status).or_default() += 1;
             }
         })
@@ -65,7 +64,7 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
     server.add_person("bob", "member").await;
     server.add_person("carol", "member").await;
     let url = server.url("/login");
-    for (case, count, addresses, name) in [
+    for (case, count, address_count, name_of) in [
         ("one name from 40 addresses", 8000, 40, (|_| "ada".to_owned()) as fn(u32) -> String),
         ("2000 names from 400 addresses", 2000, 400, |n| format!("name-{n}")),
     ] {
@@ -90,14 +89,14 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
                 (person, times, refused)
             })
         };
-        // Bob has signed in from his address before. Carol uses a new address each time.
+        // Bob has signed in from his address before. Carol uses a new address each time, so only Carol may be refused.
         assert_eq!(sign_in(&client_from([127, 0, 0, 77]), &url, "bob", PASSWORD).await, 303);
         let others = [
             sign_in_repeatedly("bob", vec![[127, 0, 0, 77]]),
-            sign_in_repeatedly("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
+            sign_in_repeatedly("carol", (0..250).map(|n| [127, 8, address_count as u8, n + 1]).collect()),
         ];
         let since = Instant::now();
-        let responses = guess(&url, count, addresses, name).await;
+        let responses = guess(&url, count, address_count, name_of).await;
         let took = since.elapsed();
         finished.store(true, Ordering::Relaxed);
         eprintln!("{case}: {count} guesses in {:.1} s, responses {responses:?}", took.as_secs_f64());

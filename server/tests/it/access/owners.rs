@@ -53,20 +53,20 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let (_, secret) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
     let ci = client(&secret);
-    let (_, old) = server.post("/jobs", &named_spec("old")).await;
-    assert_eq!(old["owner"], "this machine", "{old}");
-    let old = format!("/jobs/{}", old["id"].as_str().unwrap());
-    let (_, older) = server.post("/jobs", &named_spec("older")).await;
-    let older = format!("/jobs/{}", older["id"].as_str().unwrap());
+    let (_, servers_job) = server.post("/jobs", &named_spec("old")).await;
+    assert_eq!(servers_job["owner"], "this machine", "{servers_job}");
+    let servers_job = format!("/jobs/{}", servers_job["id"].as_str().unwrap());
+    let (_, job_without_owner) = server.post("/jobs", &named_spec("older")).await;
+    let job_without_owner = format!("/jobs/{}", job_without_owner["id"].as_str().unwrap());
     let note = || Some(json!({"notes": "n"}));
     assert_eq!(
-        server.send_as(&ci, "PATCH", &old, note()).await.0,
+        server.send_as(&ci, "PATCH", &servers_job, note()).await.0,
         200,
-        "without people, any token that may submit"
+        "while the server has no people, any token that may submit also changes jobs"
     );
 
     let People { vera, mona, otto, ada } = add_people(&server).await;
-    assert_refused(server.send_as(&ci, "PATCH", &old, note()).await, 403, "the server's own token");
+    assert_refused(server.send_as(&ci, "PATCH", &servers_job, note()).await, 403, "the server's own token");
     let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("hers"))).await;
     assert!(status == 201 && made["owner"] == "mona", "{made}");
     let id = made["id"].as_str().unwrap().to_owned();
@@ -95,9 +95,13 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
         );
     }
 
-    // A job without an owner.
+    // Only admins change a job that has no owner.
     server.execute("UPDATE jobs SET owner = NULL").await;
-    assert_refused(server.send_as(&mona, "POST", &format!("{older}/cancel"), None).await, 403, "only admins");
+    assert_refused(
+        server.send_as(&mona, "POST", &format!("{job_without_owner}/cancel"), None).await,
+        403,
+        "only admins",
+    );
 
     server.send_as(&mona, "POST", "/jobs", Some(named_spec("one"))).await;
     server.send_as(&otto, "POST", "/jobs", Some(named_spec("two"))).await;
@@ -108,14 +112,15 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(201))).await.0, 422);
 
     // Two people may use the same idempotency key for different jobs.
-    let keyed = async |who: &Client| {
+    let submit_with_key = async |who: &Client| {
         let request = who.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&spec());
         server.send(request).await
     };
-    let ((first, one), (again, same), (other, two)) =
-        (keyed(&mona).await, keyed(&mona).await, keyed(&otto).await);
-    assert_eq!((first, again, other), (201, 200, 201));
-    assert!(one["id"] == same["id"] && one["id"] != two["id"]);
+    let (status, job) = submit_with_key(&mona).await;
+    let (repeated_status, repeated_job) = submit_with_key(&mona).await;
+    let (ottos_status, ottos_job) = submit_with_key(&otto).await;
+    assert_eq!((status, repeated_status, ottos_status), (201, 200, 201));
+    assert!(repeated_job["id"] == job["id"] && ottos_job["id"] != job["id"]);
     // A member cannot delete a dataset that another caller has registered.
     assert_refused(server.send_as(&otto, "DELETE", "/datasets/pictures", None).await, 403, "dataset");
     server.stop().await;
@@ -123,12 +128,8 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
 
 #[tokio::test]
 async fn private_jobs_are_visible_only_to_owners_and_admins() {
-    // A long lease, because the agent sends no heartbeats while its job runs.
-    let mut server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(600);
-        c.dataset_roots = vec!["/".into()];
-    })
-    .await;
+    // Members may register only folders below a root.
+    let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
@@ -164,10 +165,10 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
         "/api/v1/agents",
     ];
     for path in pages {
-        for (who, sees) in [(&vera, false), (&otto, false), (&mona, true), (&server.http, true)] {
+        for (who, may_see) in [(&vera, false), (&otto, false), (&mona, true), (&server.http, true)] {
             let text = who.get(server.url(path)).send().await.unwrap().text().await.unwrap();
             let is_shown = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
-            assert_eq!(is_shown, sees, "{path}: {text}");
+            assert_eq!(is_shown, may_see, "{path}: {text}");
         }
     }
     let (_, agents) = server.send_as(&otto, "GET", "/agents", None).await;
@@ -195,11 +196,11 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     let mut with_weights = spec();
     with_weights["model"]["pretrained"] = checkpoint.as_str().into();
     assert_refused(server.send_as(&otto, "POST", "/jobs", Some(with_weights)).await, 422, "no checkpoint");
-    let from = otto.get(server.url(&format!("/jobs/new?from={job}"))).send().await.unwrap();
-    assert_eq!(from.status(), 404);
-    let (_, problem) = server.send_as(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
-    let (_, hidden) = server.send_as(&otto, "GET", &format!("/jobs/{job}"), None).await;
-    assert_eq!(problem, hidden, "the same as for a missing job");
+    let form = otto.get(server.url(&format!("/jobs/new?from={job}"))).send().await.unwrap();
+    assert_eq!(form.status(), 404);
+    let (_, of_missing_job) = server.send_as(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
+    let (_, of_private_job) = server.send_as(&otto, "GET", &format!("/jobs/{job}"), None).await;
+    assert_eq!(of_private_job, of_missing_job);
 
     // The live list.
     let mut lists = Vec::new();
@@ -212,15 +213,15 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     let since = Instant::now();
     let (_, open) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("open"))).await;
     assert_eq!(open["spec"].get("private"), None);
-    for (list, sees) in lists.iter_mut().zip([true, false]) {
+    for (list, may_see) in lists.iter_mut().zip([true, false]) {
         let frames = list.until(|frame| frame["job"]["name"] == "open").await;
         let mut is_shown = frames.iter().any(|frame| frame.to_string().contains("secret"));
         // The two changes may arrive in any order.
-        while sees && !is_shown {
+        while may_see && !is_shown {
             is_shown = list.next().await.unwrap().to_string().contains("secret");
             assert!(since.elapsed() < TIMEOUT);
         }
-        assert_eq!(is_shown, sees, "{frames:?}");
+        assert_eq!(is_shown, may_see, "{frames:?}");
     }
     server.stop().await;
 }
@@ -242,24 +243,24 @@ async fn people_create_tokens_within_their_role() {
         assert_eq!(actual, status, "{made}");
         assert!(status == 422 || made["owner"] == "mona", "{made}");
     }
-    let (_, for_an_hour) = make(json!({"name": "h", "scope": "submit", "expires_in_secs": 3600})).await;
-    let hour = client(for_an_hour["secret"].as_str().unwrap());
+    let (_, token_of_hour) = make(json!({"name": "h", "scope": "submit", "expires_in_secs": 3600})).await;
+    let client_of_hour = client(token_of_hour["secret"].as_str().unwrap());
     for (body, status) in [
         (json!({"name": "x", "scope": "read"}), 422),
         (json!({"name": "x", "scope": "read", "expires_in_secs": 7200}), 422),
         (json!({"name": "x", "scope": "read", "expires_in_secs": 60}), 201),
     ] {
-        let (actual, made) = server.send_as(&hour, "POST", "/tokens", Some(body)).await;
+        let (actual, made) = server.send_as(&client_of_hour, "POST", "/tokens", Some(body)).await;
         assert_eq!(actual, status, "{made}");
     }
-    let (_, list) = server.send_as(&hour, "GET", "/tokens", None).await;
+    let (_, list) = server.send_as(&client_of_hour, "GET", "/tokens", None).await;
     let owners: Vec<_> = list["tokens"].as_array().unwrap().iter().map(|t| t["owner"].clone()).collect();
     assert_eq!(owners, ["mona"; 4], "{list}");
     let (otto, _) = server.client_of("otto", "submit").await;
-    let path = format!("/tokens/{}", for_an_hour["id"].as_str().unwrap());
+    let path = format!("/tokens/{}", token_of_hour["id"].as_str().unwrap());
     assert_eq!(server.send_as(&otto, "DELETE", &path, None).await.0, 404, "a token of another person");
     assert_eq!(server.send_as(&otto, "DELETE", "/tokens/local", None).await.0, 404);
-    assert_eq!(server.send_as(&hour, "DELETE", &path, None).await.0, 204);
+    assert_eq!(server.send_as(&client_of_hour, "DELETE", &path, None).await.0, 204);
     // A token of the scope read cannot create tokens. A token can revoke itself and other tokens with at most the same rights. Tokens that
     // were created with a token are revoked together with it.
     let (_, read_token) = make(json!({"name": "looks", "scope": "read"})).await;
@@ -284,7 +285,7 @@ async fn people_create_tokens_within_their_role() {
     assert_eq!(
         server.send_as(&worker, "DELETE", &id_of(&read_token), None).await.0,
         204,
-        "the token with more rights"
+        "a token may revoke a token with fewer rights"
     );
     assert_eq!(server.delete(&id_of(&submit_token)).await.0, 204);
     for ended in [&reader, &worker, &child, &grandchild] {

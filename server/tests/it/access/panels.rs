@@ -133,10 +133,10 @@ async fn panels_need_the_right_to_change_the_job_or_project() {
     let (mona, _) = server.client_of("mona", "submit").await;
     let (otto, _) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
-    let mut hers = spec();
-    hers["project"] = "hers".into();
-    let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(hers.clone())).await;
-    let own = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
+    let mut spec_of_mona = spec();
+    spec_of_mona["project"] = "hers".into();
+    let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(spec_of_mona.clone())).await;
+    let job_panels = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
     let put = Some(panels(&["a"]));
     for (who, method, expected) in [
         (&vera, "PUT", 403),
@@ -148,24 +148,24 @@ async fn panels_need_the_right_to_change_the_job_or_project() {
         (&mona, "DELETE", 204),
     ] {
         let body = (method == "PUT").then(|| put.clone()).flatten();
-        assert_eq!(server.send_as(who, method, &own, body).await.0, expected, "{method}");
+        assert_eq!(server.send_as(who, method, &job_panels, body).await.0, expected, "{method}");
     }
-    let project = "/projects/hers/panels";
-    assert_eq!(server.send_as(&vera, "PUT", project, put.clone()).await.0, 403);
-    assert_eq!(server.send_as(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
-    assert_eq!(server.send_as(&vera, "GET", project, None).await.0, 200);
+    let project_panels = "/projects/hers/panels";
+    assert_eq!(server.send_as(&vera, "PUT", project_panels, put.clone()).await.0, 403);
+    assert_eq!(server.send_as(&otto, "PUT", project_panels, put.clone()).await.0, 200, "a member");
+    assert_eq!(server.send_as(&vera, "GET", project_panels, None).await.0, 200);
 
     // A project with only private jobs does not exist for others.
-    hers["project"] = "secret".into();
-    hers["private"] = true.into();
-    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(hers)).await;
+    spec_of_mona["project"] = "secret".into();
+    spec_of_mona["private"] = true.into();
+    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(spec_of_mona)).await;
     assert_eq!(status, 201, "{made}");
-    let secret = "/projects/secret/panels";
-    assert_eq!(server.send_as(&mona, "PUT", secret, put.clone()).await.0, 200);
+    let secret_panels = "/projects/secret/panels";
+    assert_eq!(server.send_as(&mona, "PUT", secret_panels, put.clone()).await.0, 200);
     for (method, body) in [("PUT", put), ("GET", None)] {
-        let (status, problem) = server.send_as(&otto, method, secret, body.clone()).await;
-        let (_, nothing) = server.send_as(&otto, method, "/projects/nothing/panels", body).await;
-        assert_eq!((status, &problem["detail"]), (404, &nothing["detail"]));
+        let (status, problem) = server.send_as(&otto, method, secret_panels, body.clone()).await;
+        let (_, missing) = server.send_as(&otto, method, "/projects/nothing/panels", body).await;
+        assert_eq!((status, &problem["detail"]), (404, &missing["detail"]));
     }
     assert_eq!(server.get("/projects/no%20name/panels").await.0, 404);
     server.stop().await;

@@ -74,11 +74,11 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     for wrong in ["setup=true&name=Ada&password=correct+horse", "setup=true&name=ada&password=short"] {
         assert_eq!(browser.post("/login", wrong).await.status(), 422, "{wrong}");
     }
-    let (_, reader) = server.make_token(&json!({"name": "r", "scope": "submit"})).await;
-    let mut other = Browser::new(&server);
-    let response = other.post("/login", &format!("token={reader}")).await;
-    other.take_cookie(&response);
-    assert_eq!(other.post("/login", &fields).await.status(), 403, "without admin rights");
+    let (_, submit_token) = server.make_token(&json!({"name": "r", "scope": "submit"})).await;
+    let mut submitter = Browser::new(&server);
+    let response = submitter.post("/login", &format!("token={submit_token}")).await;
+    submitter.take_cookie(&response);
+    assert_eq!(submitter.post("/login", &fields).await.status(), 403, "without admin rights");
 
     let response = browser.post("/login", &fields).await;
     assert_eq!((response.status().as_u16(), location(&response)), (303, "/people"));
@@ -215,6 +215,7 @@ async fn changing_a_person_ends_sessions_and_websockets() {
     .iter()
     .enumerate()
     {
+        // The second change only restores the password that the first change has replaced.
         if n == 1 {
             let response = Browser::new(&server).sign_in("ada", PASSWORD).await;
             assert_eq!(response.status(), 401, "the old password");
@@ -244,8 +245,8 @@ async fn changing_a_person_ends_sessions_and_websockets() {
         let mut browser = Browser::new(&server);
         browser.cookie = cookie;
         assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "{change}");
-        let refused = Browser::new(&server).sign_in("ada", PASSWORD).await.status() == 401;
-        assert_eq!(refused, change["disabled"] == true || change.is_null() || n == 0, "{change}");
+        let is_refused = Browser::new(&server).sign_in("ada", PASSWORD).await.status() == 401;
+        assert_eq!(is_refused, change["disabled"] == true || change.is_null() || n == 0, "{change}");
         if change["disabled"] == true {
             assert_eq!(server.change_person("ada", &json!({"disabled": false})).await.0, 200);
         }
@@ -297,10 +298,10 @@ async fn people_and_passwords_have_limits() {
 }
 
 #[tokio::test]
-async fn people_change_only_their_own_passwords() {
+async fn a_person_s_new_own_password_ends_other_sessions() {
     let server = TestServer::new().await;
     server.add_person("ada", "viewer").await;
-    let other = server.signed_in("ada").await;
+    let other_browser = server.signed_in("ada").await;
     let mut browser = server.signed_in("ada").await;
     assert!(browser.get("/account").await.text().await.unwrap().contains("own-password"));
     let response =
@@ -316,20 +317,20 @@ async fn people_change_only_their_own_passwords() {
     assert_eq!((response.status().as_u16(), location(&response)), (303, "/account?done=true"));
     browser.take_cookie(&response);
     assert_eq!(browser.get("/jobs").await.status(), 200, "this session stays valid");
-    assert_eq!(other.get("/jobs").await.status(), 303, "other sessions end");
+    assert_eq!(other_browser.get("/jobs").await.status(), 303, "other sessions end");
     assert_eq!(Browser::new(&server).sign_in("ada", PASSWORD).await.status(), 401);
     assert_eq!(Browser::new(&server).sign_in("ada", "another password").await.status(), 303);
 
     let passwords = json!({"current": "another password", "new": PASSWORD});
     assert_refused(server.post("/password", &passwords).await, 409, "person");
-    let request = |body: &Value| {
+    let change = |body: &Value| {
         let request = browser.client.request(Method::POST, server.url("/api/v1/password")).json(body);
         request.header("cookie", &browser.cookie).send()
     };
-    let response = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
+    let response = change(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
     assert_eq!(response.status(), 422);
-    assert_eq!(request(&passwords).await.unwrap().status(), 204);
-    assert_eq!(request(&passwords).await.unwrap().status(), 401, "the change has ended this session, too");
+    assert_eq!(change(&passwords).await.unwrap().status(), 204);
+    assert_eq!(change(&passwords).await.unwrap().status(), 401, "the change has ended this session, too");
     assert_eq!(server.signed_in("ada").await.get("/jobs").await.status(), 200);
     server.stop().await;
 }

@@ -13,7 +13,7 @@ use lockstep_protocol::JobId;
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::json;
 
-/// The query and the change of each request. Handlers would refuse all requests except the first.
+/// Pairs of a query and a change of the request. All except the first make a request that a handler would refuse as invalid.
 const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request),
     ("?limit=none&points=-1&since=x&format=x&cursor=x&augmented=x", |request| request),
@@ -28,9 +28,9 @@ async fn comparable_response(
     who: &Client,
     method: &Method,
     path: &str,
-    number: usize,
+    index: usize,
 ) -> (u16, String) {
-    let (query, change) = REQUESTS[number];
+    let (query, change) = REQUESTS[index];
     let request = who.request(method.clone(), server.url(&format!("{path}{query}")));
     let response = change(request).send().await.unwrap();
     let status = response.status().as_u16();
@@ -47,6 +47,7 @@ async fn comparable_response(
 
 #[tokio::test]
 async fn private_ids_get_the_same_response_as_unknown_ids() {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let people = add_people(&server).await;
@@ -63,7 +64,7 @@ async fn private_ids_get_the_same_response_as_unknown_ids() {
 
     let mut compared = 0;
     for path in every_path() {
-        let (private, nothing) = match path.as_str() {
+        let (private_id, missing_id) = match path.as_str() {
             path if ["/api/v1/jobs/{id}", "/api/v1/runs/{id}", "/jobs/{id}"]
                 .iter()
                 .any(|start| path.starts_with(start)) =>
@@ -84,13 +85,13 @@ async fn private_ids_get_the_same_response_as_unknown_ids() {
             path.replace("{version}", "1").replace("{alias}", "champion")
         };
         for method in &METHODS {
-            for number in 0..REQUESTS.len() {
+            for index in 0..REQUESTS.len() {
                 let private =
-                    comparable_response(&server, &people.otto, method, &with_id(private), number).await;
-                let nothing =
-                    comparable_response(&server, &people.otto, method, &with_id(nothing), number).await;
-                assert_eq!(private, nothing, "{method} {path} {number}");
-                assert_eq!(private.0, 404, "{method} {path} {number}: {}", private.1);
+                    comparable_response(&server, &people.otto, method, &with_id(private_id), index).await;
+                let missing =
+                    comparable_response(&server, &people.otto, method, &with_id(missing_id), index).await;
+                assert_eq!(private, missing, "{method} {path} {index}");
+                assert_eq!(private.0, 404, "{method} {path} {index}: {}", private.1);
                 compared += 1;
             }
         }

@@ -26,10 +26,11 @@ const SORTS: [&str; 13] = [
     "spec.name",
 ];
 
-/// Ids of Otto's public job, and of Mona's private job, which is the only job of its project. Mona has a second private job in the project of
-/// Otto's job.
+/// Ids of jobs.
 struct Jobs {
+    /// Otto's public job. Its project also has Mona's second private job.
     open: String,
+    /// Mona's first private job, the only job of its project.
     secret: String,
 }
 
@@ -78,6 +79,7 @@ async fn read_all(server: &TestServer, who: &Client, path: &str, key: &str) -> (
 
 #[tokio::test]
 async fn lists_hide_private_jobs_of_others() {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { vera, mona, otto, ada } = add_people(&server).await;
@@ -87,7 +89,7 @@ async fn lists_hide_private_jobs_of_others() {
     let ((status, dataset), ()) = tokio::join!(registered, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{dataset}");
 
-    for (who, client, sees) in
+    for (who, client, may_see) in
         [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
     {
         // In every order.
@@ -95,9 +97,9 @@ async fn lists_hide_private_jobs_of_others() {
             for sort in [sort.to_owned(), format!("-{sort}")] {
                 let (jobs, total) = read_all(&server, client, &format!("/jobs?sort={sort}"), "jobs").await;
                 let names: Vec<_> = jobs.iter().map(|job| job["name"].as_str().unwrap()).collect();
-                let expected = if sees { 3 } else { 1 };
+                let expected = if may_see { 3 } else { 1 };
                 assert_eq!((names.len(), total.as_u64()), (expected, Some(expected as u64)), "{who}: {sort}");
-                assert_eq!(names.contains(&"secret run"), sees, "{who}: {sort}: {names:?}");
+                assert_eq!(names.contains(&"secret run"), may_see, "{who}: {sort}: {names:?}");
             }
         }
         // With every filter.
@@ -111,25 +113,25 @@ async fn lists_hide_private_jobs_of_others() {
             "created_after=2020-01-01T00:00:00Z&owner=mona",
         ] {
             let (jobs, total) = read_all(&server, client, &format!("/jobs?{query}"), "jobs").await;
-            assert_eq!(!jobs.is_empty(), sees, "{who}: {query}");
+            assert_eq!(!jobs.is_empty(), may_see, "{who}: {query}");
             assert_eq!(total.as_u64(), Some(jobs.len() as u64), "{who}: {query}");
         }
         // Projects and their numbers of jobs.
         let (projects, total) = read_all(&server, client, "/projects", "projects").await;
         let shown: Vec<_> =
             projects.iter().map(|p| (p["name"].as_str().unwrap(), p["jobs"].as_u64().unwrap())).collect();
-        match sees {
+        match may_see {
             true => assert_eq!(shown, [("secret-project", 1), ("shared", 2)], "{who}"),
             false => assert_eq!(shown, [("shared", 1)], "{who}"),
         }
         assert_eq!(total.as_u64(), Some(shown.len() as u64), "{who}");
         // Groups by each key, and their numbers of jobs.
         for (by, expected) in [
-            ("owner", if sees { vec![("mona", 2), ("otto", 1)] } else { vec![("otto", 1)] }),
+            ("owner", if may_see { vec![("mona", 2), ("otto", 1)] } else { vec![("otto", 1)] }),
             ("project", shown.clone()),
             (
                 "name",
-                if sees {
+                if may_see {
                     vec![("open", 1), ("secret run", 1), ("secret too", 1)]
                 } else {
                     vec![("open", 1)]
@@ -148,43 +150,44 @@ async fn lists_hide_private_jobs_of_others() {
             );
         }
         let (groups, _) = read_all(&server, client, "/jobs/groups?by=tag,train.lr", "groups").await;
-        assert_eq!(json!(groups).to_string().contains("secret-tag"), sees, "{who}");
+        assert_eq!(json!(groups).to_string().contains("secret-tag"), may_see, "{who}");
         let path = "/jobs?by=tag&group=%5B%22secret-tag%22%5D";
-        assert_eq!(!read_all(&server, client, path, "jobs").await.0.is_empty(), sees, "{who}");
+        assert_eq!(!read_all(&server, client, path, "jobs").await.0.is_empty(), may_see, "{who}");
         let newest: jiff::Timestamp =
             projects.last().unwrap()["newest_at"].as_str().unwrap().parse().unwrap();
         let (_, job) = server.send_as(client, "GET", &format!("/jobs/{open}"), None).await;
         let created: jiff::Timestamp = job["created_at"].as_str().unwrap().parse().unwrap();
-        assert_eq!(newest > created, sees, "{who}: the project does not show a private job's time");
+        assert_eq!(newest > created, may_see, "{who}: the project does not show a private job's time");
         // Datasets.
         let (datasets, total) = read_all(&server, client, "/datasets", "datasets").await;
-        assert_eq!((datasets.len(), total.as_u64()), if sees { (2, Some(2)) } else { (1, Some(1)) }, "{who}");
+        let expected = if may_see { 2 } else { 1 };
+        assert_eq!((datasets.len(), total.as_u64()), (expected, Some(expected as u64)), "{who}");
 
         // A private id gets the same response as a missing id.
-        let none = "j00000000000000000000000000";
+        let missing_id = "j00000000000000000000000000";
         for rest in ["", "/events", "/events?type=metrics", "/checkpoints", "/history", "/metrics?name=loss"]
         {
             let path = |id: &str| format!("/jobs/{id}{rest}");
             let (status, response) = server.send_as(client, "GET", &path(&secret), None).await;
-            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {rest}: {response}");
-            if !sees {
-                let missing = server.send_as(client, "GET", &path(none), None).await;
+            assert_eq!(status, if may_see { 200 } else { 404 }, "{who}: {rest}: {response}");
+            if !may_see {
+                let missing = server.send_as(client, "GET", &path(missing_id), None).await;
                 assert_eq!((status, response), missing, "{who}: {rest}");
             }
             // Entity tags reveal nothing.
             let url = server.url(&format!("/api/v1{}", path(&secret)));
             let known = client.get(url).header("if-none-match", "*").send().await.unwrap();
             let (status, tagged) = (known.status().as_u16(), known.headers().contains_key("etag"));
-            assert!(if sees { status < 400 } else { status == 404 && !tagged }, "{who}: {rest}: {status}");
+            assert!(if may_see { status < 400 } else { status == 404 && !tagged }, "{who}: {rest}: {status}");
         }
         let query = |ids: &str| format!("/metrics/query?jobs={ids}&name=loss");
         for ids in [secret.clone(), format!("{open},{secret}")] {
             let (status, response) = server.send_as(client, "GET", &query(&ids), None).await;
-            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {response}");
-            if !sees {
-                let ids = ids.replace(&secret, none);
+            assert_eq!(status, if may_see { 200 } else { 404 }, "{who}: {response}");
+            if !may_see {
+                let ids = ids.replace(&secret, missing_id);
                 let (_, missing) = server.send_as(client, "GET", &query(&ids), None).await;
-                let detail = response["detail"].as_str().unwrap().replace(&secret, none);
+                let detail = response["detail"].as_str().unwrap().replace(&secret, missing_id);
                 assert_eq!(detail, missing["detail"].as_str().unwrap(), "{who}");
             }
         }
@@ -193,7 +196,7 @@ async fn lists_hide_private_jobs_of_others() {
         // Pages.
         for page in ["/jobs", "/jobs?project=secret-project", "/jobs?state=failed,running&tag=secret-tag"] {
             let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
-            assert_eq!(html.contains(&secret), sees, "{who}: {page}");
+            assert_eq!(html.contains(&secret), may_see, "{who}: {page}");
         }
     }
 
@@ -271,17 +274,17 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
 
     // Otto gets the change of his own job, and before it no frame of Mona's job.
     change(&otto, &open, "shown").await;
-    for (list, sees) in lists.iter_mut().zip([true, false]) {
+    for (list, may_see) in lists.iter_mut().zip([true, false]) {
         let is_new = |frame: &Value, id: &str, label: &str| {
             let job = &frame["job"];
             job["id"] == id && job["project"] == label && job["tags"] == json!([label])
         };
         let mut frames = list.until(|frame| is_new(frame, &open, "shown")).await;
         // The two changes may arrive in any order.
-        if sees && !frames.iter().any(|frame| is_new(frame, &secret, "hidden")) {
+        if may_see && !frames.iter().any(|frame| is_new(frame, &secret, "hidden")) {
             frames.extend(list.until(|frame| is_new(frame, &secret, "hidden")).await);
         }
-        assert_eq!(frames.iter().any(|frame| frame["job"]["id"] == secret.as_str()), sees, "{frames:?}");
+        assert_eq!(frames.iter().any(|frame| frame["job"]["id"] == secret.as_str()), may_see, "{frames:?}");
         assert!(frames.iter().all(|frame| frame["job"].get("notes").is_none()), "{frames:?}");
     }
 

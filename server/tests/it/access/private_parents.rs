@@ -29,7 +29,7 @@ async fn create_public_fork(server: &mut TestServer, agent: &mut Agent, mona: &C
 /// Returns everything that a person can read about a job: pairs of a name and a text.
 async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec<(String, String)> {
     let mut texts = Vec::new();
-    let own = [
+    let job_paths = [
         "",
         "/history",
         "/events",
@@ -39,15 +39,15 @@ async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &st
         "/metrics?name=loss",
         "/metrics.csv",
     ];
-    let own = own.map(|path| format!("/jobs/{id}{path}"));
-    let lists = [
+    let job_paths = job_paths.map(|path| format!("/jobs/{id}{path}"));
+    let list_paths = [
         "/jobs?fields=id,parent,cause,reason,spec",
         "/jobs",
         "/jobs/groups?by=name",
         "/queue",
         "/annotations",
     ];
-    for path in own.into_iter().chain(lists.map(str::to_owned)) {
+    for path in job_paths.into_iter().chain(list_paths.map(str::to_owned)) {
         let response = who.get(server.url(&format!("/api/v1{path}"))).send().await.unwrap();
         assert_eq!(response.status(), 200, "{path}");
         texts.push((path, response.text().await.unwrap()));
@@ -65,7 +65,7 @@ async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &st
 
 #[tokio::test]
 async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
-    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
+    let mut server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, ada, .. } = add_people(&server).await;
     let (_, otto_secret) = server.client_of("otto", "submit").await;
@@ -100,7 +100,10 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
         let forks = (&history["forks"][0]["job"], &history["forks"][0]["checkpoint"]);
         assert_eq!(forks, (&json!(fork), &json!(format!("{secret}-1-5"))), "{history}");
         let page = who.get(server.url(&format!("/jobs/{fork}"))).send().await.unwrap().text().await.unwrap();
-        assert!(page.contains(&format!("href=\"/jobs/{secret}\"")), "{name}: the page links to it");
+        assert!(
+            page.contains(&format!("href=\"/jobs/{secret}\"")),
+            "{name}: the fork's page links to the parent"
+        );
     }
 
     // The deleted parent is not shown either.
@@ -113,7 +116,7 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
 
 #[tokio::test]
 async fn forks_show_public_parents_and_own_private_parents() {
-    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
+    let mut server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let People { mona, otto, .. } = add_people(&server).await;
     server.http = mona.clone();

@@ -35,13 +35,13 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     })
     .await;
 
-    for (who, client, sees) in
+    for (who, client, may_see) in
         [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
     {
         let get = async |path: &str| {
             let (status, response) = server.send_as(client, "GET", path, None).await;
             assert_eq!(status, 200, "{who}: {path}: {response}");
-            assert_eq!(sees, response.to_string().contains(&secret), "{who}: {path}: {response}");
+            assert_eq!(may_see, response.to_string().contains(&secret), "{who}: {path}: {response}");
             response
         };
         let queue = get("/queue?count=true").await;
@@ -54,7 +54,7 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
         );
         let reservation = &queue["reservations"][0];
         assert_eq!((&reservation["agent"], &reservation["free"]), (&json!("a"), &json!([1])), "{who}");
-        if sees {
+        if may_see {
             assert_eq!(
                 (&queue["jobs"][0]["name"], &reservation["name"]),
                 (&json!("secret run"), &json!("secret run"))
@@ -69,7 +69,7 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
         // Filters by owner or project do not find the private job.
         for query in ["owner=mona", "project=secret-project"] {
             let queue = get(&format!("/queue?count=true&{query}")).await;
-            let expected = if sees { json!(1) } else { json!(0) };
+            let expected = if may_see { json!(1) } else { json!(0) };
             assert_eq!(queue["total"], expected, "{who}: {query}: {queue}");
         }
         let (_, his) = server.send_as(client, "GET", "/queue?owner=otto&fields=place", None).await;
@@ -78,7 +78,7 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
         let (_, first) = server.send_as(client, "GET", "/queue?limit=1", None).await;
         let cursor = first["next_cursor"].as_str().unwrap();
         let text = String::from_utf8(BASE64_URL_SAFE_NO_PAD.decode(cursor).unwrap()).unwrap();
-        assert_eq!(sees, text.contains(&secret), "{who}: {text}");
+        assert_eq!(may_see, text.contains(&secret), "{who}: {text}");
         let (_, second) =
             server.send_as(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
         assert_eq!(
@@ -89,14 +89,14 @@ async fn the_queue_shows_only_places_of_private_jobs_to_others() {
         // The slot that is reserved for the private job, and the pages.
         let agents = get("/agents").await;
         let kept_for = &agents["agents"][0]["slots"][1]["kept_for"];
-        assert!(kept_for["since"].is_string() && kept_for["job"].is_string() == sees, "{who}: {kept_for}");
+        assert!(kept_for["since"].is_string() && kept_for["job"].is_string() == may_see, "{who}: {kept_for}");
         for (page, text) in
             [("/queue", "A private job of somebody else"), ("/machines", "kept for a private job")]
         {
             let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
             assert_eq!(
                 (html.contains(text), html.contains("secret run")),
-                (!sees, sees),
+                (!may_see, may_see),
                 "{who}: {page}: {html}"
             );
         }

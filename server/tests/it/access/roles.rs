@@ -1,7 +1,7 @@
 //! Tries every route and method as a viewer, as the owner of a job and as another member, for a private job and a public job, with tokens
 //! and with sessions.
 
-use super::routes::{METHODS, Outcome, every_path, send_request, sufficient};
+use super::routes::{METHODS, Outcome, every_path, send_request, sufficient_scopes};
 use crate::{
     agent::{Agent, dataset_info},
     document::create_failed_job,
@@ -13,7 +13,7 @@ use serde_json::json;
 /// Routes with unsafe methods that need only the right to read the object.
 const READ_ONLY: [&str; 3] =
     ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
-/// Routes where every person manages own tokens.
+/// Routes with which every person manages tokens of their own.
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 
 /// Whether a route belongs to an object with an owner.
@@ -63,6 +63,7 @@ async fn every_route_with_sessions_of_a_viewer_an_owner_and_another_member() {
 }
 
 async fn try_all_routes(by: By) {
+    // Members may register only folders below a root.
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
@@ -96,7 +97,7 @@ async fn try_all_routes(by: By) {
         assert_eq!(status, 201, "{sweep}");
         sweeps.push(sweep["id"].as_str().unwrap().to_owned());
     }
-    // The owner comes last and deletes the objects. The server refuses the changes of the others before.
+    // The owner comes last, because the owner's requests delete the objects. The server refuses the requests of the people before.
     for (name, scope, token) in &people {
         let mut who = by.client(&server, name, token).await;
         for ((private, job, checkpoint, dataset), sweep) in objects.iter().zip(&sweeps) {
@@ -106,17 +107,19 @@ async fn try_all_routes(by: By) {
                     path if path.contains("/sweeps/{id}") => sweep,
                     _ => job,
                 };
-                let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
-                let real = real.replace("{version}", "1").replace("{alias}", "champion");
-                let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
+                let target = path.replace("{id}", id).replace("{file}", "model.safetensors");
+                let target = target.replace("{version}", "1").replace("{alias}", "champion");
+                let target =
+                    target.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
                 // Methods without a body are tried only with tokens.
                 let is_tried =
                     |method: &&Method| by == By::Token || ![Method::HEAD, Method::OPTIONS].contains(method);
                 for method in METHODS.iter().filter(is_tried) {
-                    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
-                    // The owner deletes its objects, so its responses differ, but none is 403.
-                    let owns = *name == "mona" && is_of_object(&path);
-                    let outcome = send_request(&server, &who, method, &real).await;
+                    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
+                    let is_read_only = is_safe || READ_ONLY.contains(&path.as_str());
+                    // The owner's requests delete the objects, so the owner's responses vary, but none is 403.
+                    let is_owner = *name == "mona" && is_of_object(&path);
+                    let outcome = send_request(&server, &who, method, &target).await;
                     let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {outcome:?}");
                     if by == By::Session && path == "/logout" && *method == Method::POST {
                         assert_eq!(
@@ -127,17 +130,17 @@ async fn try_all_routes(by: By) {
                         who = by.client(&server, name, token).await;
                         continue;
                     }
-                    let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
-                    if !enough && !OWN_TOKENS.contains(&path.as_str()) {
+                    let has_scope = sufficient_scopes(method, &path).is_none_or(|s| s.contains(scope));
+                    if !has_scope && !OWN_TOKENS.contains(&path.as_str()) {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
-                    } else if is_of_object(&path) && !owns && *private {
+                    } else if is_of_object(&path) && !is_owner && *private {
                         assert_eq!(outcome, Outcome::Status(404), "{what}");
-                    } else if is_of_object(&path) && !owns && !safe && !READ_ONLY.contains(&path.as_str()) {
+                    } else if is_of_object(&path) && !is_owner && !is_read_only {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else {
                         assert!(matches!(outcome, Outcome::Status(_)), "{what}");
                         // The object still exists, because only the owner deletes it.
-                        if is_of_object(&path) && safe && *name != "mona" {
+                        if is_of_object(&path) && is_safe && *name != "mona" {
                             assert_ne!(outcome, Outcome::Status(404), "{what}");
                         }
                     }

@@ -28,7 +28,7 @@ const ADMIN: [&str; 15] = [
 ];
 /// Routes that every signed-in person may use with all methods, because they affect only this person.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
-/// Routes that only read, with all methods.
+/// Routes that only read, also with POST.
 const SEARCHES: [&str; 4] = [
     "/api/v1/jobs/form",
     "/api/2.0/mlflow/experiments/search",
@@ -41,15 +41,15 @@ pub(super) const METHODS: [Method; 7] =
 const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
 
 /// The scopes that a route accepts; `None` for an open route.
-pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
-    let safe = SAFE.contains(method);
+pub(super) fn sufficient_scopes(method: &Method, path: &str) -> Option<&'static [&'static str]> {
+    let is_safe = SAFE.contains(method);
     if OPEN.contains(&path) {
         return None;
     }
     Some(match path {
         path if path.starts_with("/api/v1/agent/") => &["agent"],
         _ if ADMIN.contains(&path) => &["admin"],
-        _ if safe || OWN.contains(&path) || SEARCHES.contains(&path) => &["read", "submit", "admin"],
+        _ if is_safe || OWN.contains(&path) || SEARCHES.contains(&path) => &["read", "submit", "admin"],
         _ => &["submit", "admin"],
     })
 }
@@ -82,18 +82,18 @@ pub(super) async fn send_request(
         path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
     let response = client.request(method.clone(), server.url(&concrete)).send().await.unwrap();
     let (status, headers) = (response.status().as_u16(), response.headers().clone());
-    let to = headers.get("location").map_or("", |to| to.to_str().unwrap());
+    let location = headers.get("location").map_or("", |location| location.to_str().unwrap());
     if status == 401 {
         assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
         let is_mlflow = ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix));
-        let kind = if is_mlflow { "application/json" } else { "application/problem+json" };
-        assert_eq!(headers["content-type"], kind, "{method} {path}");
+        let content_type = if is_mlflow { "application/json" } else { "application/problem+json" };
+        assert_eq!(headers["content-type"], content_type, "{method} {path}");
         return Outcome::SignIn;
     }
     match status {
         403 => Outcome::Forbidden,
         // The page to sign in. Signing out also redirects there, but removes the cookie.
-        303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Outcome::SignIn,
+        303 if location.starts_with("/login") && !headers.contains_key("set-cookie") => Outcome::SignIn,
         other => Outcome::Status(other),
     }
 }
@@ -141,10 +141,10 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
     ];
     for path in every_path() {
         for method in &METHODS {
-            let enough = sufficient(method, &path);
+            let accepted = sufficient_scopes(method, &path);
             for (who, client) in &nobody {
                 let outcome = send_request(&server, client, method, &path).await;
-                match enough {
+                match accepted {
                     Some(_) => assert_eq!(outcome, Outcome::SignIn, "{who}: {method} {path}"),
                     // On /login, a wrong token is a failed sign-in.
                     None => assert!(
@@ -155,8 +155,8 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
             }
             for (scope, client) in &scoped {
                 let outcome = send_request(&server, client, method, &path).await;
-                match enough {
-                    Some(enough) if !enough.contains(scope) => {
+                match accepted {
+                    Some(accepted) if !accepted.contains(scope) => {
                         assert_eq!(outcome, Outcome::Forbidden, "{scope}: {method} {path}");
                     }
                     _ => {
@@ -175,13 +175,13 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
 /// Sends requests with the headers that browsers add if another web page causes the request.
 #[tokio::test]
 async fn pages_of_other_origins_are_refused_on_every_route_that_changes_something() {
-    const WORDS: &str = "requests from other web pages are refused";
+    const REFUSAL: &str = "requests from other web pages are refused";
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     let ada = server.signed_in("ada").await;
     let agent = client_without_redirects(&server.agent_token("somebody").await);
     let stranger = client_without_redirects("");
-    let own = format!("http://{}", server.address);
+    let own_origin = format!("http://{}", server.address);
     let mut refused = 0;
     for path in every_path() {
         let url =
@@ -205,13 +205,14 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             {
                 let response = request.send().await.unwrap();
                 let (status, text) = (response.status().as_u16(), response.text().await.unwrap());
-                assert!(status == 403 && text.contains(WORDS), "{method} {path}: {status} {text}");
+                assert!(status == 403 && text.contains(REFUSAL), "{method} {path}: {status} {text}");
                 refused += 1;
             }
             // After POST /logout, all requests of this cookie would be redirected to sign in.
             if path != "/logout" {
-                let text = by_cookie().header("origin", &own).send().await.unwrap().text().await.unwrap();
-                assert!(!text.contains(WORDS), "{method} {path}: from the server's own page");
+                let text =
+                    by_cookie().header("origin", &own_origin).send().await.unwrap().text().await.unwrap();
+                assert!(!text.contains(REFUSAL), "{method} {path}: from the server's own page");
             }
         }
     }

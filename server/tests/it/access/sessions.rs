@@ -130,8 +130,8 @@ async fn over_tls_links_and_cookies_are_https_only() {
 #[tokio::test]
 async fn the_form_accepts_a_token_and_limits_guesses() {
     let server = TestServer::new().await;
-    let (reader, secret) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
-    let agent = server.agent_token("machine").await;
+    let (token_id, secret) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
+    let agent_token = server.agent_token("machine").await;
     let mut browser = Browser::new(&server);
     let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
     assert!(form.contains("value=\"/jobs?state=running\"") && form.contains("type=\"password\""), "{form}");
@@ -148,7 +148,7 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
     assert_eq!(submitted.status(), 403, "a session has the rights of its token");
 
     // Each of these is a failed sign-in. Ten per minute are allowed.
-    for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
+    for (n, wrong) in ["", "hunter2", agent_token.as_str()].into_iter().cycle().take(10).enumerate() {
         let response = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
         assert_eq!(response.status(), 401, "{n}");
         let page = response.text().await.unwrap();
@@ -160,8 +160,8 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
             _ => Browser::new(&server).get(path).await,
         };
         assert_eq!(response.status(), 429, "{path}");
-        let wait: u64 = response.headers()["retry-after"].to_str().unwrap().parse().unwrap();
-        assert!((1..=61).contains(&wait), "{wait}");
+        let retry_after_secs: u64 = response.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+        assert!((1..=61).contains(&retry_after_secs), "{retry_after_secs}");
         assert!(response.text().await.unwrap().contains("try again in"));
     }
     // A valid token is still accepted.
@@ -180,7 +180,7 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
     assert!(!log.to_string().contains("hunter2") && !log.to_string().contains(&secret));
 
     // Revoking a token ends its sessions.
-    assert_eq!(server.delete(&format!("/tokens/{reader}")).await.0, 204);
+    assert_eq!(server.delete(&format!("/tokens/{token_id}")).await.0, 204);
     assert_eq!(browser.get("/jobs").await.status(), 303);
     let no_code = json!({"code": Value::Null});
     assert_eq!(server.post("/login-links", &no_code).await.0, 201);

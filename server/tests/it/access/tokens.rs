@@ -111,13 +111,13 @@ async fn people_have_up_to_fifty_tokens() {
 #[tokio::test]
 async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     let server = TestServer::new().await;
-    for expires in [None, Some(5)] {
-        let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires});
+    for expires_in_secs in [None, Some(5)] {
+        let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires_in_secs});
         let (id, secret) = server.make_token(&body).await;
         let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         let since = Instant::now();
-        if expires.is_none() {
+        if expires_in_secs.is_none() {
             assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
         }
         let (code, reason) = loop {
@@ -126,7 +126,7 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
             }
         };
         assert_eq!(code, 4401, "{reason}");
-        let allowed = Duration::from_secs(5 + expires.unwrap_or(0));
+        let allowed = Duration::from_secs(5 + expires_in_secs.unwrap_or(0));
         assert!(since.elapsed() < allowed, "{:?}", since.elapsed());
     }
     server.stop().await;

@@ -26,7 +26,7 @@ impl CheckedApi<'_> {
         let request = change(self.server.http.request(verb, self.server.url(target)));
         let response = request.send().await.unwrap();
         let status = response.status().as_u16();
-        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let content_type = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
         let retry_after = response.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
         let bytes = response.bytes().await.unwrap();
         let call = format!("{method} {template}");
@@ -38,21 +38,21 @@ impl CheckedApi<'_> {
             String::from_utf8_lossy(&bytes)
         );
         let seconds = retry_after.map(|seconds| seconds.parse::<u64>().expect("seconds"));
-        let is_retried = documented["headers"]["Retry-After"].is_object();
+        let has_retry_after = documented["headers"]["Retry-After"].is_object();
         assert_eq!(
             seconds.is_some_and(|seconds| seconds > 0),
-            is_retried,
+            has_retry_after,
             "{call}: {status} with {seconds:?}"
         );
         let content = documented["content"].as_object();
         if bytes.is_empty() {
             assert!(content.is_none_or(serde_json::Map::is_empty), "{call}: {status} has no body");
         } else {
-            let kind = kind.unwrap_or_default();
-            let kind = kind.split(';').next().unwrap_or_default();
+            let content_type = content_type.unwrap_or_default();
+            let content_type = content_type.split(';').next().unwrap_or_default();
             assert!(
-                content.is_some_and(|content| content.contains_key(kind)),
-                "{call}: {status} with type {kind:?} is not documented; documented: {content:?}"
+                content.is_some_and(|content| content.contains_key(content_type)),
+                "{call}: {status} with type {content_type:?} is not documented; documented: {content:?}"
             );
         }
         (status, serde_json::from_slice(&bytes).unwrap_or_default())

@@ -36,14 +36,14 @@ async fn common_refusals_are_documented_for_every_call() {
             assert!(sent < 100, "{method} {path} is never refused");
         }
         // An address that has sent no request yet.
-        let other = format!("198.51.{}.{}", n / 200, n % 200 + 1);
-        let from_other = |r: reqwest::RequestBuilder| r.header("x-forwarded-for", &other);
-        let foreign = |r: reqwest::RequestBuilder| {
-            from_other(r).header("upgrade", "websocket").header("origin", "http://evil.example")
+        let other_address = format!("198.51.{}.{}", n / 200, n % 200 + 1);
+        let from_other_address = |r: reqwest::RequestBuilder| r.header("x-forwarded-for", &other_address);
+        let from_other_origin = |r: reqwest::RequestBuilder| {
+            from_other_address(r).header("upgrade", "websocket").header("origin", "http://evil.example")
         };
-        assert_eq!(api.request(method, path, &fill("1"), foreign).await.0, 403, "{method} {path}");
+        assert_eq!(api.request(method, path, &fill("1"), from_other_origin).await.0, 403, "{method} {path}");
         let nul = format!("{}?x=%00", fill("1"));
-        assert_eq!(api.request(method, path, &nul, from_other).await.0, 400, "{method} {path}");
+        assert_eq!(api.request(method, path, &nul, from_other_address).await.0, 400, "{method} {path}");
     }
     server.stop().await;
 }

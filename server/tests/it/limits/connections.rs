@@ -183,12 +183,12 @@ async fn idle_connections_make_room_for_others() {
     let mut byte = [0];
     assert!(
         timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
-        "a connection within the limit is closed"
+        "a connection within the limit stays open"
     );
     // One more connection closes the oldest.
     for _ in 0..3 {
-        let fresh = reqwest::Client::new();
-        let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+        let client = reqwest::Client::new();
+        let response = timeout(TIMEOUT, client.get(server.url("/healthz")).send()).await.expect("at once");
         assert_eq!(response.unwrap().status().as_u16(), 200);
     }
     assert!(closes_within(first, TIMEOUT).await);
@@ -196,8 +196,8 @@ async fn idle_connections_make_room_for_others() {
     for _ in 0..80 {
         idle.push(TcpStream::connect(server.address).await.unwrap());
     }
-    let fresh = reqwest::Client::new();
-    let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+    let client = reqwest::Client::new();
+    let response = timeout(TIMEOUT, client.get(server.url("/healthz")).send()).await.expect("at once");
     assert_eq!(response.unwrap().status().as_u16(), 200);
     drop(idle);
     server.stop().await;
@@ -223,7 +223,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
     let mut byte = [0];
     assert!(
         timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
-        "a connection within the limit is closed"
+        "a connection within the limit stays open"
     );
     idle.push(TcpStream::connect(address).await.unwrap());
     assert!(closes_within(first, TIMEOUT).await, "the oldest connection is closed for a new one");
@@ -234,10 +234,10 @@ async fn one_address_has_a_quarter_of_the_connections() {
         assert_eq!(stream.next().await.unwrap()["type"], "live");
         streams.push(stream);
     }
-    let more = timeout(TIMEOUT, connect_async(socket_request(address, "/stream", &server.token))).await;
-    assert!(more.expect("the connection is refused at once").is_err());
-    let here = format!("http://127.0.0.1:{}/healthz", address.port());
-    assert_eq!(server.http.get(here).send().await.unwrap().status(), 200, "other addresses are served");
+    let one_more = timeout(TIMEOUT, connect_async(socket_request(address, "/stream", &server.token))).await;
+    assert!(one_more.expect("the connection is refused at once").is_err());
+    let url = format!("http://127.0.0.1:{}/healthz", address.port());
+    assert_eq!(server.http.get(url).send().await.unwrap().status(), 200, "other addresses are served");
     drop(streams);
     server.stop().await;
 }
@@ -248,7 +248,7 @@ async fn a_stalled_body_gets_408_in_time() {
     let server = TestServer::with(|c| c.body_timeout = patience).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
-    for (path, kind) in [
+    for (path, mime) in [
         ("/api/v1/jobs".to_owned(), "application/json"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "multipart/form-data; boundary=B"),
@@ -257,7 +257,7 @@ async fn a_stalled_body_gets_408_in_time() {
         let mut socket = TcpStream::connect(server.address).await.unwrap();
         let token = &server.token;
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Type: {kind}\r\n\
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Type: {mime}\r\n\
              Content-Length: 100\r\n\r\n"
         );
         socket.write_all(head.as_bytes()).await.unwrap();

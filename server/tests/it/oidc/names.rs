@@ -25,7 +25,7 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     assert_eq!(
         server.delete(&format!("/tokens/{id}")).await.0,
         204,
-        "names of revoked tokens stay reserved, because of their jobs"
+        "the name of a revoked token stays reserved, because it may be the owner of jobs"
     );
     let set_account = |subject: &str, name: &str| {
         let claims = json!({"sub": subject, "preferred_username": name});
@@ -73,7 +73,7 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     assert_eq!(
         server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0,
         422,
-        "neither password nor subject"
+        "a person needs a password or a subject"
     );
     assert_eq!(server.change_person("bob", &json!({"subject": ""})).await.0, 200);
     assert!(!browser.is_signed_in().await, "a change of the person ends its sessions");
@@ -104,14 +104,14 @@ async fn disabled_and_removed_people_cannot_sign_in() {
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
 
     assert_eq!(server.delete("/people/ada").await.0, 204);
-    let removed = "An admin removed the person";
-    assert!(Browser::new(&server).sign_in_error(&provider, 403).await.contains(removed));
+    let message = "An admin removed the person";
+    assert!(Browser::new(&server).sign_in_error(&provider, 403).await.contains(message));
     let dir = server.stop().await;
     let mut oidc = provider.config();
     oidc.role = Some(Role::Member);
     let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
     assert!(
-        Browser::new(&server).sign_in_error(&provider, 403).await.contains(removed),
+        Browser::new(&server).sign_in_error(&provider, 403).await.contains(message),
         "the removal is remembered after a restart"
     );
     let new = json!({"name": "ada2", "role": "viewer", "subject": "sub-1"});
@@ -144,7 +144,6 @@ async fn an_e_mail_address_is_a_name_only_if_verified() {
     provider.change(|b| b.user_info["sub"] = json!("sub-1"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     assert_eq!(list_people(&server).await, ["eve@example.org viewer sub-1"]);
-    provider.change(|b| b.claims["sub"] = json!("sub-2"));
     set_mail(json!("true"));
     provider.change(|b| b.claims["sub"] = json!("sub-2"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
@@ -167,12 +166,12 @@ async fn groups_determine_the_role_at_every_sign_in() {
     };
     let page = sign_in(json!(["others"]), 403).await.1;
     assert!(page.contains("No person has this account yet"), "{page}");
-    let mut first = sign_in(json!(["x", "ml"]), 303).await.0;
+    let mut first_browser = sign_in(json!(["x", "ml"]), 303).await.0;
     assert_eq!(list_people(&server).await, ["ada member sub-1"]);
-    assert!(first.is_signed_in().await);
+    assert!(first_browser.is_signed_in().await);
     sign_in(json!(["ml", "ops"]), 303).await;
     assert_eq!(list_people(&server).await, ["ada admin sub-1"]);
-    assert!(!first.is_signed_in().await, "a change of the role ends sessions");
+    assert!(!first_browser.is_signed_in().await, "a change of the role ends sessions");
     sign_in(json!("ml"), 303).await;
     assert_eq!(list_people(&server).await, ["ada member sub-1"]);
     let page = sign_in(json!([]), 403).await.1;

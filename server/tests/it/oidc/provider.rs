@@ -232,10 +232,11 @@ async fn token(
 ) -> TokenResponse {
     let refuse =
         |error: &str| (StatusCode::BAD_REQUEST, Json(json!({"error": error, "error_description": "no <b>"})));
-    let name = "lock%3Astep%3D1:s3cret+%26of+the%3Dclient";
+    // The client's id and secret, form-encoded (RFC 6749, section 2.3.1).
+    let login = "lock%3Astep%3D1:s3cret+%26of+the%3Dclient";
     let mut behaviour = provider.behaviour.lock().unwrap();
     behaviour.token_requests += 1;
-    if headers.get(header::AUTHORIZATION).is_none_or(|v| *v != format!("Basic {}", STANDARD.encode(name))) {
+    if headers.get(header::AUTHORIZATION).is_none_or(|v| *v != format!("Basic {}", STANDARD.encode(login))) {
         return refuse("invalid_client");
     }
     if let Some(refusal) = &behaviour.refusal {
@@ -303,14 +304,14 @@ impl<'a> Browser<'a> {
     }
 
     /// Begins a sign-in, and returns the parameters of the redirect to the provider.
-    pub async fn begin(&mut self, provider: &Provider, next: &str) -> AuthRequest {
-        let response = self.get(&format!("/login/oidc?{next}")).await;
+    pub async fn begin(&mut self, provider: &Provider, query: &str) -> AuthRequest {
+        let response = self.get(&format!("/login/oidc?{query}")).await;
         let status = response.status().as_u16();
-        let to = response.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
+        let location = response.headers().get("location").map(|value| value.to_str().unwrap().to_owned());
         assert_eq!(status, 303, "{}", response.text().await.unwrap());
-        let to: Url = to.unwrap().parse().unwrap();
-        assert!(to.as_str().starts_with(&format!("{}/authorize?tenant=1&", provider.issuer())), "{to}");
-        let params: AuthRequest = to.query_pairs().into_owned().collect();
+        let url: Url = location.unwrap().parse().unwrap();
+        assert!(url.as_str().starts_with(&format!("{}/authorize?tenant=1&", provider.issuer())), "{url}");
+        let params: AuthRequest = url.query_pairs().into_owned().collect();
         assert_eq!(
             (params["client_id"].as_str(), params["code_challenge_method"].as_str()),
             (CLIENT, "S256")

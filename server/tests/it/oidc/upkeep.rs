@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
-/// Starts a provider with this description, which gets the issuer. Returns the status with which a server begins a sign-in.
+/// Starts a provider, whose description is the result of `describe` for the issuer's URL. Returns the status with which a server begins a
+/// sign-in.
 async fn begin_status<R: IntoResponse + 'static>(
     describe: impl Fn(&str) -> R + Clone + Send + Sync + 'static,
 ) -> u16 {
@@ -112,28 +113,28 @@ async fn responses_of_providers_are_limited_and_need_https() {
         };
         assert_eq!(begin_status(describe).await, status, "{bytes}");
     }
-    let with = |name: &str, value: &str| {
+    let with_value = |name: &str, value: &str| {
         let mut complete = complete.clone();
         complete[name] = json!(value);
         complete
     };
-    let mut without = complete.clone();
-    without.as_object_mut().unwrap().remove("jwks_uri");
+    let mut without_keys = complete.clone();
+    without_keys.as_object_mut().unwrap().remove("jwks_uri");
     let cases: [(Value, u16); 7] = [
-        (with("issuer", "https://evil.example"), 503),
-        (with("token_endpoint", "http://a.example"), 503),
-        (with("jwks_uri", "file:///etc/passwd"), 503),
-        (with("authorization_endpoint", "javascript:alert(1)"), 503),
-        (with("userinfo_endpoint", "http://169.254.169.254/"), 503),
-        (without, 503),
+        (with_value("issuer", "https://evil.example"), 503),
+        (with_value("token_endpoint", "http://a.example"), 503),
+        (with_value("jwks_uri", "file:///etc/passwd"), 503),
+        (with_value("authorization_endpoint", "javascript:alert(1)"), 503),
+        (with_value("userinfo_endpoint", "http://169.254.169.254/"), 503),
+        (without_keys, 503),
         (json!([]), 503),
     ];
-    for (described, status) in cases {
-        let text = described.to_string();
+    for (description, status) in cases {
+        let text = description.to_string();
         assert_eq!(
             begin_status(move |issuer: &str| text.replace("ISSUER", issuer)).await,
             status,
-            "{described}"
+            "{description}"
         );
     }
     // Redirects are refused, and so is an endless body.

@@ -288,9 +288,9 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     let refused = as_password("runs/create").json(&json!({})).send().await.unwrap();
     assert_eq!(refused.status(), 403);
     assert_eq!(refused.json::<Value>().await.unwrap()["error_code"], "PERMISSION_DENIED");
-    let elsewhere = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&read_token));
+    let other_route = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&read_token));
     assert_eq!(
-        elsewhere.send().await.unwrap().status(),
+        other_route.send().await.unwrap().status(),
         401,
         "other routes do not accept a token as a password"
     );
@@ -314,7 +314,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
     let id = created["run"]["info"]["run_id"].clone();
     assert_eq!(created["run"]["info"]["user_id"], "this machine");
-    let with = |mut fields: Value| {
+    let with_run_id = |mut fields: Value| {
         fields["run_id"] = id.clone();
         fields
     };
@@ -328,9 +328,9 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         ),
         ("runs/log-batch", json!({"metrics": [{"key": "mae", "value": 2.5, "timestamp": 123_456_789}]})),
     ] {
-        assert_eq!(ask("POST", name, with(fields.clone())).await.0, 200, "{name} {fields}");
+        assert_eq!(ask("POST", name, with_run_id(fields.clone())).await.0, 200, "{name} {fields}");
     }
-    let (_, run) = ask("GET", "runs/get", with(json!({}))).await;
+    let (_, run) = ask("GET", "runs/get", with_run_id(json!({}))).await;
     assert_eq!(run["run"]["data"]["params"][0], json!({"key": "empty", "value": ""}));
     assert_eq!(run["run"]["data"]["tags"][0], json!({"key": "empty", "value": ""}));
     // Early clients name the run in another field.
@@ -339,7 +339,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     let invalid = |value: &str, key: &str| format!("Invalid value {value} for parameter '{key}' supplied");
     let missing = |key: &str| format!("Missing value for required parameter '{key}'");
     let metric = |change: Value| {
-        let mut metric = with(json!({"key": "foo", "value": 31, "timestamp": 59, "step": 41}));
+        let mut metric = with_run_id(json!({"key": "foo", "value": 31, "timestamp": 59, "step": 41}));
         let change = change.as_object().unwrap().clone();
         metric.as_object_mut().unwrap().extend(change);
         metric
@@ -360,17 +360,17 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         ("runs/log-metric", metric(json!({"run_id": null})), missing("run_id")),
         ("runs/log-metric", metric(json!({"key": null})), missing("key")),
         ("runs/log-parameter", json!({"run_id": 31, "key": "p", "value": 41}), invalid("31", "run_id")),
-        ("runs/log-parameter", with(json!({"key": 31, "value": 41})), invalid("31", "key")),
+        ("runs/log-parameter", with_run_id(json!({"key": 31, "value": 41})), invalid("31", "key")),
         ("runs/set-tag", json!({"run_id": 31, "key": "p", "value": 41}), invalid("31", "run_id")),
-        ("runs/set-tag", with(json!({"key": "p", "value": 41})), invalid("41", "value")),
-        ("runs/set-tag", with(json!({"value": "v"})), missing("key")),
-        ("runs/delete-tag", with(json!({"key": "fakeTag"})), "No tag with name: fakeTag".into()),
-        ("runs/log-batch", with(json!({"metrics": "foo"})), invalid("\"foo\"", "metrics")),
-        ("runs/log-batch", with(json!({"params": "foo"})), invalid("\"foo\"", "params")),
-        ("runs/log-batch", with(json!({"tags": "foo"})), invalid("\"foo\"", "tags")),
+        ("runs/set-tag", with_run_id(json!({"key": "p", "value": 41})), invalid("41", "value")),
+        ("runs/set-tag", with_run_id(json!({"value": "v"})), missing("key")),
+        ("runs/delete-tag", with_run_id(json!({"key": "fakeTag"})), "No tag with name: fakeTag".into()),
+        ("runs/log-batch", with_run_id(json!({"metrics": "foo"})), invalid("\"foo\"", "metrics")),
+        ("runs/log-batch", with_run_id(json!({"params": "foo"})), invalid("\"foo\"", "params")),
+        ("runs/log-batch", with_run_id(json!({"tags": "foo"})), invalid("\"foo\"", "tags")),
         (
             "runs/log-batch",
-            with(json!({"metrics": [{"key": "mae", "value": 2.5}]})),
+            with_run_id(json!({"metrics": [{"key": "mae", "value": 2.5}]})),
             missing("metrics[0].timestamp"),
         ),
         (
@@ -385,7 +385,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         assert!(problem["message"].as_str().unwrap().contains(&fragment), "{name} {fields}: {problem}");
     }
     let invalid_path = json!({"error_code": "INVALID_PARAMETER_VALUE", "message": "Invalid path"});
-    let listed = ask("GET", "artifacts/list", with(json!({"path": "../path"}))).await;
+    let listed = ask("GET", "artifacts/list", with_run_id(json!({"path": "../path"}))).await;
     assert_eq!(listed, (400, invalid_path));
 
     // Pages of experiments, and of a metric whose steps are far apart.
@@ -399,17 +399,18 @@ async fn calls_agree_with_mlflow_s_own_tests() {
     assert_eq!((first, second, end), (json!("Oh-My"), json!("Default"), Value::Null));
     let steps = [0u64, 1, 2, 1_000_000, 5_000_000_000];
     let metrics = steps.map(|step| json!({"key": "far", "value": 1, "timestamp": 1, "step": step}));
-    assert_eq!(ask("POST", "runs/log-batch", with(json!({"metrics": metrics}))).await.0, 200);
-    let (mut read, mut token, mut pages) = (Vec::new(), Value::Null, 0);
+    assert_eq!(ask("POST", "runs/log-batch", with_run_id(json!({"metrics": metrics}))).await.0, 200);
+    let (mut steps_of_pages, mut token, mut pages) = (Vec::new(), Value::Null, 0);
     while pages == 0 || !token.is_null() {
-        let mut fields = with(json!({"metric_key": "far", "max_results": 2}));
+        let mut fields = with_run_id(json!({"metric_key": "far", "max_results": 2}));
         if let Some(token) = token.as_str() {
             fields["page_token"] = token.into();
         }
         let (_, page) = ask("GET", "metrics/get-history", fields).await;
-        read.extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
+        steps_of_pages
+            .extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
         (token, pages) = (page["next_page_token"].clone(), pages + 1);
     }
-    assert_eq!((read.as_slice(), pages), (&steps[..], 3));
+    assert_eq!((steps_of_pages.as_slice(), pages), (&steps[..], 3));
     server.stop().await;
 }

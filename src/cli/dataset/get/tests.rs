@@ -112,8 +112,8 @@ pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {
 
 fn folder() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
-    let to = folder.path().join("sets/small");
-    (folder, to)
+    let target = folder.path().join("sets/small");
+    (folder, target)
 }
 
 const SIZE: usize = 300_000;
@@ -122,17 +122,17 @@ const SIZE: usize = 300_000;
 fn a_broken_download_is_continued() {
     let content = bytes(SIZE, 1);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     let mirror = Mirror::start(Behaviour {
         cuts: vec![100_000, 50_000, 0],
         ..serve_files(vec![("a.bin", content.clone())])
     });
-    fetch(&set, &mirror.base, &to).unwrap();
-    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    fetch(&set, &mirror.base, &target).unwrap();
+    assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
     assert_eq!(mirror.requested_starts(), [None, Some(100_000), Some(150_000), Some(150_000)]);
     // No temporary file is left, and a second call downloads nothing.
-    assert_eq!(fs::read_dir(to.parent().unwrap()).unwrap().count(), 1);
-    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
+    fetch(&set, &mirror.base, &target).unwrap();
     assert_eq!(mirror.requested_starts().len(), 4);
 }
 
@@ -140,12 +140,12 @@ fn a_broken_download_is_continued() {
 fn a_server_without_ranges_sends_the_whole_file_again() {
     let content = bytes(SIZE, 2);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     let files = vec![("a.bin", content.clone())];
     let mirror =
         Mirror::start(Behaviour { supports_ranges: false, cuts: vec![200_000, 100], ..serve_files(files) });
-    fetch(&set, &mirror.base, &to).unwrap();
-    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    fetch(&set, &mirror.base, &target).unwrap();
+    assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
     // Earlier bytes are not used as the start of the new response. The second connection is cut earlier than the first.
     assert_eq!(mirror.requested_starts(), [None, Some(200_000), Some(100)]);
 }
@@ -154,16 +154,16 @@ fn a_server_without_ranges_sends_the_whole_file_again() {
 fn an_abandoned_download_is_continued_by_the_next() {
     let content = bytes(SIZE, 3);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     let mirror = Mirror::start(Behaviour {
         cuts: vec![120_000, 0, 0, 0, 0],
         ..serve_files(vec![("a.bin", content.clone())])
     });
-    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    let message = format!("{:#}", fetch(&set, &mirror.base, &target).unwrap_err());
     assert!(message.contains("the same command continues") && message.contains("small.part"), "{message}");
-    assert!(!to.exists());
-    fetch(&set, &mirror.base, &to).unwrap();
-    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    assert!(!target.exists());
+    fetch(&set, &mirror.base, &target).unwrap();
+    assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
     assert_eq!(mirror.requested_starts().last(), Some(&Some(120_000)));
 }
 
@@ -171,41 +171,44 @@ fn an_abandoned_download_is_continued_by_the_next() {
 fn bytes_of_another_file_are_not_kept() {
     let content = bytes(SIZE, 4);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
-    let part = partial_path(&to).join("a.bin.part");
+    let (_folder, target) = folder();
+    let part = partial_path(&target).join("a.bin.part");
     for (served, words) in [
         (bytes(SIZE, 5), "its SHA-256 is"),
         (bytes(SIZE - 1, 4), "has 299999 bytes, but a.bin has 300000"),
         (bytes(SIZE + 1, 4), "has 300001 bytes, but a.bin has 300000"),
     ] {
         let mirror = Mirror::start(serve_files(vec![("a.bin", served)]));
-        let error = fetch(&set, &mirror.base, &to).unwrap_err();
+        let error = fetch(&set, &mirror.base, &target).unwrap_err();
         let message = format!("{error:#}");
         assert!(message.contains(words) && message.contains("--from"), "{message}");
-        assert!(error.is::<crate::cli::WrongRequest>() && !to.exists(), "{message}");
+        assert!(error.is::<crate::cli::WrongRequest>() && !target.exists(), "{message}");
         assert!(fs::metadata(&part).map_or(0, |part| part.len()) == 0, "{message}");
     }
     // An earlier run may have left bytes of another file: then the whole file is downloaded again.
     fs::write(&part, bytes(1000, 9)).unwrap();
     let mirror = Mirror::start(serve_files(vec![("a.bin", content.clone())]));
-    fetch(&set, &mirror.base, &to).unwrap();
+    fetch(&set, &mirror.base, &target).unwrap();
     assert_eq!(mirror.requested_starts(), [Some(1000), None]);
-    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
 }
 
 #[test]
 fn unreachable_urls_are_named_with_advice() {
     let content = bytes(1000, 6);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     // A port on which no server listens.
-    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let error = fetch(&set, &format!("http://{gone}/data"), &to).unwrap_err();
+    let unused_address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let error = fetch(&set, &format!("http://{unused_address}/data"), &target).unwrap_err();
     let message = format!("{error:#}");
-    let work = partial_path(&to);
-    for words in
-        [&format!("http://{gone}/data/a.bin"), "Without a network", work.to_str().unwrap(), "--from URL"]
-    {
+    let work = partial_path(&target);
+    for words in [
+        &format!("http://{unused_address}/data/a.bin"),
+        "Without a network",
+        work.to_str().unwrap(),
+        "--from URL",
+    ] {
         assert!(message.contains(words), "{words:?} in {message}");
     }
     assert!(
@@ -214,17 +217,17 @@ fn unreachable_urls_are_named_with_advice() {
     );
     // The user puts the file there, as the message advises.
     fs::write(work.join("a.bin"), &content).unwrap();
-    fetch(&set, &format!("http://{gone}/data"), &to).unwrap();
-    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    fetch(&set, &format!("http://{unused_address}/data"), &target).unwrap();
+    assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
 
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     for (status, is_wrong) in [("404 Not Found", true), ("503 Service Unavailable", false)] {
         let mirror = Mirror::start(Behaviour { status: Some(status), ..serve_files(Vec::new()) });
-        let error = fetch(&set, &mirror.base, &to).unwrap_err();
+        let error = fetch(&set, &mirror.base, &target).unwrap_err();
         assert!(format!("{error:#}").contains(status), "{error:#}");
         assert_eq!(error.is::<crate::cli::WrongRequest>(), is_wrong, "{status}");
     }
-    let error = fetch(&set, "no address", &to).unwrap_err();
+    let error = fetch(&set, "no address", &target).unwrap_err();
     assert!(error.to_string().contains("no address"), "{error}");
 }
 
@@ -241,42 +244,42 @@ fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
 
 #[test]
 fn an_archive_is_unpacked_completely_or_not_at_all() {
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     let whole =
         archive(&[("set/train.bin", b"train"), ("set/readme.html", b"hello"), ("set/test.bin", b"test")]);
     let set = known(vec![remote("a.tar.gz", &whole, &["train.bin", "test.bin"])]);
     let mirror = Mirror::start(serve_files(vec![("a.tar.gz", whole)]));
-    fetch(&set, &mirror.base, &to).unwrap();
-    let mut names: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    fetch(&set, &mirror.base, &target).unwrap();
+    let mut names: Vec<_> = fs::read_dir(&target).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["test.bin", "train.bin"], "only the files in `members` are unpacked");
-    assert_eq!(fs::read(to.join("train.bin")).unwrap(), b"train");
-    assert!(!partial_path(&to).exists());
+    assert_eq!(fs::read(target.join("train.bin")).unwrap(), b"train");
+    assert!(!partial_path(&target).exists());
 
     // A folder with other content is not touched.
-    fs::remove_file(to.join("test.bin")).unwrap();
-    let message = fetch(&set, &mirror.base, &to).unwrap_err().to_string();
+    fs::remove_file(target.join("test.bin")).unwrap();
+    let message = fetch(&set, &mirror.base, &target).unwrap_err().to_string();
     assert!(message.contains("has no test.bin") && message.contains("--to"), "{message}");
 
-    let (_folder, to) = folder();
+    let (_folder, target) = folder();
     let part = archive(&[("set/train.bin", b"train")]);
     let set = known(vec![remote("a.tar.gz", &part, &["train.bin", "test.bin"])]);
     let mirror = Mirror::start(serve_files(vec![("a.tar.gz", part)]));
-    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
-    assert!(message.contains("a.tar.gz has no test.bin") && !to.exists(), "{message}");
+    let message = format!("{:#}", fetch(&set, &mirror.base, &target).unwrap_err());
+    assert!(message.contains("a.tar.gz has no test.bin") && !target.exists(), "{message}");
 }
 
 #[test]
 fn a_download_is_refused_while_another_holds_the_lock() {
     let content = bytes(1000, 7);
     let set = known(vec![remote("a.bin", &content, &[])]);
-    let (_folder, to) = folder();
-    fs::create_dir_all(partial_path(&to)).unwrap();
-    let other = File::create(partial_path(&to).join("a.bin.part")).unwrap();
-    other.lock().unwrap();
+    let (_folder, target) = folder();
+    fs::create_dir_all(partial_path(&target)).unwrap();
+    let lock_of_other = File::create(partial_path(&target).join("a.bin.part")).unwrap();
+    lock_of_other.lock().unwrap();
     let mirror = Mirror::start(serve_files(vec![("a.bin", content)]));
-    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    let message = format!("{:#}", fetch(&set, &mirror.base, &target).unwrap_err());
     assert!(message.contains("another download"), "{message}");
-    drop(other);
-    fetch(&set, &mirror.base, &to).unwrap();
+    drop(lock_of_other);
+    fetch(&set, &mirror.base, &target).unwrap();
 }

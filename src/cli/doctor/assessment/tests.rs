@@ -25,8 +25,8 @@ fn pair(to_b: Result<LinkMeasurement, String>, to_a: Result<LinkMeasurement, Str
     }
 }
 
-/// The findings: (kind, grade, text).
-fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
+/// Kind, grade and text of each finding.
+fn summarize(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
     let findings = pair_findings(pair, fastest_gigabits * 125e6);
     assert!(findings.iter().all(|f| f.advice.as_ref().is_some_and(|a| a.len() > 20)), "{findings:?}");
     findings.into_iter().map(|f| (f.what, f.grade, f.found)).collect()
@@ -34,15 +34,15 @@ fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
 
 #[test]
 fn a_good_pair_has_no_findings() {
-    assert_eq!(found(&pair(Ok(link(9.4, 0.1)), Ok(link(9.3, 0.1))), 9.4), []);
+    assert_eq!(summarize(&pair(Ok(link(9.4, 0.1)), Ok(link(9.3, 0.1))), 9.4), []);
     // A gigabit less TCP's headers.
-    assert_eq!(found(&pair(Ok(link(0.94, 0.2)), Ok(link(0.94, 0.2))), 0.94), []);
+    assert_eq!(summarize(&pair(Ok(link(0.94, 0.2)), Ok(link(0.94, 0.2))), 0.94), []);
 }
 
 #[test]
 fn unreachable_directions_are_reported_separately() {
     let findings =
-        found(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(link(9.4, 0.1))), 9.4);
+        summarize(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(link(9.4, 0.1))), 9.4);
     assert_eq!(findings.len(), 1);
     assert_eq!((findings[0].0.as_str(), findings[0].1), ("reach", Grade::Problem));
     assert!(findings[0].2.starts_with("a does not reach b: connecting"), "{findings:?}");
@@ -55,8 +55,8 @@ fn unreachable_directions_are_reported_separately() {
 
 #[test]
 fn slow_directions_are_distinguished() {
-    let speed_finding = |there: f64, back: f64, fastest: f64| {
-        let findings = found(&pair(Ok(link(there, 0.1)), Ok(link(back, 0.1))), fastest);
+    let speed_finding = |to_b: f64, to_a: f64, fastest: f64| {
+        let findings = summarize(&pair(Ok(link(to_b, 0.1)), Ok(link(to_a, 0.1))), fastest);
         assert!(findings.len() <= 1, "{findings:?}");
         findings.into_iter().next().map(|(_, grade, found)| (grade, found))
     };
@@ -75,7 +75,7 @@ fn slow_directions_are_distinguished() {
         "{message}"
     );
     assert_eq!(speed_finding(4.0, 9.0, 9.0), None, "less than 2.5 times");
-    let far = found(&pair(Ok(link(9.4, 10.0)), Ok(link(9.4, 10.1))), 9.4);
+    let far = summarize(&pair(Ok(link(9.4, 10.0)), Ok(link(9.4, 10.1))), 9.4);
     assert!(far.len() == 1 && far[0].2.starts_with("10.0 ms"), "{far:?}");
 }
 
@@ -84,7 +84,7 @@ fn clock_differences_lead_to_notes_and_problems() {
     let finding_with = |ahead: f64, within: f64| {
         let mut pair = pair(Ok(link(9.4, 0.1)), Ok(link(9.4, 0.1)));
         (pair.clock_ahead_ms, pair.clock_within_ms) = (Some(ahead), Some(within));
-        found(&pair, 9.4).into_iter().next().map(|(what, grade, found)| {
+        summarize(&pair, 9.4).into_iter().next().map(|(what, grade, found)| {
             assert_eq!(what, "clocks");
             (grade, found)
         })
@@ -141,11 +141,11 @@ fn relevant_versions_must_be_equal() {
     assert_eq!(findings(&good, &machine("b", "1.2.0", Some(("570.82.07", "2.28.9")))), problem("GPU driver"));
     assert_eq!(findings(&good, &machine("b", "1.2.0", None)), note("GPUs"));
     assert_eq!(findings(&good, &machine("a", "1.2.0", Some(("580.95.05", "2.28.9")))), note("machine"));
-    let mut none = machine("b", "1.2.0", Some(("580.95.05", "2.28.9")));
-    none.facts.as_mut().unwrap().nccl = None;
-    let mut also = machine("c", "1.2.0", Some(("580.95.05", "2.28.9")));
-    also.facts.as_mut().unwrap().nccl = None;
-    assert_eq!(findings(&none, &also), problem("NCCL"));
-    none.facts = None;
-    assert_eq!(findings(&good, &none), [], "a machine without facts has its own finding");
+    let mut without_nccl = machine("b", "1.2.0", Some(("580.95.05", "2.28.9")));
+    without_nccl.facts.as_mut().unwrap().nccl = None;
+    let mut another_without_nccl = machine("c", "1.2.0", Some(("580.95.05", "2.28.9")));
+    another_without_nccl.facts.as_mut().unwrap().nccl = None;
+    assert_eq!(findings(&without_nccl, &another_without_nccl), problem("NCCL"));
+    without_nccl.facts = None;
+    assert_eq!(findings(&good, &without_nccl), [], "a machine without facts has its own finding");
 }

@@ -87,24 +87,24 @@ async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     assert!(connection_count.load(Ordering::SeqCst) > 3, "requests were retried");
 }
 
-/// Without this agent, the other agent would wait for ranks that never come.
+/// Without the failed agent, the other agent would wait for ranks that never come.
 #[tokio::test]
 async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
     let dir = tempfile::tempdir().unwrap();
-    for (began, now, ends) in [(0, 0, true), (1, 1, true), (1, 2, false)] {
-        let (url, _) = server(0, &job_in("restarting", now));
-        let launch = launch_at(&url, &job_in("restarting", began));
+    for (first_attempt, attempt, is_ended) in [(0, 0, true), (1, 1, true), (1, 2, false)] {
+        let (url, _) = server(0, &job_in("restarting", attempt));
+        let launch = launch_at(&url, &job_in("restarting", first_attempt));
         let mut sleep = Command::new("sleep");
         sleep.arg("60");
         let other = LauncherProcess::start("other", sleep, &[], &dir.path().join("other")).unwrap();
         let mut processes = [broken_ssh(dir.path()), other];
-        let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
+        let patience = if is_ended { DEADLINE } else { POLL_INTERVAL * 5 };
         let failure =
             tokio::time::timeout(patience, wait_for_failure(&launch, &mut processes, explain)).await;
         processes[1].child.kill().unwrap();
         processes[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());
-        assert_eq!(failure.is_some(), ends, "{began}, {now}: {failure:?}");
+        assert_eq!(failure.is_some(), is_ended, "{first_attempt}, {attempt}: {failure:?}");
         assert!(failure.is_none_or(|failure| failure.contains("the connection broke")));
     }
 }

@@ -52,6 +52,6 @@ async fn a_request_without_a_response_is_retried() {
 async fn retries_end_if_the_api_server_never_responds() {
     let timeouts = Timeouts { response: Duration::from_millis(50), outage: Duration::from_millis(300) };
     let (cluster, _) = cluster(usize::MAX, timeouts).await;
-    let why = cluster.get(Kind::Job, "a-job").await.expect_err("nobody answers").to_string();
-    assert!(why.contains("reading Job a-job") && why.contains("no answer within 50ms"), "{why}");
+    let message = cluster.get(Kind::Job, "a-job").await.expect_err("nobody answers").to_string();
+    assert!(message.contains("reading Job a-job") && message.contains("no answer within 50ms"), "{message}");
 }

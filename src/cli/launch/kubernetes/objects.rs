@@ -157,11 +157,11 @@ fn set_owner(metadata: &mut Value, owner: Option<&Value>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::launch::bundle::tests::takes_up_to;
+    use crate::cli::launch::bundle::tests::assert_max;
 
     #[test]
     fn a_secret_has_up_to_a_mebibyte() {
-        takes_up_to(1 << 20, &SECRET_LIMIT, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
+        assert_max(1 << 20, &SECRET_LIMIT, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
     }
 
     #[test]

@@ -185,8 +185,9 @@ mod tests {
 
     #[test]
     fn a_pod_on_a_lost_node_gets_advice() {
-        let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
-        let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
+        let condition =
+            json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
+        let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [condition]}});
         let output = describe_pod(&pod("gpu-7")).unwrap();
         assert!(output.contains("never happens on a lost node: if gpu-7 is"), "{output}");
         assert!(output.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{output}");
@@ -197,9 +198,9 @@ mod tests {
         let job = |spec: Value, status: Value| json!({"spec": spec, "status": status});
         let running = job(json!({"completions": 2, "suspend": false}), json!({"ready": 1, "failed": 3}));
         assert_eq!(describe_job(&running, None), "1 of 2 pods are running, 3 failed so far");
-        let waits = job(json!({"suspend": true}), json!({}));
-        assert_eq!(describe_job(&waits, Some("team")), "waits in Kueue's queue team");
-        assert_eq!(describe_job(&waits, None), "suspended");
+        let suspended = job(json!({"suspend": true}), json!({}));
+        assert_eq!(describe_job(&suspended, Some("team")), "waits in Kueue's queue team");
+        assert_eq!(describe_job(&suspended, None), "suspended");
         let failed =
             json!({"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]});
         assert_eq!(describe_end(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_machine_of_a_list() {
+    fn the_first_machine_of_a_list_is_found() {
         for (list, first) in [
             ("node1", "node1"),
             ("node1,node2", "node1"),

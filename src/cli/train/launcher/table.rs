@@ -90,17 +90,17 @@ mod tests {
 
     #[test]
     fn ranks_connect_to_the_machine_of_rank_0() {
-        let none = |_: &str| None;
+        let unset = |_: &str| None;
         let (zero, three) =
-            (rank_of_table(&table(), 0, &none).unwrap(), rank_of_table(&table(), 3, &none).unwrap());
+            (rank_of_table(&table(), 0, &unset).unwrap(), rank_of_table(&table(), 3, &unset).unwrap());
         assert_eq!((zero.rendezvous.addr.as_str(), &zero.rendezvous), ("10.0.0.2", &three.rendezvous));
         assert_eq!((three.local_rank, three.local_ranks, three.device), (1, 2, Some(5)));
-        let first = ranks_of_machine(&table(), 0, &none).unwrap();
+        let first = ranks_of_machine(&table(), 0, &unset).unwrap();
         assert_eq!((first.local, first.world_size), (vec![(1, 4), (3, 5)], 4));
         assert_eq!(first.rendezvous, zero.rendezvous);
-        let set = |name: &str| (name == "MASTER_PORT").then(|| "4000".to_owned());
-        assert_eq!(rank_of_table(&table(), 0, &set).unwrap().rendezvous.port, 4000);
-        assert!(rank_of_table(&table(), 4, &none).unwrap_err().contains("ranks are 0 to 3"));
-        assert!(ranks_of_machine(&table(), 2, &none).err().unwrap().contains("has 2 machines"));
+        let with_port = |name: &str| (name == "MASTER_PORT").then(|| "4000".to_owned());
+        assert_eq!(rank_of_table(&table(), 0, &with_port).unwrap().rendezvous.port, 4000);
+        assert!(rank_of_table(&table(), 4, &unset).unwrap_err().contains("ranks are 0 to 3"));
+        assert!(ranks_of_machine(&table(), 2, &unset).err().unwrap().contains("has 2 machines"));
     }
 }

@@ -25,7 +25,7 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
     let started = |stages: &[(Stage, &[f64])]| -> Vec<TrialState> {
         (1..).zip(stages).map(|(number, (stage, values))| trial(number, *stage, values)).collect()
     };
-    let with = |state| Rules { state, ..six.clone() };
+    let in_state = |state| Rules { state, ..six.clone() };
     let two_of_three = rules(3, &[2], 2);
     for (name, rules, trials, expected) in [
         (
@@ -92,17 +92,17 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
         ),
         (
             "a paused sweep only ends trials",
-            with(SweepState::Paused),
+            in_state(SweepState::Paused),
             started(&[(AtRung, &[0.4]), (AtRung, &[0.3]), (AtRung, &[0.2])]),
             vec![End { number: 3 }],
         ),
         (
             "a cancelled sweep first cancels its trials",
-            with(SweepState::Cancelled),
+            in_state(SweepState::Cancelled),
             started(&[(AtRung, &[0.4]), (Ended, &[])]),
             vec![Cancel { number: 1 }],
         ),
-        ("a cancelled sweep without trials finishes", with(SweepState::Cancelled), vec![], vec![Finish]),
+        ("a cancelled sweep without trials finishes", in_state(SweepState::Cancelled), vec![], vec![Finish]),
         (
             "a sweep finishes with its last trial",
             rules(1, &[1, 3], 1),
@@ -125,16 +125,16 @@ impl Order {
 }
 
 /// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`. Returns the number of epochs of each trial.
-/// `retries`: failed trials are retried once, at any time until the sweep ends, and then do not fail.
-fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) -> BTreeMap<u32, u32> {
+/// If `has_retries`, failed trials are retried once, at any time until the sweep ends, and then do not fail.
+fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool) -> BTreeMap<u32, u32> {
     let (mut order, mut trials, mut epochs) = (Order(seed), Vec::<TrialState>::new(), BTreeMap::new());
     let (mut failed, mut retried) = (BTreeSet::new(), BTreeSet::new());
     let mut targets = BTreeMap::<u32, Option<u32>>::new();
     for _ in 0..10_000 {
         // A server that is killed carries out only some of the actions.
         let actions = decide(rules, &trials);
-        let done = if actions.len() > 1 { 1 + order.below(actions.len()) } else { actions.len() };
-        for action in &actions[..done] {
+        let done_count = if actions.len() > 1 { 1 + order.below(actions.len()) } else { actions.len() };
+        for action in &actions[..done_count] {
             match *action {
                 Action::Finish => return epochs,
                 Action::Start { number, pause_after } => {
@@ -155,7 +155,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
                 Action::Cancel { .. } => panic!("the sweep was not cancelled"),
             }
         }
-        if retries
+        if has_retries
             && order.below(4) == 0
             && let Some(number) = failed.pop_last()
         {
@@ -170,8 +170,8 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
         let index = order.below(active.len());
         let arrived = &mut active[index];
         let rung = arrived.values.len();
-        let again = retried.contains(&arrived.number).then(|| f64::from(arrived.number % 50));
-        let metric = metrics[arrived.number as usize - 1][rung].or(again);
+        let retried_metric = retried.contains(&arrived.number).then(|| f64::from(arrived.number % 50));
+        let metric = metrics[arrived.number as usize - 1][rung].or(retried_metric);
         epochs.insert(arrived.number, rules.rungs[rung]);
         assert_eq!(targets[&arrived.number].unwrap_or(*rules.rungs.last().unwrap()), rules.rungs[rung]);
         if metric.is_some() {

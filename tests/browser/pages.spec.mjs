@@ -183,21 +183,21 @@ describe("a chart", () => {
       mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
       mean.appendRank(1, [1, 2], [3, null]);
       return {
-        held: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
-        peaks: indicesWhere((i) => segment.max[i] === 9).length, wrong: indicesWhere((i) => segment.max[i] === 5).length,
+        buckets: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
+        peaks: indicesWhere((i) => segment.max[i] === 9).length, repeated: indicesWhere((i) => segment.max[i] === 5).length,
         gap: indicesWhere((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
-        widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.newestValue,
+        largestBucket: Math.max(...segment.counts.subarray(0, segment.length)), newest: segment.newestValue,
         smooth: [...segment.smooth(0.6).subarray(0, 3)], resumed: resumed.segments[1].smooth(0.9)[0],
       };
     });
-    assert.ok(merged.held <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
-    assert.ok(merged.widest <= 256, `a bucket has ${merged.widest} points: the buckets differ in size`);
-    assert.equal(merged.last, 1);
-    assert.deepEqual([merged.peaks, merged.wrong, merged.gap], [1, 0, 10_000]);
+    assert.ok(merged.buckets <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
+    assert.ok(merged.largestBucket <= 256, `a bucket has ${merged.largestBucket} of 100,000 points: the buckets differ too much in size`);
+    assert.equal(merged.newest, 1);
+    assert.deepEqual([merged.peaks, merged.repeated, merged.gap], [1, 0, 10_000]);
     assert.deepEqual(merged.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
     assert.deepEqual(merged.smooth, [1, 1, 1], "smoothing has no bias at its start");
-    // The average of ten steps before the resume, whose weights are 1 - 0.9 ** 10.
+    // An average with weights: 10 steps of loss 1 before the resume, one step of loss 5 after it. The weights' sum is 1 - 0.9 ** 11.
     assert.ok(Math.abs(merged.resumed - ((1 - 0.9 ** 10) * 0.9 + 5 * 0.1) / (1 - 0.9 ** 11)) < 1e-3, `smoothing continues at a resume: ${merged.resumed}`);
     await page.end();
   });

@@ -84,7 +84,7 @@ describe("a job", () => {
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
       await until("the speed is drawn", async () => Number(await page.locator("#speed-chart").getAttribute("data-drawn")) > 0);
-      // The charts of loss and accuracy have the same size. Their buttons appear under the pointer, and are always shown if no pointer can hover.
+      // The charts of loss and accuracy have the same size. Their buttons appear under the pointer, or always if no pointer can hover.
       const [loss, accuracy] = [await box("#loss-chart"), await box("#accuracy-chart")];
       assert.deepEqual([loss.y, loss.width, loss.height].map(Math.round), [accuracy.y, accuracy.width, accuracy.height].map(Math.round));
       const areButtonsShown = () => page.locator(".loss-card .segments").first().evaluate((node) => getComputedStyle(node).opacity === "1");

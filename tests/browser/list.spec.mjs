@@ -365,7 +365,7 @@ describe("long names", () => {
     const heights = await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.getBoundingClientRect().height));
     assert.ok(Math.max(...heights) - Math.min(...heights) < 1, heights.join());
     await page.end();
-    // On a job's page, the name wraps between two words. `starts`: positions, in their text nodes, at which the second and further lines begin.
+    // On a job's page, the name wraps between two words. `starts`: positions in text nodes at which the lines after the first begin.
     const phone = await browser.page(server, `/jobs/${ids[0]}`, { viewport: { width: 390, height: 844 } });
     const starts = await until("the name wraps", () => phone.locator("#name").evaluate((name) => {
       const range = document.createRange(), lines = [], walk = document.createTreeWalker(name, NodeFilter.SHOW_TEXT);
@@ -385,8 +385,8 @@ describe("long names", () => {
   });
 });
 
-/** Returns where the pixels of a node's text end (`end`, from the node's left edge), and where they must end (`expected`): after the last words
- *  that fit before the ellipsis. */
+/** Returns where the pixels of a node's text end (`end`, from the node's left edge), and where they must end (`expected`): after the last
+ *  word that fits before the ellipsis. */
 async function measureCut(page, node) {
   const box = await node.boundingBox(), png = (await page.screenshot({ clip: box })).toString("base64");
   return node.evaluate(async (node, png) => {

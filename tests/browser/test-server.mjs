@@ -59,7 +59,7 @@ export const freePort = () => new Promise((done, failed) => {
 
 /** A running server with a registered dataset. */
 export class TestServer {
-  /** `agent`: whether the server starts an agent; without it, tests simulate an agent in a page. `auth`: whether the server requires tokens.
+  /** `agent`: whether the server starts an agent; without it, tests simulate one in a page. `auth`: whether the server requires tokens.
    *  `options`: further arguments of `serve`. `dir`: an existing data directory, which `close` removes. */
   static open(options = {}) { return new this().open(options); }
 
@@ -79,7 +79,7 @@ export class TestServer {
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      // From step 100 on, ranks sleep for 40 ms in each step (20 ms for each `slow`), so that jobs without a near end leave the CPU to the pages.
+      // From step 100 on, ranks sleep for 40 ms in each step (20 ms for each `slow`), so that endless jobs leave the CPU to the pages.
       { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100,step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
@@ -170,7 +170,7 @@ export class Browser {
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
-    // Another browser or a compiler may use both cores. The timeout of a look-up is shorter than the timeout of `until`, which repeats the look-up.
+    // Another browser or a compiler may use both cores. The timeout of a look-up is shorter than that of `until`, which repeats it.
     context.setDefaultTimeout(TIMEOUT_MS / 4);
     context.setDefaultNavigationTimeout(TIMEOUT_MS);
     const page = await context.newPage();
@@ -203,8 +203,8 @@ export async function signIn(context, server, role) {
   assert.equal(response.status(), 303, `signing in as ${role}`);
 }
 
-/** Returns the lines of the loss chart, `{ "rank 0": { points, step, value, attempt }, ... }`: the number of points of all attempts, and the
- *  newest point. */
+/** Returns the lines of the loss chart, `{ "rank 0": { points, step, value, attempt }, ... }`: the number of points of all attempts, and
+ *  the newest point. */
 export const losses = (page) => page.evaluate(() => {
   const lines = {};
   for (const { label, points, step, value, attempt } of window.lockstep?.charts.loss.snapshot() ?? []) {

@@ -17,8 +17,7 @@ function inPage() {
       bytes = larger;
     };
     const view = () => new DataView(bytes.buffer);
-    /** Writes the type and the length `n` of a text, a list or a map: as one byte of type `small` if `n` is below `limit`, otherwise as
-     *  type `wide` with 32 bits. */
+    /** Writes a type and a length `n`: as one byte of type `small` if `n` is below `limit`, otherwise as type `wide` with 32 bits. */
     const head = (small, limit, wide, n) => {
       reserve(5);
       if (n < limit) bytes[offset++] = small | n;

@@ -11,7 +11,6 @@ export const sql = (server, text) => execFileSync("python3", ["-c", "import sqli
 /** Submits the jobs and returns the agent's page. */
 export async function submitFiveJobs(server, browser) {
   const agent = await simulateAgent(browser.chromium, server, 1);
-  // The job `holder` occupies the only slot, so the other jobs wait and are cancelled before they start.
   const holder = spec("holder", 1, 100);
   holder.train.lr = 0.1;
   await server.ask("/jobs", { ...holder, tags: ["held"] });

@@ -215,10 +215,10 @@ describe("views", () => {
     await untilListed(page, "carl,anna,berta,holder");
     assert.deepEqual([...queryOf(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
     // Another person's browser, without stored views, shows the same list.
-    const other = await browser.page(server, href);
-    await untilListed(other, "carl,anna,berta,holder");
-    assert.ok(await other.getByRole("columnheader", { name: "train.lr" }).isVisible());
-    await other.end();
+    const otherPerson = await browser.page(server, href);
+    await untilListed(otherPerson, "carl,anna,berta,holder");
+    assert.ok(await otherPerson.getByRole("columnheader", { name: "train.lr" }).isVisible());
+    await otherPerson.end();
     await page.locator(".saved-views summary").click();
     await page.getByRole("button", { name: "Remove the view steep ones" }).click();
     assert.equal(await link.count(), 0);

@@ -93,8 +93,7 @@ describe("a page of several ranks", () => {
     await until("the rank has the status checkpointing", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
     assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "only axes with several ranks are shown");
     assert.ok(await lane(1).locator(".rank-axes").isHidden(), "a rank without times of axes shows none");
-    // The duration of the checkpoint, which the lane shows.
-    await new Promise((done) => setTimeout(done, 300));
+    await new Promise((done) => setTimeout(done, 300)); // the duration of the checkpoint
     await reportStatus("training");
     await until("the lane shows the time of the checkpoint", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);
 
@@ -139,12 +138,12 @@ describe("a page that stays open", () => {
   test("shows its delay while it catches up, and then has all points", async () => {
     const job = await startJob("cut off", 10), page = await browser.page(server, "/machines");
     let isCut = false, holdsLive = false, socket = null;
-    const held = [];
+    const heldMessages = [];
     await page.routeWebSocket(/\/stream/, (ws) => {
       if (isCut) return ws.close();
       const server = ws.connectToServer();
       // Holds back the frame that ends the catch-up until the page has been checked.
-      server.onMessage((message) => { if (holdsLive && JSON.parse(message).type === "live") held.push(() => ws.send(message)); else ws.send(message); });
+      server.onMessage((message) => { if (holdsLive && JSON.parse(message).type === "live") heldMessages.push(() => ws.send(message)); else ws.send(message); });
       socket = ws;
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
@@ -160,7 +159,7 @@ describe("a page that stays open", () => {
     await until("the page shows its delay", async () => /^\d+ s behind$/.test(await live.textContent()));
     assert.ok(parseInt(await live.textContent()) >= 3);
     holdsLive = false;
-    held.splice(0).forEach((send) => send());
+    heldMessages.splice(0).forEach((send) => send());
     await until("the page is live again", async () => (await live.textContent()) === "live");
     assert.equal((await losses(page))["rank 2"].points, 13);
     await page.end();
@@ -238,7 +237,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  test("shows at a job's end why the accuracy is low, and, if it is hidden, a notification that was asked for", async () => {
+  test("notifies of a job's end while it is hidden, if a person has asked for that, and shows why the accuracy is low", async () => {
     const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications, so they are recorded.
     await page.context().addInitScript(() => {
@@ -293,14 +292,14 @@ describe("a page that stays open", () => {
     }
   });
 
-  inFull("notifies of an end that the list has before the stream has it, and of an end before the list is read for the first time", async () => {
+  inFull("notifies of an end that the list shows before the stream reports it, and of an end before the list is first read", async () => {
     for (const wasRead of [true, false]) {
-      const job = await startJob(`ends ${wasRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
+      const job = await startJob(`ends ${wasRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), heldMessages = [];
       let holdsEnd = false, socket = null;
       await recordNotifications(page);
       await page.routeWebSocket(/\/stream/, (ws) => {
         socket = ws;
-        ws.connectToServer().onMessage((message) => { if (holdsEnd && JSON.parse(message).job?.id === job.id) held.push(message); else ws.send(message); });
+        ws.connectToServer().onMessage((message) => { if (holdsEnd && JSON.parse(message).job?.id === job.id) heldMessages.push(message); else ws.send(message); });
       });
       // Without an answer, the page has only the list that the server has rendered.
       if (!wasRead) await page.route("**/api/v1/jobs?*", () => {});
@@ -312,11 +311,11 @@ describe("a page that stays open", () => {
       holdsEnd = wasRead;
       await end(job, 10);
       if (wasRead) {
-        await until("the stream has the job's end", () => held.some((message) => JSON.parse(message).job.state === "succeeded"));
+        await until("the stream has the job's end", () => heldMessages.some((message) => JSON.parse(message).job.state === "succeeded"));
         // At this message, the page reads the list again.
         socket.send(JSON.stringify({ type: "live" }));
         await until("the list is read again without the job", async () => (await row.count()) === 0);
-        for (const message of held) socket.send(message);
+        for (const message of heldMessages) socket.send(message);
       }
       await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0, 20_000);
       assert.deepEqual(await page.evaluate(() => window.notified), [`${job.name}: succeeded`]);

@@ -30,9 +30,8 @@ describe("a new server", () => {
     assert.equal(inspection.status(), 200);
     await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Removes the dataset for the following tests.
-    const dialog = page.locator("#confirm");
     await until("a click opens the confirmation dialog", async () => {
-      if (await dialog.isVisible()) return true;
+      if (await page.locator("#confirm").isVisible()) return true;
       await page.locator("[data-remove]").click();
     });
     await page.locator("#confirm-yes").click();

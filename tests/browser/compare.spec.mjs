@@ -329,7 +329,7 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("and settings with a single value have no axis", async () => {
+  inFull("have no axis for a setting with a single value, and begin with a setting that most of the jobs have", async () => {
     const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
@@ -340,7 +340,6 @@ describe("results", () => {
     const axes = await page.locator("#parallel .name").evaluateAll((all) => all.map((text) => text.querySelector("title").textContent));
     assert.ok(axes.includes("train.lr") && axes.includes("train.seed"), axes.join());
     assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `settings with at most one value have no axis: ${axes}`);
-    // The scatter plot starts with a setting that most of the jobs have.
     assert.equal(await page.locator("#scatter-x").inputValue(), "train.lr");
     assert.equal(await page.locator("#scatter").getAttribute("data-points"), "3");
     await page.end();

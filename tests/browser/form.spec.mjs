@@ -120,7 +120,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("a recipe fills the fields, its milestones scale with other epochs, and its learning rate with the batch size", async () => {
+  test("is filled by a recipe, whose milestones scale with other epochs, and whose learning rate scales with the batch size", async () => {
     const page = await browser.page(server, "/jobs/new");
     await page.getByLabel("Global batch size", { exact: true }).fill("64");
     await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");

@@ -59,7 +59,7 @@ describe("a job as text", () => {
   });
 });
 
-describe("many jobs", () => {
+describe("jobs", () => {
   test("are paused and resumed together", async () => {
     const page = await browser.page(server, "/jobs"), bulk = page.locator("#bulk");
     const jobs = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
@@ -113,7 +113,7 @@ describe("many jobs", () => {
     await page.end();
   });
 
-  test("notes, tags and project are stored, and shown on open pages", async () => {
+  test("have notes, tags and a project, which are stored and shown on open pages", async () => {
     const { id } = finished[0], list = await browser.page(server, "/jobs"), otherPage = await list.tab(`/jobs/${id}?tab=notes`);
     const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
     // Each page has read the current values and is live.
@@ -226,7 +226,7 @@ describe("a run", () => {
   });
 });
 
-describe("a job's page", () => {
+describe("on a job's page,", () => {
   inFull("the log stops following its end when it is scrolled up, and follows again after Newest", async () => {
     const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");

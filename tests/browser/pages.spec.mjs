@@ -13,8 +13,8 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-describe("every page", () => {
-  inFull("loads in all tabs that are reloaded at the same time", async () => {
+describe("pages", () => {
+  inFull("load in all tabs that are reloaded at the same time", async () => {
     // A reload may interrupt the opening of a socket, which Chromium reports.
     const page = await browser.page(server, "/jobs", { expected: [/WebSocket is closed before the connection is established/] });
     const tabs = [page, await page.tab(`/jobs/${finished.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${finished.id}`)];
@@ -28,7 +28,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("shows the audit log without horizontal scrolling, also with a long path", async () => {
+  test("show the audit log without horizontal scrolling, also with a long path", async () => {
     await fetch(`${server.url}/api/v1/datasets/${"a-name-that-nobody-has-".repeat(8)}`, { method: "DELETE", headers: server.headers });
     const page = await browser.page(server, "/audit"), card = page.locator(".card.table");
     await until("the request is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
@@ -45,7 +45,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("shows an error in a webhook beside its field and keeps the other values, and the audit log describes the attempt", async () => {
+  test("show an error in a webhook beside its field and keep the other values, and the audit log describes the attempt", async () => {
     const page = await browser.page(server, "/webhooks", { expected: [/422/] });
     await page.getByLabel("URL").fill("http://127.0.0.1/hook");
     await page.getByLabel("Format").selectOption("slack");
@@ -61,7 +61,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("keeps a chosen theme", async () => {
+  test("keep a chosen theme", async () => {
     const page = await browser.page(server, "/jobs", { colorScheme: "dark" });
     const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
     const dark = await background();

@@ -147,20 +147,20 @@ describe("buttons and keys", () => {
     await page.waitForURL(/\/jobs\/new$/);
     await page.end();
   });
+});
 
-  test("announce a delay once, not every second", async () => {
-    const page = await browser.page(server, "/machines");
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    const announced = await page.evaluate(async () => {
-      const { showLive } = await import("/static/page.js"), heard = [];
-      document.querySelector("#live-status").textContent = "";
-      new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
-      for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
-      return { heard, role: document.querySelector("#live").getAttribute("role") };
-    });
-    assert.equal(announced.role, null);
-    assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
-    assert.ok(announced.heard.length <= 4, announced.heard.join());
-    await page.end();
+test("the delay of a page is announced once, not every second", async () => {
+  const page = await browser.page(server, "/machines");
+  await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+  const announced = await page.evaluate(async () => {
+    const { showLive } = await import("/static/page.js"), heard = [];
+    document.querySelector("#live-status").textContent = "";
+    new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
+    for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
+    return { heard, role: document.querySelector("#live").getAttribute("role") };
   });
+  assert.equal(announced.role, null);
+  assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
+  assert.ok(announced.heard.length <= 4, announced.heard.join());
+  await page.end();
 });

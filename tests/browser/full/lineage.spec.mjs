@@ -1,4 +1,4 @@
-// A job and its fork: each page links to the other, and the fork's speed counts only the fork's steps.
+// A job and its fork: each page links to the other, and the fork's speed counts only the fork's steps. Who paused and cancelled a job.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -99,18 +99,18 @@ describe("a fork", () => {
     assert.equal(await compare.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     await page.end();
   });
+});
 
-  test("a pause and a cancellation are listed with the person who requested them", async () => {
-    const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
-    await until("the job trains", async () => (await server.job(id)).step > 0);
-    await server.ask(`/jobs/${id}/pause`, {});
-    await until("the job is paused", async () => (await server.job(id)).state === "paused");
-    await server.ask(`/jobs/${id}/cancel`, {});
-    const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
-    for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
-      await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
-      assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
-    }
-    await page.end();
-  });
+test("a pause and a cancellation are listed in the history with the person who requested them", async () => {
+  const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
+  await until("the job trains", async () => (await server.job(id)).step > 0);
+  await server.ask(`/jobs/${id}/pause`, {});
+  await until("the job is paused", async () => (await server.job(id)).state === "paused");
+  await server.ask(`/jobs/${id}/cancel`, {});
+  const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
+  for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
+    await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+    assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
+  }
+  await page.end();
 });

@@ -92,7 +92,7 @@ describe("a chart on a touch screen", () => {
     await page.end();
   });
 
-  test("zooms by a drag after a long press, and moves the crosshair by a drag without", async () => {
+  test("zooms by a drag after a long press, and moves the crosshair by a drag without a long press", async () => {
     const { page, touch, zoom, pointAt } = await open();
     await touch.down(...pointAt(0.3));
     await touch.move(...pointAt(0.5));

@@ -5,7 +5,7 @@ import { until } from "./test-server.mjs";
 
 /** Runs in the page and defines `window.agentKit`. */
 function inPage() {
-  const text = new TextEncoder(), decoder = new TextDecoder();
+  const encoder = new TextEncoder(), decoder = new TextDecoder();
 
   /** Encodes a JSON-like value as MessagePack: whole numbers as integers, other numbers as float32. */
   function encode(value) {
@@ -17,7 +17,7 @@ function inPage() {
       bytes = larger;
     };
     const view = () => new DataView(bytes.buffer);
-    /** Writes the type and length of a text, a list or a map: in one byte if the length is below `limit`, and otherwise with 32 bits. */
+    /** Writes a type and a length `n`: as one byte of type `small` if `n` is below `limit`, otherwise as type `wide` with 32 bits. */
     const head = (small, limit, wide, n) => {
       reserve(5);
       if (n < limit) bytes[offset++] = small | n;
@@ -31,7 +31,7 @@ function inPage() {
         if (v < 128) bytes[offset++] = v;
         else { bytes[offset++] = 0xcf; view().setBigUint64(offset, BigInt(v)); offset += 8; }
       } else if (typeof v === "number") { bytes[offset++] = 0xca; view().setFloat32(offset, v); offset += 4; }
-      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); reserve(t.length); bytes.set(t, offset); offset += t.length; }
+      else if (typeof v === "string") { const t = encoder.encode(v); head(0xa0, 32, 0xdb, t.length); reserve(t.length); bytes.set(t, offset); offset += t.length; }
       else if (Array.isArray(v)) { head(0x90, 16, 0xdd, v.length); for (const x of v) put(x); }
       else { const e = Object.entries(v); head(0x80, 16, 0xdf, e.length); for (const [k, x] of e) { put(k); put(x); } }
     };
@@ -84,15 +84,16 @@ function inPage() {
 
   class Agent {
     started = [];
+    // Numbers of records that were sent and that the server has stored, by attempt and source.
     #sent = new Map();
     #stored = new Map();
     #waiting = [];
 
-    /** `gpus`: reports the slots as GPUs, whether or not this machine has any. */
+    /** `gpus`: whether the slots are reported as GPUs, or as CPU cores. */
     constructor(slots, info, gpus = false) {
       const socket = this.socket = new WebSocket(`ws://${location.host}/api/v1/agent/socket`);
       socket.binaryType = "arraybuffer";
-      this.ready = new Promise((done, failed) => { this.welcomed = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
+      this.ready = new Promise((done, failed) => { this.markReady = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
       socket.onopen = () => this.say({
         type: "hello", protocol: 6, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
         machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
@@ -106,7 +107,7 @@ function inPage() {
 
     #hear(message, info) {
       if (message.type === "welcome") {
-        this.welcomed();
+        this.markReady();
         setInterval(() => this.say({ type: "heartbeat", attempts: this.started.map((s) => s.attempt) }), message.heartbeat_secs * 1000);
       } else if (message.type === "request" && message.request.type === "samples") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "samples", total: 0, classes: info.classes, samples: [] } } });
       else if (message.type === "request") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "dataset", path: message.request.path, info } } });
@@ -131,6 +132,7 @@ function inPage() {
       while ((this.#stored.get(k) ?? 0) + ahead < first + events.length) await new Promise((done) => this.#waiting.push(done));
     }
 
+    /** Reports that the attempt has succeeded at `step`. */
     async end(attempt, step) {
       this.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "succeeded", step }] });
     }
@@ -151,22 +153,23 @@ const INFO = {
 /** Joins `server` with `slots` simulated slots and registers the dataset `made-up`. Returns the page in which the agent runs, with calls of
  *  the agent as methods. */
 export async function simulateAgent(browser, server, slots, { gpus = false } = {}) {
-  // The agent's websocket sends the headers of the context.
+  // A page's script cannot set headers of a websocket, but each request of the context has the context's headers.
   const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
   const context = await browser.newContext(secret ? { extraHTTPHeaders: { authorization: `Bearer ${secret}` } } : {});
   const page = await context.newPage();
+  // Any file of the server: the agent's websocket must have the server's origin.
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
   await page.evaluate(([n, info, gpus]) => { window.simulatedAgent = new window.agentKit.Agent(n, info, gpus); return window.simulatedAgent.ready; }, [slots, INFO, gpus]);
   page.attempt = (job, n = 1) => page.evaluate(([job, n]) => window.simulatedAgent.attempt(job, n), [job, n]);
   page.report = (attempt, rank, events) => page.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
-  /** Ends an attempt, and waits until the server has stored the end. */
-  page.endAttempt = async (attempt, how) => {
-    await page.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
+  /** Ends an attempt, and waits until the server has stored the end. `ended`: fields of the event, such as `{ how: "stopped" }`. */
+  page.endAttempt = async (attempt, ended) => {
+    await page.evaluate(([attempt, ended]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...ended }] }), [attempt, ended]);
     await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
   };
-  const known = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
-  if (!known) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
+  const isRegistered = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
+  if (!isRegistered) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;
 }
 

@@ -14,8 +14,8 @@ const jobs = [];
 
 const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
-/** Reports points with the constant loss `base`, so that means are known. */
-const train = (attempt, base, from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
+/** Reports steps with a constant loss, so that means are known, and validation loss (1 higher) at the last step. */
+const train = (attempt, loss, from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => loss), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => loss + 1)] }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -36,10 +36,10 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const comparePath = (more = "") => `/compare?jobs=${jobs.map((j) => j.id).join(",")}${more.includes("metric=") ? "" : "&metric=loss"}${more}`;
+const comparePath = (query = "") => `/compare?jobs=${jobs.map((j) => j.id).join(",")}${query.includes("metric=") ? "" : "&metric=loss"}${query}`;
 const queryOf = (page) => new URL(page.url()).searchParams;
 const untilDrawn = (page) => until("the charts are drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
-/** First letters of the selected jobs' names. */
+/** First letters of the selected jobs' names: f (fast), r (`LONG`), s (slow). */
 const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
 /** First letters of the names of jobs whose lines are faint in the parallel coordinates. */
 const faint = (page) => page.locator("#parallel .job.out").evaluateAll((lines) => lines.map((line) => line.getAttribute("aria-label")[0]).join(""));
@@ -69,15 +69,15 @@ describe("charts", () => {
   inFull("are zoomed in and out by keyboard", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
-    const shown = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
+    const shownRange = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
     await page.locator("#curves .chart").focus();
     await page.keyboard.press("ArrowRight");
-    const whole = await shown();
+    const whole = await shownRange();
     await page.keyboard.press("+");
-    await until("half of the range is shown", async () => (await shown()) < 0.6 * whole);
-    const part = await shown();
+    await until("half of the range is shown", async () => (await shownRange()) < 0.6 * whole);
+    const part = await shownRange();
     await page.keyboard.press("-");
-    await until("the whole range is shown again", async () => (await shown()) > 1.5 * part);
+    await until("the whole range is shown again", async () => (await shownRange()) > 1.5 * part);
     await page.end();
   });
 
@@ -87,19 +87,19 @@ describe("charts", () => {
     const tools = await page.context().newCDPSession(page);
     /** Counts the listeners of the page and of the view that its charts share. */
     const listeners = async () => {
-      let all = 0;
+      let count = 0;
       for (const expression of ["document", "lockstep.chart.view"]) {
         const { result } = await tools.send("Runtime.evaluate", { expression });
-        all += (await tools.send("DOMDebugger.getEventListeners", { objectId: result.objectId })).listeners.length;
+        count += (await tools.send("DOMDebugger.getEventListeners", { objectId: result.objectId })).listeners.length;
       }
-      return all;
+      return count;
     };
-    const before = await listeners();
+    const listenersBefore = await listeners();
     await page.locator("button[data-metric=val_loss]").click();
-    assert.ok((await listeners()) > before, "the second chart adds listeners");
+    assert.ok((await listeners()) > listenersBefore, "the second chart adds listeners");
     await page.locator("button[data-metric=val_loss]").click();
     assert.equal(await page.locator("#curves .curve").count(), 1);
-    assert.equal(await listeners(), before);
+    assert.equal(await listeners(), listenersBefore);
     await page.end();
   });
 });
@@ -113,7 +113,7 @@ describe("a metric", () => {
     ]);
     const page = await browser.page(server, `/compare?jobs=${id}&metric=accuracy,gpu_memory_bytes,gpu_power_watts`);
     const card = (metric) => page.locator(`.curve[data-metric=${metric}]`);
-    await until("all is drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
+    await until("the three charts are drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
     const names = ["training accuracy (%)", "GPU memory (bytes)", "GPU power (W)"];
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
     assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
@@ -167,24 +167,25 @@ describe("groups", () => {
     assert.equal(queryOf(page).get("group"), "train.lr");
     assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["train.lr 0.1 (n = 1)", "train.lr 0.4 (n = 2)"]);
     assert.match(await page.locator("#group-note").textContent(), /mean over the n jobs of a group.*one standard deviation/);
-    const line = () => page.evaluate(() => window.lockstep.chart.layers().map(({ label, band, series: { segments: [g] } }) => ({ label, band: band > 0, at: g.mean[10], low: g.min[10], high: g.max[10] })));
-    const two = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
+    const lines = () => page.evaluate(() => window.lockstep.chart.layers().map(({ label, band, series: { segments: [g] } }) => ({ label, hasBand: band > 0, mean: g.mean[10], low: g.min[10], high: g.max[10] })));
+    const lineOfTwoJobs = async () => (await lines()).find(({ label }) => label.startsWith("train.lr 0.4"));
     // Losses of 1 and 3: the mean is 2, the sample standard deviation is the square root of 2.
-    assert.ok(two.band && two.at === 2 && Math.abs(two.high - 2 - Math.SQRT2) < 1e-6 && Math.abs(two.low - 2 + Math.SQRT2) < 1e-6, JSON.stringify(two));
+    const deviation = await lineOfTwoJobs();
+    assert.ok(deviation.hasBand && deviation.mean === 2 && Math.abs(deviation.high - 2 - Math.SQRT2) < 1e-6 && Math.abs(deviation.low - 2 + Math.SQRT2) < 1e-6, JSON.stringify(deviation));
     await page.getByRole("button", { name: "lowest to highest" }).click();
-    const wide = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
-    assert.deepEqual([wide.at, wide.low, wide.high], [2, 1, 3]);
+    const extremes = await lineOfTwoJobs();
+    assert.deepEqual([extremes.mean, extremes.low, extremes.high], [2, 1, 3]);
     assert.match(await page.locator("#group-note").textContent(), /the lowest to the highest value/);
     for (const axis of ["epoch", "time"]) {
       await page.locator(`button[data-axis=${axis}]`).click();
-      await until(`the groups are drawn by ${axis}`, async () => (await line()).every(({ at }) => at > 0));
+      await until(`the groups are drawn by ${axis}`, async () => (await lines()).every(({ mean }) => mean > 0));
     }
     const colours = () => page.locator("#compare-legend i").evaluateAll((all) => all.map((i) => i.className));
-    const before = await colours();
+    const coloursBefore = await colours();
     await page.reload();
     await untilDrawn(page);
-    assert.deepEqual(await colours(), before, "a group keeps its colour");
-    assert.equal(new Set(before).size, 2);
+    assert.deepEqual(await colours(), coloursBefore, "a group keeps its colour");
+    assert.equal(new Set(coloursBefore).size, 2);
     await page.locator("#group-by").selectOption("tag");
     assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["#good (n = 2)", "no tag (n = 1)"]);
     await page.locator("#group-by").selectOption("");
@@ -210,15 +211,16 @@ describe("a file of groups", () => {
     const page = await browser.page(server, comparePath("&group=train.lr"));
     await untilDrawn(page);
     const card = page.locator(".curve[data-metric=loss]");
-    for (const [axis, column, first] of [["step", "step", 1], ["epoch", "epoch", 1 / 50], ["time", "time_secs", 0.0205]]) {
+    // The first step of 50 per epoch took 20.5 ms.
+    for (const [axis, column, start] of [["step", "step", 1], ["epoch", "epoch", 1 / 50], ["time", "time_secs", 0.0205]]) {
       await page.locator(`button[data-axis=${axis}]`).click();
       const drawnFrom = () => page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]);
-      await until(`the chart is drawn by ${axis}`, async () => Math.abs(await drawnFrom() - first) < 1e-6, 20_000);
+      await until(`the chart is drawn by ${axis}`, async () => Math.abs(await drawnFrom() - start) < 1e-6, 20_000);
       await card.locator("summary", { hasText: "Save" }).click();
       const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
       const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
       assert.equal(head, `line,attempt,${column},points,min,max,mean`);
-      assert.ok(Math.abs(Number(row.split(",")[2]) - first) < 1e-6, row);
+      assert.ok(Math.abs(Number(row.split(",")[2]) - start) < 1e-6, row);
     }
     await page.end();
   });
@@ -255,7 +257,7 @@ describe("the selection", () => {
     await page.getByRole("button", { name: "Clear", exact: true }).click();
     assert.equal(await selected(page), "frs");
     assert.equal(await page.locator("#selection").isVisible(), false);
-    // The same by keyboard.
+    // Brushes the axis of learning rates by keyboard.
     await page.locator('#parallel [data-axis="train.lr"]').focus();
     await page.keyboard.press("ArrowUp");
     assert.equal(await selected(page), "fr");
@@ -299,18 +301,21 @@ describe("the selection", () => {
 });
 
 describe("results", () => {
-  test("have a column for each axis, including validation loss, and are sorted by it", async () => {
+  test("have a column for each axis, are sorted by validation loss, and have a note if accuracies do not show which job is better", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
     assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy of the last batch", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
-    const cautions = await page.evaluate(async () => {
-      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test", id = `${value} of ${dataset}`) => ({ id, name: `${dataset}${val_pictures ?? ""}`, best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
-      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a"), job(0.995, undefined, "own")], [job(0.6, 40, "pets", "test", "j0aaaaa"), job(0.6, 40, "pets", "test", "j0bbbbb")], [job(0.525, 78, "pets", "test", "j0aaaaa"), job(0.615, 78, "pets", "test", "j0bbbbb")]].map(caution);
-    });
-    const pictures = "These accuracies may not have been measured on the same validation pictures.";
-    assert.deepEqual(cautions, [pictures.replace("may not have been", "were not"), pictures, pictures, "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own.", "The best accuracies of pets40 · aaaaa and pets40 · bbbbb are equal (60.0 %), so these results do not show which is better.", "pets78 · bbbbb (61.5 %) and pets78 · aaaaa (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (15.8 points), so these results do not show which is better."]);
+    const job = (value, val_pictures, dataset, { validation = "test", id = `${value} of ${dataset}` } = {}) => ({ id, name: `${dataset}${val_pictures ?? ""}`, best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
+    const otherPictures = "These accuracies may not have been measured on the same validation pictures.";
+    const notes = [
+      [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], "These accuracies were not measured on the same validation pictures."],
+      [[job(0.1, 100, "a"), job(0.9, 100, "b")], otherPictures], [[job(0.1, 100, "a"), job(0.9, 100, "a", { validation: 0.1 })], otherPictures], [[job(0.1, 100, "a"), job(0.995, undefined, "own")], "The number of validation pictures of these jobs is unknown, so their differences to other jobs may be chance: own."],
+      [[job(0.6, 40, "pets", { id: "j0aaaaa" }), job(0.6, 40, "pets", { id: "j0bbbbb" })], "The best accuracies of pets40 · aaaaa and pets40 · bbbbb are equal (60.0 %), so these results do not show which is better."],
+      [[job(0.525, 78, "pets", { id: "j0aaaaa" }), job(0.615, 78, "pets", { id: "j0bbbbb" })], "pets78 · bbbbb (61.5 %) and pets78 · aaaaa (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (15.8 points), so these results do not show which is better."],
+    ];
+    for (const [pair, note] of notes) assert.equal(await page.evaluate(async (pair) => (await import("/static/compare/caution.js")).caution(pair), pair), note);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));
@@ -325,7 +330,7 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("and settings with a single value have no axis", async () => {
+  inFull("have no axis for a setting with a single value, and begin with a setting that most of the jobs have", async () => {
     const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
@@ -336,7 +341,6 @@ describe("results", () => {
     const axes = await page.locator("#parallel .name").evaluateAll((all) => all.map((text) => text.querySelector("title").textContent));
     assert.ok(axes.includes("train.lr") && axes.includes("train.seed"), axes.join());
     assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `settings with at most one value have no axis: ${axes}`);
-    // The scatter plot starts with a setting that most of the jobs have.
     assert.equal(await page.locator("#scatter-x").inputValue(), "train.lr");
     assert.equal(await page.locator("#scatter").getAttribute("data-points"), "3");
     await page.end();

@@ -25,13 +25,13 @@ const reportSteps = async (attempt, ranks, from, to) => {
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
-const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+const untilShows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
 test("numbers and names have the same texts on a rendered and on a live page", async () => {
   const cases = JSON.parse(await readFile(new URL("../../web/src/texts.json", import.meta.url), "utf8")), page = await browser.page(server, "/jobs");
   const differing = await page.evaluate(async (cases) => {
     const scripts = ["numbers", "cut", "jobs/row", "job/names", "job/checkpoints"], functions = Object.assign({}, ...await Promise.all(scripts.map((name) => import(`/static/${name}.js`))));
-    return Object.entries(cases).flatMap(([name, all]) => all.map(([given, words]) => [name, given, words, functions[name](...given)])).filter(([, , words, text]) => text !== words);
+    return Object.entries(cases).flatMap(([name, all]) => all.map(([given, rendered]) => ({ name, given, rendered, live: functions[name](...given) }))).filter(({ rendered, live }) => live !== rendered);
   }, cases);
   assert.deepEqual(differing, []);
   await page.end();
@@ -65,24 +65,24 @@ describe("a job", () => {
     await reportSteps(attempt, 2, 291, 320);
 
     // 30 steps of 16 pictures, ten of each duration. The mean of the steps' speeds would be 889.
-    const speed = 30 * 16 / 0.9, words = String(Math.round(speed)), left = 280 * 16 / speed;
+    const speed = 30 * 16 / 0.9, speedText = String(Math.round(speed)), secsLeft = 280 * 16 / speed;
     const current = await until("the server has all steps", async () => { const j = await server.job(job.id); return j.step === 320 && Math.abs(j.images_per_second - speed) < 0.5 && j; });
-    assert.ok(Math.abs(current.eta_secs - left) < 0.05, `${current.eta_secs} s left instead of ${left}`);
-    await shows(page, "#speed", words);
-    await shows(page, "#speed-more", `${Math.round(speed / 2)} per rank`);
-    await shows(page, "#speed-note", `${words} in all`);
-    await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    assert.ok(Math.abs(current.eta_secs - secsLeft) < 0.05, `${current.eta_secs} s left instead of ${secsLeft}`);
+    await untilShows(page, "#speed", speedText);
+    await untilShows(page, "#speed-more", `${Math.round(speed / 2)} per rank`);
+    await untilShows(page, "#speed-note", `${speedText} in all`);
+    await untilShows(list, `tr[data-id="${job.id}"] [data-f=speed]`, speedText);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
     // An accuracy of few pictures is shown with its standard error and their number.
     for (const [tab, selector, words] of [
       [list, `tr[data-id="${job.id}"] .c-best`, "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='best accuracy']", "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='val. accuracy']", "75.0 % so far ± 4.3 of 100"],
-    ]) await shows(tab, selector, words);
-    await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
+    ]) await untilShows(tab, selector, words);
+    await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === speedText);
     await until("the list and the page agree on the time left", async () => {
-      const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
-      return b.includes(`${a} left`);
+      const left = await page.locator("#left").textContent();
+      return (await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()).includes(`${left} left`);
     });
     const speeds = await page.evaluate(() => { const g = window.lockstep.charts.images_per_second.layers()[0].series.segments.at(-1); return { max: Math.max(...g.max), min: Math.min(...g.min) }; });
     assert.ok(Math.abs(speeds.max - 1600) < 0.1 && Math.abs(speeds.min - 16000 / 60) < 0.1, `each point is its step's own speed: ${JSON.stringify(speeds)}`);
@@ -99,8 +99,8 @@ describe("a job", () => {
 
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
-    assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
-    await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    assert.equal(number(await page.locator("#speed").textContent()), Number(speedText), "the speed is kept after the end");
+    await untilShows(list, `tr[data-id="${job.id}"] [data-f=speed]`, speedText);
     // The table of checkpoints, with all its buttons, is inside its card.
     for (const width of [1440, 1280, 390]) {
       await page.setViewportSize({ width, height: 900 });
@@ -108,8 +108,8 @@ describe("a job", () => {
       const over = await page.locator(".checkpoints-card").evaluate((card) => Math.max(...[...card.querySelectorAll("td, td > *")].map((node) => node.getBoundingClientRect().right)) - card.getBoundingClientRect().right);
       assert.ok(over < 0, `${over} pixels too wide at ${width}`);
       if (width === 390) continue;
-      const lines = await page.locator("#checkpoints tr").first().locator(".row-actions > *, [data-f=accuracy]").evaluateAll((nodes) => nodes.map((node) => { const { top, bottom } = node.getBoundingClientRect(); return (top + bottom) / 2; }));
-      assert.ok(Math.max(...lines) - Math.min(...lines) < 6, `the row has one line at ${width}: ${lines}`);
+      const centres = await page.locator("#checkpoints tr").first().locator(".row-actions > *, [data-f=accuracy]").evaluateAll((nodes) => nodes.map((node) => { const { top, bottom } = node.getBoundingClientRect(); return (top + bottom) / 2; }));
+      assert.ok(Math.max(...centres) - Math.min(...centres) < 6, `the row has one line at ${width}: ${centres}`);
       assert.equal(await page.locator("#checkpoints [data-f=accuracy]").first().evaluate((cell) => { const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length; }), 1, `the accuracy has one line at ${width}`);
     }
     await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
@@ -120,20 +120,20 @@ describe("a job", () => {
     const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await agent.attempt(busy.id);
     await begin(attempt);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
-    await shows(page, "#banner", "number 1 in the queue");
-    await shows(page, "#banner", "waits for 4 slots");
+    await untilShows(page, "#banner", "number 1 in the queue");
+    await untilShows(page, "#banner", "waits for 4 slots");
     const todo = page.locator(".instead");
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
     await untilAsRendered(page);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
-    const next = await agent.attempt(waits.id);
-    await begin(next);
+    const nextAttempt = await agent.attempt(waits.id);
+    await begin(nextAttempt);
     await until("the job runs, and the banner with the earlier reason is gone", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
-    await agent.endAttempt(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
-    await shows(page, "#banner", "its pictures are gone");
+    await agent.endAttempt(nextAttempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
+    await untilShows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
-    await shows(page, "#log-lines", "No line: the job ended before a rank wrote one.");
+    await untilShows(page, "#log-lines", "No line: the job ended before a rank wrote one.");
     await untilAsRendered(page);
     const list = await page.tab("/jobs");
     await until("the list is live", async () => (await list.locator("#live").textContent()) === "live" && (await list.locator("#rows .parts").count()) > 0);
@@ -146,16 +146,16 @@ describe("a job that continues with fewer ranks", () => {
   inFull("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await agent.attempt(id);
-    const reportTimes = async (attempt, times, to) => {
+    const reportTimes = async (attempt, stepMs, to) => {
       const steps = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, ms] of times.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+      for (const [rank, ms] of stepMs.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
     };
     await begin(first);
     await reportTimes(first, [40.5, 10.5, 10.5, 10.5], 100);
     const page = await browser.page(server, `/jobs/${id}`);
     await until("four lanes are shown", async () => (await page.locator("#ranks li:visible").count()) === 4);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    // The machine leaves orderly and joins again with half of its slots.
+    // The machine leaves in an orderly way and joins again with half of its slots.
     await agent.evaluate(() => window.simulatedAgent.say({ type: "leaving", reason: "the agent was stopped" }));
     await agent.endAttempt(first, { how: "stopped" });
     await agent.close();
@@ -164,23 +164,24 @@ describe("a job that continues with fewer ranks", () => {
     assert.equal(second.attempt, 2);
     await begin(second);
     await reportTimes(second, [40.5, 40.5], 60);
+    // For each attempt the number of means, and the newest mean: 1 + (0 + 1 + 2 + 3) / 4 / 4 with four ranks, 2 + (0 + 1) / 4 / 2 with two.
     const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.newestValue}`).join());
     const expected = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
     for (const [tab, which] of [[page, "the open page"], [reloaded, "a new page"]]) {
       await until(`${which} has the means`, async () => (await means(tab)) === expected || Promise.reject(new Error(await means(tab))), 20_000);
-      await shows(tab, "#loss", "2.125");
-      await shows(tab, "#about", "2 of 4 ranks");
+      await untilShows(tab, "#loss", "2.125");
+      await untilShows(tab, "#about", "2 of 4 ranks");
       await until("two lanes are left", async () => (await tab.locator("#ranks li:visible").count()) === 2, 20_000);
-      await shows(tab, "#wait", "3.7 %");
+      await untilShows(tab, "#wait", "3.7 %");
       await until("no rank is reported as slow", async () => (await tab.locator("#ranks-note").textContent()).includes("limited by computing") && !(await tab.locator("#banner").isVisible()), 20_000);
     }
     const compared = (tab) => tab.evaluate(() => window.lockstep.chart.snapshot().map((s) => `${s.attempt}: ${s.points} of ${s.value}`).join());
     await until("Compare shows the same means", async () => (await compared(compare)) === expected || Promise.reject(new Error(await compared(compare))), 20_000);
     await agent.endAttempt(second, { how: "succeeded", step: 600 });
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
-    const late = await page.tab(`/jobs/${id}`);
-    await until("the means are the same after the job's end", async () => (await means(late)) === expected, 20_000);
-    await until("the lanes of the last attempt are shown", async () => (await late.locator("#ranks li:visible").count()) === 2, 20_000);
+    const reopened = await page.tab(`/jobs/${id}`);
+    await until("the means are the same after the job's end", async () => (await means(reopened)) === expected, 20_000);
+    await until("the lanes of the last attempt are shown", async () => (await reopened.locator("#ranks li:visible").count()) === 2, 20_000);
     await page.end();
     await agent.close();
     agent = await simulateAgent(browser.chromium, server, 4);
@@ -214,9 +215,10 @@ describe("a log", () => {
     await until("more lines are read", () => answered > 0);
     await until("the log follows its end again", async () => { await toEnd(); return follow.isChecked(); }, 20_000);
     await write(311, 311);
-    const all = Array.from({ length: 311 }, (_, i) => `0.${i + 1}`);
+    // Rank and number of each line. `data-at` has the event and the attempt before them.
+    const expected = Array.from({ length: 311 }, (_, i) => `0.${i + 1}`);
     const shown = () => box.locator("[data-at]").evaluateAll((rows) => rows.map((row) => row.dataset.at.split(".").slice(2).join(".")));
-    await until("each line is shown once", async () => { assert.deepEqual(await shown(), all); return true; }, 20_000);
+    await until("each line is shown once", async () => { assert.deepEqual(await shown(), expected); return true; }, 20_000);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
@@ -225,21 +227,21 @@ describe("a log", () => {
 describe("a chart", () => {
   test("of a newly chosen metric has the points that arrive while its history is read", async () => {
     const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await agent.attempt(id);
-    const norms = (from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    const reportNorms = (from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
     await begin(attempt);
-    await norms(1, 20);
+    await reportNorms(1, 20);
     const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.route("**/metrics?name=grad_norm*", async (route) => {
       const response = await route.fetch(), before = await seq();
-      await norms(21, 30);
+      await reportNorms(21, 30);
       await until("the page receives more events", async () => (await seq()) > before);
       await route.fulfill({ response });
     });
     await page.locator("#other-metric").selectOption("grad_norm");
     const points = () => page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => `${line.points} to ${line.step}`).join());
     await until("all points are drawn", async () => (await points()) === "30 to 30" || Promise.reject(new Error(await points())), 20_000);
-    await norms(31, 40);
+    await reportNorms(31, 40);
     await until("new points are drawn", async () => (await points()) === "40 to 40", 20_000);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await page.end();
@@ -252,9 +254,9 @@ describe("a chart", () => {
     const column = { name: "loss", steps: [201], values: [5000] };
     for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
-    const page = await browser.page(server, `/jobs/${job.id}`), loss = (what) => page.evaluate((what) => window.lockstep.charts.loss[what], what);
+    const page = await browser.page(server, `/jobs/${job.id}`);
     const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
-    await until("the chart is drawn", async () => (await loss("firstDrawnAt")) > 0);
+    await until("the chart is drawn", () => page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt > 0));
     assert.ok((await axis())[1] >= 5000);
     const card = page.locator(".loss-card");
     await card.locator("summary", { hasText: "Range" }).click();
@@ -287,25 +289,25 @@ describe("a chart", () => {
 
 describe("the list", () => {
   inFull("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
-    const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", path = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
-    const a = await server.ask("/jobs", spec(long, 2, 600)), attempt = await agent.attempt(a.id);
+    const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", reason = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
+    const longNamed = await server.ask("/jobs", spec(long, 2, 600)), attempt = await agent.attempt(longNamed.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 20);
-    await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
-    const b = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
-    for (const job of [a, b]) await until("the job is listed", () => row(job).isVisible());
-    const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
-    assert.ok(annotate.ok);
+    await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: reason } });
+    const annotated = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
+    for (const job of [longNamed, annotated]) await until("the job is listed", () => row(job).isVisible());
+    const response = await fetch(`${server.url}/api/v1/jobs/${annotated.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
+    assert.ok(response.ok);
     for (const width of [1024, 1440, 1920]) {
       await page.setViewportSize({ width, height: 1000 });
       const heights = await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => Math.round(tr.getBoundingClientRect().height)));
       assert.equal(new Set(heights).size, 1, `heights at ${width}: ${heights}`);
     }
-    const name = row(a).locator("[data-f=name]");
+    const name = row(longNamed).locator("[data-f=name]");
     assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
     assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "the name is cut between two words");
-    assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
-    assert.match(await row(a).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a long path is cut, so that the error is visible");
+    assert.equal(await row(longNamed).locator("[data-f=reason]").getAttribute("title"), reason);
+    assert.match(await row(longNamed).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a long path is cut, so that the error is visible");
 
     await page.locator("#columns > summary").click();
     await page.getByLabel("Best accuracy").uncheck();
@@ -317,10 +319,10 @@ describe("the list", () => {
     await page.reload();
     await until("the chosen columns are shown", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");
     assert.equal(new URL(page.url()).searchParams.get("columns"), "progress,loss,speed,age,train.batch_size,tag:baseline,step");
-    assert.equal(await row(a).locator(".c-best").isVisible(), false);
-    await until("the cells have values", async () => (await row(b).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(a).locator(".c-extra").allTextContents()).join() === "8,,20");
-    const again = await page.tab("/jobs");
-    await until("a new page has the same columns", async () => (await again.locator("#jobs thead .c-extra").count()) === 3);
+    assert.equal(await row(longNamed).locator(".c-best").isVisible(), false);
+    await until("the cells have values", async () => (await row(annotated).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(longNamed).locator(".c-extra").allTextContents()).join() === "8,,20");
+    const newPage = await page.tab("/jobs");
+    await until("a new page has the same columns", async () => (await newPage.locator("#jobs thead .c-extra").count()) === 3);
 
     const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
     await page.goto(`${server.url}/jobs`);
@@ -336,11 +338,11 @@ describe("the list", () => {
     await filter("");
     for (const words of ["plateau", "BASELINE"]) {
       await page.locator("#search").fill(words);
-      await until(`${words} finds the job`, async () => (await page.locator("#rows tr").count()) === 1 && row(b).isVisible());
+      await until(`${words} finds the job`, async () => (await page.locator("#rows tr").count()) === 1 && row(annotated).isVisible());
     }
     await page.locator("#search").fill("");
     await page.evaluate(() => localStorage.clear());
-    await server.ask(`/jobs/${b.id}/cancel`, {});
+    await server.ask(`/jobs/${annotated.id}/cancel`, {});
     await page.end();
   });
 });
@@ -354,18 +356,17 @@ describe("compared jobs", () => {
       await begin(attempt);
       await reportSteps(attempt, 2, 1, 50);
       await agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
-      if (name === "first") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
       jobs.push({ ...job, attempt });
-      if (name === "second") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
+      if (name !== "third") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     }
     const page = await browser.page(server, `/compare?jobs=${jobs.map((j) => j.id).join(",")}`);
     const colours = () => page.locator("#compare-legend li").evaluateAll((all) => Object.fromEntries(all.map((li) => [li.textContent, li.querySelector("i").className])));
-    const three = await until("all jobs are in the legend", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
-    assert.equal(new Set(Object.values(three)).size, 3);
+    const coloursOfThree = await until("all jobs are in the legend", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
+    assert.equal(new Set(Object.values(coloursOfThree)).size, 3);
     await page.locator("#results").getByRole("button", { name: "Leave out first" }).click();
-    const two = await until("one job is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
-    assert.deepEqual(two, { second: three.second, third: three.third }, "the others keep their colours");
-    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "the list has the same colour");
+    const coloursOfTwo = await until("one job is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
+    assert.deepEqual(coloursOfTwo, { second: coloursOfThree.second, third: coloursOfThree.third }, "the others keep their colours");
+    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), coloursOfThree.second, "the list has the same colour");
     await page.locator("button[data-settings=all]").click();
     assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "different settings come first");
     await page.locator("button[data-metric=val_loss]").click();

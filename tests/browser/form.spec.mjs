@@ -44,8 +44,8 @@ describe("the form", () => {
   test("has defaults as placeholders, finds a setting by its key, and restores what a preset replaced", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("details.more > summary").click();
-    const field = page.getByLabel("Momentum", { exact: true });
-    assert.deepEqual([await field.inputValue(), await field.getAttribute("placeholder")], ["", "0.9"]);
+    const momentum = page.getByLabel("Momentum", { exact: true });
+    assert.deepEqual([await momentum.inputValue(), await momentum.getAttribute("placeholder")], ["", "0.9"]);
     await page.getByRole("link", { name: "Recovery" }).click();
     assert.match(page.url(), /#more-recovery$/);
     await page.getByLabel("Search the settings").fill("min_ranks");
@@ -56,18 +56,18 @@ describe("the form", () => {
     await search.press("Enter");
     assert.ok(await page.getByLabel("Learning rate", { exact: true }).evaluate((input) => input === document.activeElement));
     await search.fill("");
-    await field.fill("0.9");
+    await momentum.fill("0.9");
     await until("the default is not written", async () => !/momentum/.test(await page.locator("#spec-text").inputValue()));
     await page.getByLabel("Recipe", { exact: true }).selectOption("imagenet");
     assert.equal(await page.getByLabel("Weight decay", { exact: true }).inputValue(), "0.0001");
-    const name = page.getByLabel("Name", { exact: true }), words = page.locator("#spec-text");
+    const name = page.getByLabel("Name", { exact: true }), jobFile = page.locator("#spec-text");
     await name.fill("my own");
-    await until("the job file has the name", async () => /my own/.test(await words.inputValue()));
-    const before = await words.inputValue();
+    await until("the job file has the name", async () => /my own/.test(await jobFile.inputValue()));
+    const before = await jobFile.inputValue();
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
     assert.equal(await name.inputValue(), "fashion-resnet20");
     await page.getByRole("button", { name: "Undo" }).click();
-    await until("all settings are restored, with their recipe", async () => (await words.inputValue()) === before);
+    await until("all settings are restored, with their recipe", async () => (await jobFile.inputValue()) === before);
     assert.ok(await page.locator("#preset-done").isHidden());
     await page.end();
   });
@@ -84,7 +84,7 @@ describe("the form", () => {
     await lr.fill(suggested);
     await page.getByLabel("Dataset", { exact: true }).selectOption("pets");
     await until("the form has the suggestions for the dataset", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pets" && (await broken.inputValue()) === "skip");
-    assert.equal(await lr.inputValue(), suggested, "a value that the reader has typed stays, also if it was suggested before");
+    assert.equal(await lr.inputValue(), suggested, "a typed value stays, even if it equals the suggestion before");
     assert.equal(await page.getByLabel("Validation", { exact: true }).inputValue(), "validation");
     assert.match(await page.locator("option[value=pets]").textContent(), /1 unusable file$/);
     await page.getByLabel("Network", { exact: true }).selectOption("resnet20");
@@ -120,16 +120,16 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("a recipe fills the fields, its milestones scale with other epochs, and its learning rate with the batch size", async () => {
+  test("is filled by a recipe, whose milestones scale with other epochs, and whose learning rate scales with the batch size", async () => {
     const page = await browser.page(server, "/jobs/new");
     await page.getByLabel("Global batch size", { exact: true }).fill("64");
     await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");
     const epochs = page.getByLabel("Epochs", { exact: true });
     assert.equal(await epochs.inputValue(), "164");
     await epochs.fill("82");
-    const words = () => page.locator("#spec-text").inputValue();
-    await until("the job file has both", async () => /^recipe = "cifar"$/m.test(await words()) && /^epochs = 82$/m.test(await words()));
-    assert.doesNotMatch(await words(), /milestones|weight_decay/, "settings of the recipe are not repeated");
+    const jobFile = () => page.locator("#spec-text").inputValue();
+    await until("the job file has the recipe and the epochs", async () => /^recipe = "cifar"$/m.test(await jobFile()) && /^epochs = 82$/m.test(await jobFile()));
+    assert.doesNotMatch(await jobFile(), /milestones|weight_decay/, "settings of the recipe are not repeated");
     const lr = page.getByLabel("Learning rate", { exact: true });
     await until("the form shows the scaled learning rate", async () => (await lr.inputValue()) === "" && (await lr.getAttribute("placeholder")) === "0.05");
     await page.getByRole("button", { name: "Submit job" }).click();
@@ -139,11 +139,11 @@ describe("the form", () => {
     assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones, spec.train.lr], ["cifar", 82, [41, 61], 0.05]);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.goto(`${server.url}/jobs/new?dataset=${spec.data.dataset}`);
-    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), `${spec.name} (2)`, "a name that no job has");
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), `${spec.name} (2)`, "the suggested name is not the name of another job");
     await page.end();
   });
 
-  test("submits a sweep, edited in fields and in the job file beside the form, whose page compares the trials at their end", async () => {
+  test("submits a sweep that is edited in fields and in the job file, and the sweep's page compares its trials", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/, /TypeError/] });
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
     await page.locator("details.more > summary").click();
@@ -163,9 +163,9 @@ describe("the form", () => {
     assert.match(await plan.textContent(), /time unknown until a job with this network, .* has trained 20 steps/, "no such job has run");
     assert.match(await page.locator("[data-pointer='/train/lr'] .hint").textContent(), / replaced by the sweep$/);
     assert.equal(await page.locator("[data-pointer='/train/epochs'] .hint b").count(), 0);
-    const words = page.locator("#spec-text");
-    assert.match(await words.inputValue(), /^\[sweep\.parameters\."train\.lr"\]\nvalues = \[0\.1, 0\.05\]$/m);
-    await words.fill((await words.inputValue()).replace("max_trials = 3", "max_trials = 2"));
+    const jobFile = page.locator("#spec-text");
+    assert.match(await jobFile.inputValue(), /^\[sweep\.parameters\."train\.lr"\]\nvalues = \[0\.1, 0\.05\]$/m);
+    await jobFile.fill((await jobFile.inputValue()).replace("max_trials = 3", "max_trials = 2"));
     await until("the field follows the text", async () => (await page.getByLabel("Largest number of trials", { exact: true }).inputValue()) === "2");
     await page.getByRole("button", { name: "Submit 2 trials" }).click();
     await page.waitForURL(/\/sweeps\/sweep-\w+$/);
@@ -183,20 +183,21 @@ describe("the form", () => {
     assert.equal(await page.locator("#sweep tbody .swatch").count(), 2, "the table has the colours of the lines");
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
     assert.match(await page.locator("#sweep .actions a").first().getAttribute("href"), new RegExp(`^/compare\\?jobs=${best.job},j\\w+$`));
+    // A response that the script does not expect.
     await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));
     await page.reload();
-    await until("an error of the script is not reported as one of the network", async () => /^This page's script has failed: /.test(await page.locator("#sweep-error").textContent()));
+    await until("an error of the script is not reported as an error of the network", async () => /^This page's script has failed: /.test(await page.locator("#sweep-error").textContent()));
     await page.end();
   });
 
   inFull("accepts sizes by epoch, and suggests the nearest name for an unknown key of the job file", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
-    const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
+    const sizes = page.getByLabel("Image size", { exact: true }), jobFile = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
-    await until("the job file has the sizes", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
-    await words.fill((await words.inputValue()).replace("[2, 24]", "[3, 32]"));
+    await until("the job file has the sizes", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await jobFile.inputValue()));
+    await jobFile.fill((await jobFile.inputValue()).replace("[2, 24]", "[3, 32]"));
     await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
-    await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
+    await jobFile.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
     await until("the right name is suggested", async () => /no key is called "resize" here; did you mean "resize_size"/.test(await page.locator("#spec-error").textContent()));
     await page.end();
   });

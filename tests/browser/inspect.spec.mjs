@@ -17,7 +17,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); await rm(dir, { recursive: true, force: true }); });
 
-/** Writes the first `count` test pictures as PNG files, as the server shows them. */
+/** Writes the first `count` test pictures as PNG files, as the server shows them. Returns each file with the name of its class. */
 async function savePictures(count) {
   const { samples, classes } = await server.ask(`/datasets/fashion-mnist/samples?split=test&limit=${count}`);
   return Promise.all(samples.map(async (s) => {
@@ -45,11 +45,11 @@ describe("a model", () => {
     assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
     await until("the mistakes are shown without a click", async () => (await page.locator("#behind figure").count()) === Math.min(24, evaluation.mistakes.length));
     assert.deepEqual(evaluation.mistakes.map((m) => m.confidence), evaluation.mistakes.map((m) => m.confidence).sort((a, b) => b - a));
-    const [most] = evaluation.mistakes;
-    const names = evaluation.classes.map((c) => c.name), count = evaluation.confusion[most.label][most.predicted];
-    await page.getByRole("button", { name: `${count} of ${names[most.label]} taken for ${names[most.predicted]}` }).click();
+    const [worst] = evaluation.mistakes;
+    const names = evaluation.classes.map((c) => c.name), count = evaluation.confusion[worst.label][worst.predicted];
+    await page.getByRole("button", { name: `${count} of ${names[worst.label]} taken for ${names[worst.predicted]}` }).click();
     await until("the cell's pictures are shown", async () => (await page.locator("#behind figure").count()) === Math.min(24, count));
-    assert.match(await page.locator("#behind figure").first().textContent(), new RegExp(`${names[most.predicted].replaceAll("/", "\\/")}.*is ${names[most.label].replaceAll("/", "\\/")}`));
+    assert.match(await page.locator("#behind figure").first().textContent(), new RegExp(`${names[worst.predicted].replaceAll("/", "\\/")}.*is ${names[worst.label].replaceAll("/", "\\/")}`));
     assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "the pictures can be decoded");
     await page.getByRole("button", { name: "Back to the most confident mistakes" }).click();
     assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
@@ -69,7 +69,7 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+| \(at (least|most) [0-9.]+ %\))? of 187/);
     await page.locator("#fork").click();
-    assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "without more steps, nothing is left to train");
+    assert.equal(await page.getByLabel("Settings to change").inputValue(), "train.steps = 80", "the form suggests more steps, because the job has trained all of its steps");
     assert.match(await page.locator("#fork-weights").getAttribute("href"), new RegExp(`^/jobs/new\\?from=${job.id}&set=model.pretrained=${job.id}-[0-9]+-[0-9]+$`));
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
     await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last step, 240/.test(await page.locator("#fork-warnings").textContent()));
@@ -197,9 +197,9 @@ describe("data", () => {
     await until("pictures are shown", async () => (await figures.count()) === 48);
     const classes = async () => (await figures.locator("figcaption span:first-child").allTextContents());
     assert.ok(new Set(await classes()).size > 5, "the pictures are of most classes");
-    const first = (await figures.allTextContents()).join();
+    const shuffled = (await figures.allTextContents()).join();
     await card.getByRole("button", { name: "Shuffle" }).click();
-    await until("other shuffled pictures are shown", async () => (await figures.count()) === 48 && (await figures.allTextContents()).join() !== first);
+    await until("pictures in another random order are shown", async () => (await figures.count()) === 48 && (await figures.allTextContents()).join() !== shuffled);
     assert.ok(new Set(await classes()).size > 5);
     await card.getByRole("button", { name: "More" }).click();
     await until("the next pictures are shown", async () => (await figures.count()) === 96);
@@ -213,10 +213,10 @@ describe("data", () => {
     await until("the dataset's job is offered", async () => (await page.locator("[data-g=augmented] option").count()) === 2);
     await page.locator("[data-g=augmented]").selectOption(job.id);
     await until("five versions of each picture are shown", async () => (await figures.count()) === 40);
-    const shown = await page.locator("[data-g=grid] img").evaluateAll((all) => all.slice(0, 5).map((i) => i.src));
-    assert.ok(new Set(shown).size > 1, "the versions differ");
-    const again = await server.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
-    assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "the augmentation is seeded");
+    const versions = await page.locator("[data-g=grid] img").evaluateAll((all) => all.slice(0, 5).map((i) => i.src));
+    assert.ok(new Set(versions).size > 1, "the versions differ");
+    const repeated = await server.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
+    assert.deepEqual(repeated.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), versions, "the augmentation is seeded");
     await page.end();
   });
 
@@ -240,8 +240,8 @@ describe("data", () => {
   });
 
   test("is uploaded as a zip file, shown, and removed with its files", async () => {
-    const ten = await savePictures(10), folder = join(dir, "photos");
-    for (const [i, { file }] of ten.entries()) {
+    const pictures = await savePictures(10), folder = join(dir, "photos");
+    for (const [i, { file }] of pictures.entries()) {
       const classFolder = join(folder, i % 2 ? "even" : "odd");
       await mkdir(classFolder, { recursive: true });
       await copyFile(file, join(classFolder, `${i}.png`));
@@ -252,7 +252,7 @@ describe("data", () => {
     await page.getByRole("link", { name: "Upload pictures" }).click();
     const zipFile = page.getByLabel("Zip file");
     await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
-    await zipFile.setInputFiles(ten[0].file);
+    await zipFile.setInputFiles(pictures[0].file);
     await page.getByRole("button", { name: "Upload", exact: true }).click();
     await until("the mistake is shown beside the file", async () => /zip file/.test(await page.locator("#u-file-error").textContent()));
     await page.getByLabel("Name of the dataset").fill("");
@@ -275,7 +275,7 @@ describe("data", () => {
     await page.end();
   });
 
-  inFull("a folder is inspected while its path is typed", async () => {
+  inFull("in a folder is inspected while the folder's path is typed", async () => {
     const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
     await until("the folder is reported as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
@@ -285,7 +285,10 @@ describe("data", () => {
     await page.getByRole("button", { name: "Add", exact: true }).click();
     await until("the dataset is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
     const dialog = page.locator("#confirm");
-    await until("the confirmation dialog opens", async () => (await dialog.isVisible()) || (await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click(), false));
+    await until("a click opens the confirmation dialog", async () => {
+      if (await dialog.isVisible()) return true;
+      await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
+    });
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("the dataset is removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
     assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "the dataset's files are kept");

@@ -30,19 +30,19 @@ describe("a job", () => {
     await page.waitForURL(/\/jobs\/j\w+$/);
 
     await until("the job runs", async () => (await state(page)) === "running");
-    const first = await until("both ranks have a line", async () => {
+    const curvesBefore = await until("both ranks have a line", async () => {
       const curves = await losses(page);
       return curves["rank 0"]?.points > 1 && curves["rank 1"]?.points > 1 && curves;
     });
-    const lines = await until("the log has lines", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) || 0);
-    const drawn = await until("both lines are drawn", async () => { const p = await pixels(page); return p[0] > 5 && p[1] > 5 && p; });
+    const linesBefore = await until("the log has lines", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) || 0);
+    const pixelsBefore = await until("both lines are drawn", async () => { const p = await pixels(page); return p[0] > 5 && p[1] > 5 && p; });
 
     await until("both lines grow", async () => {
       const curves = await losses(page);
-      return ["rank 0", "rank 1"].every((r) => curves[r].points > first[r].points + 10);
+      return ["rank 0", "rank 1"].every((r) => curves[r].points > curvesBefore[r].points + 10);
     });
-    await until("the drawn lines change", async () => { const p = await pixels(page); return p[0] + p[1] !== drawn[0] + drawn[1]; });
-    await until("the log grows", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > lines);
+    await until("the drawn lines change", async () => { const p = await pixels(page); return p[0] + p[1] !== pixelsBefore[0] + pixelsBefore[1]; });
+    await until("the log grows", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > linesBefore);
     assert.equal(await page.locator("#live").textContent(), "live");
     assert.match(await page.locator("#step").textContent(), /^[\d,]+$/);
     assert.match(await page.locator("#ranks li").first().textContent(), /rank 0.*\d m?s/s);
@@ -55,11 +55,11 @@ describe("a job", () => {
     const { id } = await server.submit({ name: "to its end", train: { steps: 60 } });
     const page = await browser.page(server, `/jobs/${id}`), tab = await page.tab(`/jobs/${id}`);
     await until("the job succeeds", async () => (await state(page)) === "succeeded");
-    const whole = await until("each step is drawn once", async () => {
+    const finalCurves = await until("each step is drawn once", async () => {
       const curves = await losses(page);
       return curves["rank 0"].points === 60 && curves["rank 1"].points === 60 && curves;
     });
-    await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
+    await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), finalCurves); return true; });
     await until("the number of steps is shown", async () => (await page.locator("#step").textContent()) === "60");
     await until("the job's accuracy is shown", async () => /^\d+\.\d %( ± \d+\.\d| \(at (least|most) \d+\.\d %\))? of \d+$/.test(await page.locator("#accuracy").textContent()));
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Ran for");
@@ -74,7 +74,7 @@ describe("a job", () => {
     const logged = () => page.locator("#log-lines p").allTextContents();
     const log = await until("every log line is shown once", async () => { const all = await logged(); return all.length === stored && all; });
     await page.reload();
-    await until("a reload shows the same curves", async () => { assert.deepEqual(await losses(page), whole); return true; });
+    await until("a reload shows the same curves", async () => { assert.deepEqual(await losses(page), finalCurves); return true; });
     await until("a reload shows the same log", async () => { assert.deepEqual(await logged(), log); return true; });
     await page.end();
   });
@@ -84,28 +84,28 @@ describe("a job", () => {
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
       await until("the speed is drawn", async () => Number(await page.locator("#speed-chart").getAttribute("data-drawn")) > 0);
-      // The charts of loss and accuracy have the same size, and their buttons appear under the pointer.
+      // The charts of loss and accuracy have the same size. Their buttons appear under the pointer, or always if no pointer can hover.
       const [loss, accuracy] = [await box("#loss-chart"), await box("#accuracy-chart")];
       assert.deepEqual([loss.y, loss.width, loss.height].map(Math.round), [accuracy.y, accuracy.width, accuracy.height].map(Math.round));
-      const shown = () => page.locator(".loss-card .segments").first().evaluate((node) => getComputedStyle(node).opacity === "1");
+      const areButtonsShown = () => page.locator(".loss-card .segments").first().evaluate((node) => getComputedStyle(node).opacity === "1");
       await page.mouse.move(1, 1);
-      assert.equal(await shown(), await page.evaluate(() => !matchMedia("(hover: hover)").matches));
+      assert.equal(await areButtonsShown(), await page.evaluate(() => !matchMedia("(hover: hover)").matches));
       await page.locator("#loss-chart").hover();
-      assert.ok(await shown());
+      assert.ok(await areButtonsShown());
       await page.getByRole("tab", { name: "Settings" }).click();
       const settings = await page.locator(".own-settings").innerText();
       await page.getByRole("tab", { name: "Log", exact: true }).click();
       for (const [key, value] of [["data.dataset", "fashion-mnist"], ["train.steps", String(job.spec.train.steps)]]) assert.match(settings.replace(/\s+/g, " "), new RegExp(`${key} ${value}`));
       assert.ok(!settings.includes("train.beta1"), "defaults are not listed");
       // No card has more than 60 pixels of empty space below its content.
-      const empty = async (card, last) => { const [outer, inner] = [await box(card), await box(last)]; return outer.y + outer.height - (inner.y + inner.height); };
-      for (const [card, last] of [[".ranks-card", ".ranks-card .legend"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await empty(card, last)) < 60, `${card} at ${width}: ${await empty(card, last)} pixels`);
+      const emptyBelow = async (card, last) => { const [outer, inner] = [await box(card), await box(last)]; return outer.y + outer.height - (inner.y + inner.height); };
+      for (const [card, last] of [[".ranks-card", ".ranks-card .legend"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await emptyBelow(card, last)) < 60, `${card} at ${width}: ${await emptyBelow(card, last)} pixels`);
       // The log follows its end after the page is resized.
-      const follows = page.locator("#log-follow");
+      const follow = page.locator("#log-follow");
       await page.setViewportSize({ width: 1024, height: 800 });
       await page.setViewportSize({ width, height: 1000 });
       await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
-      assert.ok(await follows.isChecked());
+      assert.ok(await follow.isChecked());
       assert.ok(await page.locator("#log-lines").evaluate((log) => log.scrollHeight - log.scrollTop - log.clientHeight < 24), "the newest line is in view");
       await page.end();
     }
@@ -175,7 +175,7 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
     const before = (await losses(page))["rank 0"].points;
     await server.start();
     await until("the page is live again without a reload", async () => (await page.locator("#live").textContent()) === "live");
-    await until("the page has the points of the meantime", async () => (await losses(page))["rank 0"]?.points > before + 5);
+    await until("the page has points that ranks reported while the server was down", async () => (await losses(page))["rank 0"]?.points > before + 5);
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the job ends", async () => (await state(page)) === "cancelled");
     await until("the page has each stored step once", async () => {

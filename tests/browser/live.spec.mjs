@@ -52,8 +52,8 @@ const recordNotifications = (page) => page.context().addInitScript(() => {
   localStorage.setItem("notify", "yes");
 });
 
-describe("a rank's lane", () => {
-  test("shows the parts of a step, the rank's status, and its GPU's utilisation, memory, temperature and power", async () => {
+describe("a page of several ranks", () => {
+  test("shows in each rank's lane the parts of a step, the rank's status, and the GPU's utilisation, memory, temperature and power", async () => {
     const job = await startJob("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
     await until("four lanes are shown", async () => (await page.locator("#ranks li").count()) === RANKS);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
@@ -85,16 +85,16 @@ describe("a rank's lane", () => {
     const words = await lane(1).locator(".rank-about").innerText();
     for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(value), `${value} in ${words}`);
 
-    const report = (status) => agent.evaluate(async ([id, status]) => {
+    const reportStatus = (status) => agent.evaluate(async ([id, status]) => {
       const attempt = await window.simulatedAgent.attempt(id);
       await window.simulatedAgent.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
     }, [job.id, status]);
-    await report("checkpointing");
+    await reportStatus("checkpointing");
     await until("the rank has the status checkpointing", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
     assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "only axes with several ranks are shown");
     assert.ok(await lane(1).locator(".rank-axes").isHidden(), "a rank without times of axes shows none");
-    await new Promise((done) => setTimeout(done, 300));
-    await report("training");
+    await new Promise((done) => setTimeout(done, 300)); // the duration of the checkpoint
+    await reportStatus("training");
     await until("the lane shows the time of the checkpoint", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);
 
     await page.locator("#other-metric").selectOption("gpu_power_watts");
@@ -103,11 +103,12 @@ describe("a rank's lane", () => {
     await page.end();
   });
 
-  test("all charts share a crosshair, and the mean has a band from the lowest to the highest rank", async () => {
+  test("has a crosshair that all charts share, and a mean with a band from the lowest to the highest rank", async () => {
     const job = await startJob("together", 60), page = await browser.page(server, `/jobs/${job.id}`);
     await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
     const box = await page.locator("#loss-chart").boundingBox();
-    const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
+    /** Whether the chart shows the crosshair, for each of four charts. */
+    const haveCrosshair = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
       const { overlay } = window.lockstep.charts[name], copy = new OffscreenCanvas(overlay.width, overlay.height).getContext("2d", { willReadFrequently: true });
       copy.drawImage(overlay, 0, 0);
       const { data } = copy.getImageData(0, 0, overlay.width, overlay.height);
@@ -116,9 +117,9 @@ describe("a rank's lane", () => {
     await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
     await page.locator("#other-metric").selectOption("step_ms");
     await page.mouse.move(box.x + box.width / 3, box.y + box.height / 2);
-    await until("the other chart also shows the crosshair", async () => { const m = await marked(); return m[0] && m[3]; });
+    await until("the charts of loss and of the other metric show the crosshair", async () => { const [loss, , , other] = await haveCrosshair(); return loss && other; });
     await page.mouse.move(1, 1);
-    await until("the crosshair disappears when the mouse leaves", async () => (await marked()).every((m) => !m));
+    await until("the crosshair disappears when the mouse leaves", async () => (await haveCrosshair()).every((hasCrosshair) => !hasCrosshair));
 
     await page.getByRole("button", { name: "mean", exact: true }).click();
     const mean = await until("one line is left", async () => { const all = await page.evaluate(() => window.lockstep.charts.loss.snapshot()); return all.length === 1 && all[0]; });
@@ -136,19 +137,19 @@ describe("a rank's lane", () => {
 describe("a page that stays open", () => {
   test("shows its delay while it catches up, and then has all points", async () => {
     const job = await startJob("cut off", 10), page = await browser.page(server, "/machines");
-    let isCut = false, hold = false, socket = null;
-    const held = [];
+    let isCut = false, holdsLive = false, socket = null;
+    const heldMessages = [];
     await page.routeWebSocket(/\/stream/, (ws) => {
       if (isCut) return ws.close();
       const server = ws.connectToServer();
       // Holds back the frame that ends the catch-up until the page has been checked.
-      server.onMessage((message) => { if (hold && JSON.parse(message).type === "live") held.push(() => ws.send(message)); else ws.send(message); });
+      server.onMessage((message) => { if (holdsLive && JSON.parse(message).type === "live") heldMessages.push(() => ws.send(message)); else ws.send(message); });
       socket = ws;
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
     const live = page.locator("#live");
     await until("the page is live", async () => (await live.textContent()) === "live");
-    [isCut, hold] = [true, true];
+    [isCut, holdsLive] = [true, true];
     await socket.close();
     await until("the page reconnects", async () => (await live.textContent()) === "reconnecting");
     await reportLosses(job, [11, 12, 13]);
@@ -157,8 +158,8 @@ describe("a page that stays open", () => {
     isCut = false;
     await until("the page shows its delay", async () => /^\d+ s behind$/.test(await live.textContent()));
     assert.ok(parseInt(await live.textContent()) >= 3);
-    hold = false;
-    held.splice(0).forEach((send) => send());
+    holdsLive = false;
+    heldMessages.splice(0).forEach((send) => send());
     await until("the page is live again", async () => (await live.textContent()) === "live");
     assert.equal((await losses(page))["rank 2"].points, 13);
     await page.end();
@@ -174,11 +175,11 @@ describe("a page that stays open", () => {
       return route.fulfill({ status: 202, json: { detail: "being evaluated; ask again" } });
     });
     /** Reports a validation and a checkpoint after it, and waits until the page lists the checkpoint. */
-    const report = async (epoch, accuracy, loss, best) => {
+    const report = async (epoch, accuracy, loss, { isBest }) => {
       const step = 10 * epoch, rows = page.locator("#checkpoints tr");
       await agent.report(attempt, 0, [
         { type: "evaluation", epoch, step, samples: 100, accuracy, loss, secs: 1.5 },
-        { type: "checkpoint", epoch, step, val_accuracy: accuracy, val_loss: loss, validation: { pictures: 100, fingerprint: "5f3a" }, best, size_bytes: 1234567 },
+        { type: "checkpoint", epoch, step, val_accuracy: accuracy, val_loss: loss, validation: { pictures: 100, fingerprint: "5f3a" }, best: isBest, size_bytes: 1234567 },
       ]);
       await until("the checkpoint is listed", async () => (await rows.first().locator("[data-f=label]").textContent()) === `${epoch}-${step}`);
     };
@@ -188,30 +189,30 @@ describe("a page that stays open", () => {
 
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#classify-status").textContent(), /^No checkpoint yet/);
-    await report(1, 0.5, 1.5, true);
+    await report(1, 0.5, 1.5, { isBest: true });
     await until("the accuracy has its standard error and its number of pictures", async () => (await page.locator("#accuracy").textContent()) === "50.0 % ± 5.0 of 100");
     await selects("classify", "1-10, best");
     assert.equal(await page.locator("#classify-status").textContent(), "");
     await page.locator("#classify-files").setInputFiles({ name: "a.png", mimeType: "image/png", buffer: Buffer.from("a picture") });
     await predicts("1-10", "50.0");
-    await report(2, 0.75, 1.5, true);
+    await report(2, 0.75, 1.5, { isBest: true });
     await selects("classify", "2-20, best");
     await predicts("2-20", "75.0");
-    await report(3, 0.625, 1.25, false);
+    await report(3, 0.625, 1.25, { isBest: false });
     await selects("classify", "2-20, best");
-    // With equal accuracies, the lower loss decides, in the row of numbers as in the list.
-    await report(4, 0.75, 1.25, true);
+    // With equal accuracies, the lower loss decides, in the row of numbers and in the list of checkpoints.
+    await report(4, 0.75, 1.25, { isBest: true });
     await until("the row of numbers names the same epoch", async () => (await page.locator("#accuracy-more").textContent()) === "best 75.0 % at epoch 4");
     await predicts("4-40", "75.0");
     await page.locator("#classify-checkpoint").selectOption("1-10");
     await predicts("1-10", "50.0");
-    await report(5, 0.875, 1.25, true);
+    await report(5, 0.875, 1.25, { isBest: true });
     await selects("classify", "1-10");
     await predicts("1-10", "50.0");
 
     await page.getByRole("tab", { name: "Evaluation" }).click();
     await selects("evaluation", "5-50, best");
-    await report(6, 0.9375, 1.25, true);
+    await report(6, 0.9375, 1.25, { isBest: true });
     await selects("evaluation", "6-60, best");
     await until("the new best checkpoint is evaluated", () => evaluated.at(-1) === "6-60");
     assert.ok(evaluated.every((id) => ["5-50", "6-60"].includes(id)), evaluated.join());
@@ -236,7 +237,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  test("shows why the accuracy is low, and a system notification if requested and while the page is hidden, when a job ends", async () => {
+  test("notifies of a job's end while it is hidden, if a person has asked for that, and shows why the accuracy is low", async () => {
     const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications, so they are recorded.
     await page.context().addInitScript(() => {
@@ -277,42 +278,44 @@ describe("a page that stays open", () => {
       const job = await startJob(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
       await recordNotifications(page);
       await page.goto(server.url + path);
-      const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), once = [`${job.name}: succeeded`];
+      const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), expected = [`${job.name}: succeeded`];
       await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
       await page.evaluate(() => { window.isAway = true; });
       await end(job, 10);
       await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0, 20_000);
-      assert.deepEqual(await page.evaluate(() => window.notified), once);
+      assert.deepEqual(await page.evaluate(() => window.notified), expected);
       // The connection is renewed, and the list is read again.
       await page.evaluate(() => dispatchEvent(new Event("online")));
       await until("the list has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
-      assert.deepEqual(await page.evaluate(() => window.notified), once);
+      assert.deepEqual(await page.evaluate(() => window.notified), expected, "no end is notified twice");
       await page.end();
     }
   });
 
-  inFull("notifies of an end when the list drops the job before the stream reports the end, or before the list is read", async () => {
-    for (const isRead of [true, false]) {
-      const job = await startJob(`ends ${isRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
-      let hold = false, socket = null;
+  inFull("notifies of an end that the list shows before the stream reports it, and of an end before the list is first read", async () => {
+    for (const wasRead of [true, false]) {
+      const job = await startJob(`ends ${wasRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), heldMessages = [];
+      let holdsEnd = false, socket = null;
       await recordNotifications(page);
       await page.routeWebSocket(/\/stream/, (ws) => {
         socket = ws;
-        ws.connectToServer().onMessage((message) => { if (hold && JSON.parse(message).job?.id === job.id) held.push(message); else ws.send(message); });
+        ws.connectToServer().onMessage((message) => { if (holdsEnd && JSON.parse(message).job?.id === job.id) heldMessages.push(message); else ws.send(message); });
       });
-      if (!isRead) await page.route("**/api/v1/jobs?*", () => {});
+      // Without an answer, the page has only the list that the server has rendered.
+      if (!wasRead) await page.route("**/api/v1/jobs?*", () => {});
       await page.goto(`${server.url}/jobs?state=running`);
       const row = page.locator(`tr[data-id="${job.id}"]`);
       await until("the page is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
-      if (isRead) await until("the list is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
+      if (wasRead) await until("the list is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
       await page.evaluate(() => { window.isAway = true; });
-      hold = isRead;
+      holdsEnd = wasRead;
       await end(job, 10);
-      if (isRead) {
-        await until("the stream has the job's end", () => held.some((message) => JSON.parse(message).job.state === "succeeded"));
+      if (wasRead) {
+        await until("the stream has the job's end", () => heldMessages.some((message) => JSON.parse(message).job.state === "succeeded"));
+        // At this message, the page reads the list again.
         socket.send(JSON.stringify({ type: "live" }));
         await until("the list is read again without the job", async () => (await row.count()) === 0);
-        for (const message of held) socket.send(message);
+        for (const message of heldMessages) socket.send(message);
       }
       await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0, 20_000);
       assert.deepEqual(await page.evaluate(() => window.notified), [`${job.name}: succeeded`]);
@@ -336,16 +339,16 @@ describe("a page that stays open", () => {
       ["the browser denies notifications", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
       ["the page comes over plain HTTP from another machine", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],
     ];
-    for (const [why, make, words] of cases) {
+    for (const [cause, setUp, explanation] of cases) {
       const page = await browser.page(server, "/machines");
-      await page.context().addInitScript(make);
+      await page.context().addInitScript(setUp);
       for (const path of ["/jobs", "/compare"]) {
         await page.goto(server.url + path);
         const button = page.getByRole("button", { name: "Notify me when jobs end" });
         await button.click();
         const dialog = page.getByRole("dialog", { name: "No notifications" });
-        await until(why, () => dialog.isVisible());
-        assert.match(await dialog.innerText(), words);
+        await until(cause, () => dialog.isVisible());
+        assert.match(await dialog.innerText(), explanation);
         await page.keyboard.press("Escape");
         assert.ok(await button.isVisible(), "notifications are still off");
       }

@@ -20,24 +20,24 @@ export async function assertReadable(page, where) {
   await page.setViewportSize({ width, height: await page.evaluate(() => document.documentElement.scrollHeight + 200) });
   const problems = await page.evaluate(() => {
     const name = (node) => `${node.tagName.toLowerCase()}${node.id && `#${node.id}`} ${(node.getAttribute("aria-label") ?? node.textContent).trim().slice(0, 40)}`;
-    const shown = (node) => node.checkVisibility({ visibilityProperty: true }) && !node.closest(".sr, .skip, dialog, [hidden]");
-    const scrolls = (node) => { for (let up = node.parentElement; up; up = up.parentElement) if (/auto|scroll/.test(getComputedStyle(up).overflowX + getComputedStyle(up).overflowY)) return up; return null; };
+    const isShown = (node) => node.checkVisibility({ visibilityProperty: true }) && !node.closest(".sr, .skip, dialog, [hidden]");
+    const scrollParent = (node) => { for (let up = node.parentElement; up; up = up.parentElement) if (/auto|scroll/.test(getComputedStyle(up).overflowX + getComputedStyle(up).overflowY)) return up; return null; };
     const wrong = [];
     for (const node of document.querySelectorAll("button, a[href], select, input, summary, textarea")) {
       const box = node.getClientRects()[0];
-      if (!box?.width || !shown(node)) continue;
-      const x = box.left + box.width / 2, y = box.top + box.height / 2, pane = scrolls(node)?.getBoundingClientRect();
+      if (!box?.width || !isShown(node)) continue;
+      const x = box.left + box.width / 2, y = box.top + box.height / 2, pane = scrollParent(node)?.getBoundingClientRect();
       if (pane && (x < pane.left || x > pane.right || y < pane.top || y > pane.bottom)) continue;
       // The list may have grown since the screen was resized.
       if (y > innerHeight) continue;
       if (x < 0 || y < 0 || x > innerWidth) { wrong.push(`${name(node)} is off the page`); continue; }
-      const top = document.elementFromPoint(x, y), first = top?.closest("tr > :first-child");
+      const top = document.elementFromPoint(x, y), firstCell = top?.closest("tr > :first-child");
       // A table that is scrolled sideways has columns below its sticky first column.
-      if (first && scrolls(node)?.scrollLeft && getComputedStyle(first).position === "sticky") continue;
+      if (firstCell && scrollParent(node)?.scrollLeft && getComputedStyle(firstCell).position === "sticky") continue;
       if (!top || !(node.contains(top) || top.contains(node) || top.closest("label")?.contains(node))) wrong.push(`${name(node)} is covered by ${top && name(top)}`);
     }
     for (const node of document.querySelectorAll("main :not(input, textarea, thead)")) {
-      if (node.scrollWidth <= node.clientWidth + 1 || !node.clientWidth || !shown(node)) continue;
+      if (node.scrollWidth <= node.clientWidth + 1 || !node.clientWidth || !isShown(node)) continue;
       const { overflowX } = getComputedStyle(node);
       if (!["hidden", "clip"].includes(overflowX)) continue;
       // A phone shows no tooltips. Texts of charts may be cut: the crosshair and saved pictures have them.
@@ -46,7 +46,7 @@ export async function assertReadable(page, where) {
     }
     // On a phone, texts that are clamped to a few lines must not be cut either.
     for (const node of innerWidth > 720 ? [] : document.querySelectorAll("main *")) {
-      if (node.scrollHeight > node.clientHeight + 1 && getComputedStyle(node).webkitLineClamp !== "none" && shown(node)) wrong.push(`${name(node)} is cut below`);
+      if (node.scrollHeight > node.clientHeight + 1 && getComputedStyle(node).webkitLineClamp !== "none" && isShown(node)) wrong.push(`${name(node)} is cut below`);
     }
     return [...new Set(wrong)];
   });
@@ -83,7 +83,8 @@ const WIDTHS = [390, 768, 1024, 1440, 1920];
 /** All combinations of theme and width, and the two that find most problems: a screen in the light theme, a phone in the dark theme. */
 export const ALL_VIEWS = ["light", "dark"].flatMap((theme) => WIDTHS.map((width) => [theme, width]));
 export const TWO_VIEWS = [["light", 1440], ["dark", 390]];
-/** Widths at which axe runs: roles, names and colours differ between phone and screen, but not between widths of a screen. */
+/** Widths at which axe runs: roles, names and colours differ between phone and screen, but not between widths of a screen.
+ *  With LOCKSTEP_PICTURES, all checks run at every width. */
 const AXE_WIDTHS = process.env.LOCKSTEP_PICTURES ? WIDTHS : [390, 1440];
 
 /** Sets the theme and the width of an open page, and waits until the page is drawn. */
@@ -103,17 +104,17 @@ export async function assertViews(page, where, views = TWO_VIEWS) {
 }
 
 /**
- * Opens a page and checks it in each view. `prepare(page)` runs before the page is opened, `ready(page)` returns whether the page is
- * complete, and `act(page)` runs then. If `act` opens a dialog, the dialog is checked instead of the page.
+ * Opens a page and checks it in each view. `prepare(page)` runs on another page before the page is opened, `ready(page)` returns whether
+ * the page is complete, and `act(page)` runs then. If `act` opens a dialog, the dialog is checked instead of the page.
  */
 export async function checkPage(browser, server, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
-  const [colorScheme, width] = views[0], opened = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
-  const page = await browser.page(server, prepare ? "/docs" : path, { ...opened, ...options });
+  const [colorScheme, width] = views[0], defaults = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
+  const page = await browser.page(server, prepare ? "/docs" : path, { ...defaults, ...options });
   if (prepare) { await prepare(page); await page.goto(server.url + path); }
   await until("the page has a heading", () => page.locator("h1").first().isVisible());
   if (ready) await until(`${name} is complete`, () => ready(page));
   if (act) await act(page);
-  const read = new Set();
+  const checkedWidths = new Set();
   for (const view of views) {
     await setView(page, view);
     const [theme, width] = view, where = `${name} at ${width}, ${theme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
@@ -121,8 +122,8 @@ export async function checkPage(browser, server, path, name, { views = ALL_VIEWS
     // Covered controls and cut texts do not depend on colours.
     if (hasDialog) await assertDialogUsable(page, where);
     // The page cuts texts again when a width or a list changes, so the check is repeated.
-    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(where, () => assertReadable(page, where).then(() => true), 5000);
-    read.add(width);
+    else if (!checkedWidths.has(width) || process.env.LOCKSTEP_PICTURES) await until(where, () => assertReadable(page, where).then(() => true), 5000);
+    checkedWidths.add(width);
     if (AXE_WIDTHS.includes(width)) await assertAccessible(page, where);
     await savePicture(page, `${name}-${width}-${theme}`, !hasDialog);
   }

@@ -8,22 +8,23 @@ import { ALL_VIEWS, TWO_VIEWS, checkPage } from "./looks.mjs";
 import { Browser, IS_FULL, TestServer, inFull, signIn } from "./test-server.mjs";
 
 const views = IS_FULL ? ALL_VIEWS : TWO_VIEWS;
-let server, empty, signing, browser, jobs;
+let server, emptyServer, authServer, browser, jobs;
 const withoutAgent = { dataset: false, agent: false };
 before(async () => {
-  [server, empty, signing, browser] = await Promise.all([TestServer.open(withoutAgent), IS_FULL ? TestServer.open(withoutAgent) : null, TestServer.open({ ...withoutAgent, auth: true }), Browser.open()]);
+  [server, emptyServer, authServer, browser] = await Promise.all([TestServer.open(withoutAgent), IS_FULL ? TestServer.open(withoutAgent) : null, TestServer.open({ ...withoutAgent, auth: true }), Browser.open()]);
   jobs = await fillServer(server, browser, IS_FULL ? 60 : 20);
 });
-after(async () => { await browser?.close(); await Promise.all([server?.close(), empty?.close(), signing?.close()]); });
+after(async () => { await browser?.close(); await Promise.all([server?.close(), emptyServer?.close(), authServer?.close()]); });
 
 describe("a page of a crowded server fits, is readable and accessible:", () => {
   for (const [name, path, ready] of PAGES) test(name, () => checkPage(browser, server, path(jobs), name, { views, ready }));
 });
 
 describe("a page of an empty server fits, is readable and accessible:", () => {
-  test("sign-in", () => checkPage(browser, { url: signing.url }, "/login?next=%2Fjobs", "login", { views: TWO_VIEWS }));
-  test("the list of a member", () => checkPage(browser, { url: signing.url }, "/jobs", "empty-jobs-of-a-member", {
-    views: TWO_VIEWS, prepare: (page) => signIn(page.context(), signing, "member"), options: { expected: [/401|404/] },
+  // Without the server's token, `browser.page` does not sign in.
+  test("sign-in", () => checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { views: TWO_VIEWS }));
+  test("the list of a member", () => checkPage(browser, { url: authServer.url }, "/jobs", "empty-jobs-of-a-member", {
+    views: TWO_VIEWS, prepare: (page) => signIn(page.context(), authServer, "member"), options: { expected: [/401|404/] },
   }));
-  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit", "/sweeps", "/models"]) inFull(path, () => checkPage(browser, empty, path, `empty${path.replaceAll("/", "-")}`));
+  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit", "/sweeps", "/models"]) inFull(path, () => checkPage(browser, emptyServer, path, `empty${path.replaceAll("/", "-")}`));
 });

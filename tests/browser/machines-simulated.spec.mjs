@@ -4,13 +4,15 @@ import assert from "node:assert/strict";
 import { execFileSync, spawn } from "node:child_process";
 import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
-import { dirname, join as path } from "node:path";
+import { dirname, join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible } from "./looks.mjs";
 import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
-let server, browser, agent, runningJob;
+let server, browser, agent;
+/** The id of the job that the first test starts and the test of findings ends. */
+let runningJob;
 
 /** Reports measurements with this utilisation of the CPU and of GPU 0. */
 const reportSample = (share) => agent.evaluate((share) => window.simulatedAgent.say({
@@ -93,16 +95,16 @@ describe("machines with GPUs", () => {
 
 describe("machines", () => {
   test("join by the commands that the page shows", async () => {
-    const authServer = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(path(tmpdir(), "lockstep-joins-"));
+    const authServer = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(join(tmpdir(), "lockstep-joins-"));
     const options = { cwd: dir, env: { ...process.env, PATH: `${dirname(BINARY)}:${process.env.PATH}` } };
     const page = await browser.page(authServer, "/machines");
-    const commands = await page.locator(".join .command code").allTextContents(), create = commands.find((c) => /token create/.test(c)), joins = commands.find((c) => /lockstep agent/.test(c));
-    execFileSync("bash", ["-c", create], options);
-    const joined = spawn("bash", ["-c", `exec ${joins}`], { ...options, stdio: "ignore" });
+    const commands = await page.locator(".join .command code").allTextContents(), createToken = commands.find((c) => /token create/.test(c)), joinMachine = commands.find((c) => /lockstep agent/.test(c));
+    execFileSync("bash", ["-c", createToken], options);
+    const agentProcess = spawn("bash", ["-c", `exec ${joinMachine}`], { ...options, stdio: "ignore" });
     const card = page.locator(".machine", { hasText: "node-1" });
     await until("the open page shows the machine as online", async () => /online/.test(await card.locator(".pill").first().textContent()));
-    const exited = new Promise((done) => joined.once("exit", done));
-    joined.kill("SIGTERM");
+    const exited = new Promise((done) => agentProcess.once("exit", done));
+    agentProcess.kill("SIGTERM");
     await exited;
     await page.end();
     await authServer.close();
@@ -110,10 +112,10 @@ describe("machines", () => {
   });
 
   inFull("that join need a reachable URL: the page explains --advertise and --listen", async () => {
-    const page = await browser.page(server, "/machines"), join = page.locator(".join");
-    assert.match(await join.innerText(), /only this machine reaches it/);
-    assert.match(await join.innerText(), /--advertise ADDRESS/);
-    assert.match(await join.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
+    const page = await browser.page(server, "/machines"), joinCard = page.locator(".join");
+    assert.match(await joinCard.innerText(), /only this machine reaches it/);
+    assert.match(await joinCard.innerText(), /--advertise ADDRESS/);
+    assert.match(await joinCard.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
     await page.end();
   });
 

@@ -35,8 +35,8 @@ describe("machines", () => {
     const button = page.getByRole("button", { name: "Drain" });
     await button.focus();
     await button.evaluate((node) => { node.marked = true; });
-    const readGauges = () => page.locator(".gauges").first().innerText(), first = await readGauges();
-    await until("numbers change", async () => (await readGauges()) !== first);
+    const readGauges = () => page.locator(".gauges").first().innerText(), gaugesBefore = await readGauges();
+    await until("numbers change", async () => (await readGauges()) !== gaugesBefore);
     assert.deepEqual(await page.evaluate(() => [document.activeElement.dataset.drain, document.activeElement.marked]), ["drain", true]);
     await button.press("Enter");
     await until("the machine is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));

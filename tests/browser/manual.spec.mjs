@@ -38,65 +38,66 @@ describe("a job as text", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
-    const made = await server.job(id);
-    assert.deepEqual([made.spec.train.steps, made.project, made.notes], [100_000, "by-hand", "first line\nsecond line"]);
+    const submitted = await server.job(id);
+    assert.deepEqual([submitted.spec.train.steps, submitted.project, submitted.notes], [100_000, "by-hand", "first line\nsecond line"]);
     assert.equal(await page.locator("#project-name").textContent(), "by-hand");
     await page.getByRole("link", { name: "Clone", exact: true }).click();
     await page.waitForURL(/from=/);
-    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json (2)", "a clone has a free name");
-    const words = page.locator("#spec-text"), cloned = await words.inputValue(), recipe = page.getByLabel("Recipe", { exact: true });
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json (2)", "a clone has a name that no job has");
+    const jobFile = page.locator("#spec-text"), cloned = await jobFile.inputValue(), recipe = page.getByLabel("Recipe", { exact: true });
     assert.match(cloned, /^validation = 0\.02$/m, "a clone has the job's settings");
     await recipe.selectOption("finetune");
     await until("the form names the changed settings", async () => /Image size \(was 8\)/.test(await page.locator("#replaced").textContent()));
-    assert.match(await words.inputValue(), /^validation = 0\.02$/m, "a recipe keeps the validation pictures");
+    assert.match(await jobFile.inputValue(), /^validation = 0\.02$/m, "a recipe keeps the validation pictures");
     assert.match(await recipe.locator("option:checked").textContent(), /^finetune: your own pictures from trained weights/);
     await until("the form asks for the weights", async () => /models:\/NAME@ALIAS/.test(await page.locator("#f-model-pretrained-error").textContent()));
     await recipe.selectOption("cifar-fast");
     await recipe.selectOption("");
-    await until("the settings return", async () => (await words.inputValue()) === cloned);
+    await until("the settings return", async () => (await jobFile.inputValue()) === cloned);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 });
 
-describe("many jobs", () => {
+describe("jobs", () => {
   test("are paused and resumed together", async () => {
     const page = await browser.page(server, "/jobs"), bulk = page.locator("#bulk");
-    const both = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
-    const states = async () => (await Promise.all(both.map((j) => server.job(j.id)))).map((j) => j.state).join();
-    const shown = async () => (await Promise.all(both.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
+    const jobs = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
+    const states = async () => (await Promise.all(jobs.map((j) => server.job(j.id)))).map((j) => j.state).join();
+    const shownStates = async () => (await Promise.all(jobs.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
     /** Selects both jobs, presses the button `action`, and waits until the states on the server and on the page match `expected`. */
     const applyToBoth = async (action, expected) => {
-      for (const job of both) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+      for (const job of jobs) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
       await bulk.getByRole("button", { name: action, exact: true }).click();
-      await until(`after ${action}: ${expected}`, async () => expected.test(await states()) && expected.test(await shown()));
+      await until(`after ${action}: ${expected}`, async () => expected.test(await states()) && expected.test(await shownStates()));
     };
-    await until("one job runs, the other waits", async () => (await shown()) === "running,queued");
+    await until("one job runs, the other waits", async () => (await shownStates()) === "running,queued");
     await applyToBoth("Pause", /^paused,paused$/);
     await applyToBoth("Resume", /running/);
-    for (const job of both) await server.ask(`/jobs/${job.id}/cancel`, {});
-    await until("both end", async () => (await shown()) === "cancelled,cancelled");
+    for (const job of jobs) await server.ask(`/jobs/${job.id}/cancel`, {});
+    await until("both end", async () => (await shownStates()) === "cancelled,cancelled");
     await page.end();
   });
 
   test("are selected, tagged, filtered, cancelled and deleted together", async () => {
     const page = await browser.page(server, "/jobs");
-    const extra = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
-    for (const job of extra) await until("the job is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
-    for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+    const jobs = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
+    for (const job of jobs) await until("the job is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
+    for (const job of jobs) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs selected");
     await page.locator("#bulk").getByRole("button", { name: "Tag" }).click();
     await page.getByLabel("Tag", { exact: true }).fill("sweep");
     await page.getByRole("button", { name: "Add" }).click();
-    await until("both have the tag", async () => { const known = await annotations(); return extra.every((j) => known[j.id]?.tags.includes("sweep")); });
-    await page.locator(`tr[data-id="${extra[0].id}"]`).getByRole("link", { name: "sweep" }).click();
+    await until("both have the tag", async () => { const known = await annotations(); return jobs.every((j) => known[j.id]?.tags.includes("sweep")); });
+    await page.locator(`tr[data-id="${jobs[0].id}"]`).getByRole("link", { name: "sweep" }).click();
     await until("a tag filters", async () => (await page.locator("#rows tr").count()) === 2);
-    for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
+    for (const job of jobs) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     await page.locator("#bulk").getByRole("button", { name: "Cancel" }).click();
     await page.getByRole("button", { name: "Cancel 2 jobs" }).click();
-    await until("both end", async () => (await Promise.all(extra.map((j) => server.job(j.id)))).every((j) => j.state === "cancelled"));
+    await until("both end", async () => (await Promise.all(jobs.map((j) => server.job(j.id)))).every((j) => j.state === "cancelled"));
     await until("the selection is cleared", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
     await until("the page shows both as cancelled", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
+    // Selects both and opens the dialog again until it is about both.
     await until("both are offered for deletion", async () => {
       await page.locator("#choose-all").setChecked(false);
       await page.locator("#choose-all").setChecked(true);
@@ -112,19 +113,19 @@ describe("many jobs", () => {
     await page.end();
   });
 
-  test("notes, tags and project are stored, and shown on open pages", async () => {
-    const { id } = finished[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
+  test("have notes, tags and a project, which are stored and shown on open pages", async () => {
+    const { id } = finished[0], list = await browser.page(server, "/jobs"), otherPage = await list.tab(`/jobs/${id}?tab=notes`);
     const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
     // Each page has read the current values and is live.
-    for (const open of [page, other]) await until("the page is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
+    for (const open of [page, otherPage]) await until("the page is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
     await until("the job is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
     await notes.fill("learned too slowly\nagain");
     await page.locator("#tags").fill("baseline, slow");
     await page.locator("#project").fill("vision");
     await notes.focus();
     await until("the changes are saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).project === "vision");
-    await until("the other page shows the notes", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain");
-    await until("the other page's title shows project and tags", async () => (await other.locator("#project-name").textContent()) === "vision" && (await other.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
+    await until("the other page shows the notes", async () => (await otherPage.locator("#note").inputValue()) === "learned too slowly\nagain");
+    await until("the other page's title shows project and tags", async () => (await otherPage.locator("#project-name").textContent()) === "vision" && (await otherPage.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
     await until("the list shows project and tags", async () => /· vision/.test(await list.locator(`tr[data-id="${id}"] [data-f=about]`).textContent()) && (await list.locator(`tr[data-id="${id}"] .tag`).count()) === 2);
     await page.reload();
     await until("the notes are kept after a reload", async () => (await notes.inputValue()) === "learned too slowly\nagain");
@@ -154,9 +155,9 @@ describe("Compare", () => {
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();
-    const down = await order();
+    const orderBefore = await order();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();
-    await until("the table is sorted", async () => (await order()) !== down);
+    await until("the table is sorted", async () => (await order()) !== orderBefore);
     assert.equal(await page.locator("#parallel .job").count(), 2);
     assert.match(await page.locator("#parallel").textContent(), /train\.lr/);
     await page.getByRole("button", { name: "images/s", exact: true }).first().click();
@@ -200,10 +201,10 @@ describe("a run", () => {
     await until("the job continues from its step", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
     await until("the page shows the job as running", async () => (await state()) === "running");
     await page.locator("#log-attempt").selectOption("1");
-    const whose = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
-    await until("only the log of attempt 1 is shown", async () => (await whose()) === "attempt 1");
+    const shownAttempts = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
+    await until("only the log of attempt 1 is shown", async () => (await shownAttempts()) === "attempt 1");
     await page.locator("#log-attempt").selectOption("2");
-    await until("only the log of attempt 2 is shown", async () => (await whose()) === "attempt 2");
+    await until("only the log of attempt 2 is shown", async () => (await shownAttempts()) === "attempt 2");
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("the job is paused again", async () => (await state()) === "paused");
 
@@ -225,7 +226,7 @@ describe("a run", () => {
   });
 });
 
-describe("a job's page", () => {
+describe("on a job's page,", () => {
   inFull("the log stops following its end when it is scrolled up, and follows again after Newest", async () => {
     const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
@@ -240,13 +241,13 @@ describe("a job's page", () => {
       await page.mouse.wheel(0, -100_000);
       return false;
     });
-    const held = await last();
+    const lastBefore = await last();
     await until("new lines are counted", async () => /not following, \d+ new lines below/.test(await page.locator("#log-note").textContent()));
-    assert.equal(await last(), held, "the shown lines do not move");
+    assert.equal(await last(), lastBefore, "the shown lines do not move");
     await newest.click();
-    await until("the newest line is shown", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);
-    const then = await last();
-    await until("the log follows its end", async () => (await last()) !== then && page.locator("#log-follow").isChecked());
+    await until("the newest line is shown", async () => (await last()) !== lastBefore && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);
+    const newestBefore = await last();
+    await until("the log follows its end", async () => (await last()) !== newestBefore && page.locator("#log-follow").isChecked());
     assert.equal(await newest.isVisible(), false);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();

@@ -1,5 +1,5 @@
-// Signs in with a foreign provider in a real Chromium: oidc-provider (certified by the OpenID Foundation) with its own pages. The provider
-// has a certificate of a private CA, as is usual inside a network.
+// Signs in with another project's provider in a real Chromium: oidc-provider (certified by the OpenID Foundation) with its own pages. The
+// provider has a certificate of a private CA, as is usual inside a network.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -12,7 +12,7 @@ import Provider from "oidc-provider";
 import { BINARY, Browser, TestServer, freePort, inFull, until } from "./test-server.mjs";
 
 const SECRET = "a client's secret: &=+%";
-let folder, server, browser, issuer, listening;
+let folder, server, browser, issuer, providerServer;
 
 /** Creates the private CA and the provider's certificate in the folder: ca.crt, provider.key, provider.crt. */
 async function certify() {
@@ -31,15 +31,15 @@ before(async () => {
   const port = await freePort();
   issuer = `https://127.0.0.1:${port}`;
   [server, browser] = await Promise.all([
-    // The provider is not running yet.
+    // The server starts although the provider is not running yet.
     TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
       "--oidc-ca", join(folder, "ca.crt"), "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
     Browser.open(),
   ]);
 });
 after(async () => {
-  listening?.closeAllConnections();
-  await new Promise((done) => (listening ? listening.close(done) : done()));
+  providerServer?.closeAllConnections();
+  await new Promise((done) => (providerServer ? providerServer.close(done) : done()));
   await browser?.close();
   await server?.close();
   await rm(folder, { recursive: true, force: true });
@@ -59,8 +59,8 @@ async function startProvider() {
     }),
   });
   const [key, cert] = await Promise.all(["provider.key", "provider.crt"].map((name) => readFile(join(folder, name))));
-  listening = createServer({ key, cert }, provider.callback());
-  await new Promise((done) => listening.listen(Number(new URL(issuer).port), "127.0.0.1", done));
+  providerServer = createServer({ key, cert }, provider.callback());
+  await new Promise((done) => providerServer.listen(Number(new URL(issuer).port), "127.0.0.1", done));
 }
 
 /** A page in a new browser context, which ignores certificate errors, as a team's browsers would trust the private CA. */
@@ -139,30 +139,30 @@ describe("an OpenID provider", () => {
     assert.match(await page.locator("[data-person=ops-grace]").textContent(), /OpenID/);
     await page.context().close();
 
-    const second = await openStranger();
-    await second.goto(`${server.url}/login`);
-    await second.click("#provider");
-    await second.waitForURL(`${issuer}/**`);
-    await second.click("text=Cancel");
-    await second.waitForURL(`${server.url}/login/oidc/callback?**`);
-    assert.match(await second.locator("#provider-error").textContent(), /did not sign you in.*access_denied/s);
-    await second.context().close();
+    const cancelling = await openStranger();
+    await cancelling.goto(`${server.url}/login`);
+    await cancelling.click("#provider");
+    await cancelling.waitForURL(`${issuer}/**`);
+    await cancelling.click("text=Cancel");
+    await cancelling.waitForURL(`${server.url}/login/oidc/callback?**`);
+    assert.match(await cancelling.locator("#provider-error").textContent(), /did not sign you in.*access_denied/s);
+    await cancelling.context().close();
 
     const user = (...args) => execFileSync(BINARY, ["user", ...args, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8", stdio: ["ignore", "pipe", "pipe"] });
     assert.match(user("list"), /ada +member .*OpenID ada/);
     user("remove", "ada", "--yes");
-    const third = await openStranger();
-    await third.goto(`${server.url}/login`);
-    await third.click("#provider");
-    await signInAtProvider(third, "ada");
-    await third.waitForURL(`${server.url}/login/oidc/callback?**`);
-    const error = await third.locator("#provider-error").textContent();
+    const ofAda = await openStranger();
+    await ofAda.goto(`${server.url}/login`);
+    await ofAda.click("#provider");
+    await signInAtProvider(ofAda, "ada");
+    await ofAda.waitForURL(`${server.url}/login/oidc/callback?**`);
+    const error = await ofAda.locator("#provider-error").textContent();
     assert.match(error, /lockstep user add NAME --subject ada/);
     user("add", "lovelace", "--role", "viewer", "--subject", "ada");
-    await third.click("#provider");
-    await third.waitForURL(`${server.url}/jobs`);
-    await third.goto(`${server.url}/account`);
-    assert.match(await third.locator("main").textContent(), /lovelace, member/, "the provider's groups decide the role, otherwise --oidc-role");
-    await third.context().close();
+    await ofAda.click("#provider");
+    await ofAda.waitForURL(`${server.url}/jobs`);
+    await ofAda.goto(`${server.url}/account`);
+    assert.match(await ofAda.locator("main").textContent(), /lovelace, member/, "the role is by the provider's groups or by --oidc-role, not the role that `user add` has stored");
+    await ofAda.context().close();
   });
 });

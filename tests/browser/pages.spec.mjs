@@ -13,8 +13,8 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-describe("every page", () => {
-  inFull("loads in all tabs that are reloaded at the same time", async () => {
+describe("pages", () => {
+  inFull("load in all tabs that are reloaded at the same time", async () => {
     // A reload may interrupt the opening of a socket, which Chromium reports.
     const page = await browser.page(server, "/jobs", { expected: [/WebSocket is closed before the connection is established/] });
     const tabs = [page, await page.tab(`/jobs/${finished.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${finished.id}`)];
@@ -28,7 +28,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("shows the audit log without horizontal scrolling, also with a long path", async () => {
+  test("show the audit log without horizontal scrolling, also with a long path", async () => {
     await fetch(`${server.url}/api/v1/datasets/${"a-name-that-nobody-has-".repeat(8)}`, { method: "DELETE", headers: server.headers });
     const page = await browser.page(server, "/audit"), card = page.locator(".card.table");
     await until("the request is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
@@ -45,7 +45,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("shows an error in a webhook beside its field and keeps the other values, and the audit log describes the attempt", async () => {
+  test("show an error in a webhook beside its field and keep the other values, and the audit log describes the attempt", async () => {
     const page = await browser.page(server, "/webhooks", { expected: [/422/] });
     await page.getByLabel("URL").fill("http://127.0.0.1/hook");
     await page.getByLabel("Format").selectOption("slack");
@@ -61,7 +61,7 @@ describe("every page", () => {
     await page.end();
   });
 
-  test("keeps a chosen theme", async () => {
+  test("keep a chosen theme", async () => {
     const page = await browser.page(server, "/jobs", { colorScheme: "dark" });
     const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
     const dark = await background();
@@ -183,21 +183,21 @@ describe("a chart", () => {
       mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
       mean.appendRank(1, [1, 2], [3, null]);
       return {
-        held: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
-        peaks: indicesWhere((i) => segment.max[i] === 9).length, wrong: indicesWhere((i) => segment.max[i] === 5).length,
+        buckets: segment.length, points: segment.counts.subarray(0, segment.length).reduce((a, b) => a + b, 0), exact: series.exact,
+        peaks: indicesWhere((i) => segment.max[i] === 9).length, repeated: indicesWhere((i) => segment.max[i] === 5).length,
         gap: indicesWhere((i) => Number.isNaN(segment.mean[i])).reduce((n, i) => n + segment.counts[i], 0),
         mean: Array.from(mean.segments[0].mean.subarray(0, mean.segments[0].length)),
-        widest: Math.max(...segment.counts.subarray(0, segment.length)), last: segment.newestValue,
+        largestBucket: Math.max(...segment.counts.subarray(0, segment.length)), newest: segment.newestValue,
         smooth: [...segment.smooth(0.6).subarray(0, 3)], resumed: resumed.segments[1].smooth(0.9)[0],
       };
     });
-    assert.ok(merged.held <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
-    assert.ok(merged.widest <= 256, `a bucket has ${merged.widest} points: the buckets differ in size`);
-    assert.equal(merged.last, 1);
-    assert.deepEqual([merged.peaks, merged.wrong, merged.gap], [1, 0, 10_000]);
+    assert.ok(merged.buckets <= 1024 && merged.points === 100_000 && !merged.exact, JSON.stringify(merged));
+    assert.ok(merged.largestBucket <= 256, `a bucket has ${merged.largestBucket} of 100,000 points: the buckets differ too much in size`);
+    assert.equal(merged.newest, 1);
+    assert.deepEqual([merged.peaks, merged.repeated, merged.gap], [1, 0, 10_000]);
     assert.deepEqual(merged.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
     assert.deepEqual(merged.smooth, [1, 1, 1], "smoothing has no bias at its start");
-    // The average of ten steps before the resume, whose weights are 1 - 0.9 ** 10.
+    // An average with weights: 10 steps of loss 1 before the resume, one step of loss 5 after it. The weights' sum is 1 - 0.9 ** 11.
     assert.ok(Math.abs(merged.resumed - ((1 - 0.9 ** 10) * 0.9 + 5 * 0.1) / (1 - 0.9 ** 11)) < 1e-3, `smoothing continues at a resume: ${merged.resumed}`);
     await page.end();
   });

@@ -9,20 +9,20 @@ import { assertAccessible, assertViews } from "./looks.mjs";
 import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const STEPS = 60;
-let server, browser, agent, job, other;
+let server, browser, agent, job, otherJob;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, 4);
   job = await startJob("with panels");
-  other = await startJob("beside it");
+  otherJob = await startJob("beside it");
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 /** Starts a job of two ranks and reports its losses, its network and the histograms of three steps. */
 async function startJob(name) {
   const job = await server.ask("/jobs", spec(name, 2, 1000));
-  await agent.evaluate(async ([id, last]) => {
-    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(value) });
+  await agent.evaluate(async ([id, lastStep]) => {
+    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: lastStep }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(value) });
     await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     for (let rank = 0; rank < 2; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
       column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agentKit.noise(s)), column("data_ms", (s) => 3.5 + window.agentKit.noise(s + rank)),
@@ -33,6 +33,7 @@ async function startJob(name) {
     for (const [stage, channels, size] of [["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]]) for (let block = 0; block < 3; block++) for (const conv of ["conv1", "conv2"]) layers.push(layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)));
     layers.push(layer("fc", "linear", [10], 650, null));
     await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers, timed_steps: 5 }]);
+    // A test reports the histograms of a further step with the same function.
     window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
       const bound = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
       return { name: `${l.name}.weight`, kind, min: -bound, max: bound * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
@@ -49,12 +50,12 @@ async function open(path = `/jobs/${job.id}`, options = {}) {
   return page;
 }
 const titles = (page) => page.locator("#custom-grid h3").allTextContents();
-const stored = async () => (await server.ask(`/jobs/${job.id}/panels`)).panels.map((panel) => panel.title);
+const storedTitles = async () => (await server.ask(`/jobs/${job.id}/panels`)).panels.map((panel) => panel.title);
 const savePanels = async (panels, path = `/jobs/${job.id}/panels`) => {
   const response = await fetch(`${server.url}/api/v1${path}`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
   assert.equal(response.status, 200, await response.text());
 };
-const panel = (title, metrics, more = {}) => ({ title, metrics, ...more });
+const panel = (title, metrics, options = {}) => ({ title, metrics, ...options });
 /** Returns labels and numbers of points of the lines of the panel at position `index`. */
 const lines = (page, index) => page.evaluate((index) => {
   const key = document.querySelectorAll("#custom-grid .chart")[index]?.dataset.chart;
@@ -76,7 +77,7 @@ describe("panels", () => {
     await dialog.getByLabel("Step time", { exact: true }).uncheck();
     await dialog.getByRole("button", { name: "Save", exact: true }).click();
     await until("the panel is shown", async () => (await titles(page)).join() === "Loss and rate");
-    await until("the panel has both metrics", async () => assert.deepEqual(await lines(page, 0), [["loss", STEPS], ["learning rate", STEPS]]) ?? true);
+    await until("the panel has both metrics", async () => { assert.deepEqual(await lines(page, 0), [["loss", STEPS], ["learning rate", STEPS]]); return true; });
     assert.deepEqual(await page.locator("#custom-grid .chart-legend li").allTextContents(), ["Loss", "Learning rate (right)"]);
     await until("the panel has two axes", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key].y2 && all[key].y2.high <= 0.2 && all[key].y.high >= 2; }));
 
@@ -111,17 +112,16 @@ describe("panels", () => {
 
     await page.getByRole("button", { name: "Edit Loss and rate" }).click();
     await dialog.getByRole("button", { name: "Remove" }).click();
-    await until("the panel is gone", async () => (await titles(page)).length === 0 && (await stored()).length === 0);
+    await until("the panel is gone", async () => (await titles(page)).length === 0 && (await storedTitles()).length === 0);
     await page.end();
   });
 
   inFull("ignore outliers, and are saved with units on their axes", async () => {
-    const put = (robust) => fetch(`${server.url}/api/v1/jobs/${job.id}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels: [panel("Both", ["grad_norm", "step_ms"], { robust })] }) });
-    const high = {};
+    const axisEnd = {};
     for (const robust of [false, true]) {
-      assert.ok((await put(robust)).ok);
+      await savePanels([panel("Both", ["grad_norm", "step_ms"], { robust })]);
       const page = await open();
-      high[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
+      axisEnd[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
       if (robust) {
         const card = page.locator("#custom-grid .panel");
         await card.locator("summary", { hasText: "Save" }).click();
@@ -131,7 +131,7 @@ describe("panels", () => {
       }
       await page.end();
     }
-    assert.ok(high.false > 90 && high.true < 10, `the axis ends at ${high.true} without outliers, at ${high.false} with them`);
+    assert.ok(axisEnd.false > 90 && axisEnd.true < 10, `the axis ends at ${axisEnd.true} without outliers, at ${axisEnd.false} with them`);
     assert.ok((await fetch(`${server.url}/api/v1/jobs/${job.id}/panels`, { method: "DELETE" })).ok);
   });
 
@@ -140,7 +140,7 @@ describe("panels", () => {
     const page = await open(), handle = (title) => page.getByRole("button", { name: new RegExp(`^Move ${title},`) });
     await handle("a").focus();
     await page.keyboard.press("ArrowRight");
-    await until("panel a is the second", async () => (await titles(page)).join("") === "bac" && (await stored()).join("") === "bac");
+    await until("panel a is the second", async () => (await titles(page)).join("") === "bac" && (await storedTitles()).join("") === "bac");
     assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Move a, panel 2 of 3. Arrow keys move it.");
     await until("the note names the position", async () => (await page.locator("#custom-note").textContent()) === "a is panel 2 of 3.");
     // Keys in quick succession: the response to an earlier move must not undo a later move.
@@ -148,14 +148,14 @@ describe("panels", () => {
       await until("the handle keeps the focus", () => page.evaluate(() => document.activeElement.getAttribute("aria-label")?.startsWith("Move a,")));
       await page.keyboard.press(key);
     }
-    await until("panel a is the second again", async () => (await titles(page)).join("") === "bac" && (await stored()).join("") === "bac");
+    await until("panel a is the second again", async () => (await titles(page)).join("") === "bac" && (await storedTitles()).join("") === "bac");
     const from = await handle("c").boundingBox(), to = await page.locator("#custom-grid .panel").first().boundingBox();
     await page.mouse.move(from.x + 5, from.y + 5);
     await page.mouse.down();
     await page.mouse.move(to.x + 30, to.y + 60, { steps: 5 });
     assert.equal(await page.locator("#custom-grid .panel").first().getAttribute("data-drop"), "before");
     await page.mouse.up();
-    await until("panel c is the first", async () => (await titles(page)).join("") === "cba" && (await stored()).join("") === "cba");
+    await until("panel c is the first", async () => (await titles(page)).join("") === "cba" && (await storedTitles()).join("") === "cba");
     await page.reload();
     await until("the order is kept after a reload", async () => (await titles(page)).join("") === "cba");
     await until("every chart is drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 3);
@@ -169,7 +169,7 @@ describe("panels", () => {
     await page.getByRole("button", { name: /^Move a,/ }).focus();
     await page.keyboard.press("ArrowRight");
     await until("the note shows the server's error", async () => (await page.locator("#custom-note").textContent()) === "the database is away");
-    assert.deepEqual([await titles(page), await stored()], [["a", "b"], ["a", "b"]]);
+    assert.deepEqual([await titles(page), await storedTitles()], [["a", "b"], ["a", "b"]]);
     await page.end();
   });
 
@@ -178,20 +178,20 @@ describe("panels", () => {
     const page = await open();
     await page.getByRole("button", { name: "Save for the project" }).click();
     await until("the note confirms it", async () => /without panels of their own now show these panels/.test(await page.locator("#custom-note").textContent()));
-    const beside = await open(`/jobs/${other.id}`);
-    assert.deepEqual(await titles(beside), ["for all"]);
-    assert.equal(await beside.locator("#custom-note").textContent(), "of the project default");
-    assert.equal(await beside.getByRole("button", { name: "Use the project's" }).isVisible(), false, "the job already shows the project's panels");
-    await until("the project's panel is drawn", async () => (await lines(beside, 0))?.[0]?.join() === `mean of ranks,${STEPS}`);
-    await beside.getByRole("button", { name: "Edit for all" }).click();
-    await beside.locator("#panel-dialog").getByLabel("Title").fill("mine");
-    await beside.locator("#panel-dialog").getByRole("button", { name: "Save", exact: true }).click();
-    await until("the job has its own panel", async () => (await titles(beside)).join() === "mine");
-    assert.deepEqual(await stored(), ["for all"], "the other job's panels are unchanged");
-    await beside.getByRole("button", { name: "Use the project's" }).click();
-    await beside.getByRole("button", { name: "Remove them" }).click();
-    await until("the job shows the project's panels again", async () => (await titles(beside)).join() === "for all");
-    await beside.end();
+    const otherPage = await open(`/jobs/${otherJob.id}`);
+    assert.deepEqual(await titles(otherPage), ["for all"]);
+    assert.equal(await otherPage.locator("#custom-note").textContent(), "of the project default");
+    assert.equal(await otherPage.getByRole("button", { name: "Use the project's" }).isVisible(), false, "the job already shows the project's panels");
+    await until("the project's panel is drawn", async () => (await lines(otherPage, 0))?.[0]?.join() === `mean of ranks,${STEPS}`);
+    await otherPage.getByRole("button", { name: "Edit for all" }).click();
+    await otherPage.locator("#panel-dialog").getByLabel("Title").fill("mine");
+    await otherPage.locator("#panel-dialog").getByRole("button", { name: "Save", exact: true }).click();
+    await until("the job has its own panel", async () => (await titles(otherPage)).join() === "mine");
+    assert.deepEqual(await storedTitles(), ["for all"], "the other job's panels are unchanged");
+    await otherPage.getByRole("button", { name: "Use the project's" }).click();
+    await otherPage.getByRole("button", { name: "Remove them" }).click();
+    await until("the job shows the project's panels again", async () => (await titles(otherPage)).join() === "for all");
+    await otherPage.end();
     await savePanels([], "/projects/default/panels");
     await page.end();
   });
@@ -239,8 +239,8 @@ describe("layers", () => {
         predicted: { step_ms: 12.5, images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step" },
       };
       await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
-    }, other.id);
-    const page = await open(`/jobs/${other.id}?tab=network`);
+    }, otherJob.id);
+    const page = await open(`/jobs/${otherJob.id}?tab=network`);
     await until("the plan is shown", async () => /fc split by out · limited by computing/.test(await page.locator("#plan-words").textContent()));
     const figures = await page.locator("#plan-rows tr").evaluateAll((rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ")));
     assert.deepEqual(figures, ["time of a step 12.5 ms 13.5 ms +8 %", "images a second 1,280 1,185 −7 %", "memory of a rank 3.0 GB 3.3 GB +10 %"]);

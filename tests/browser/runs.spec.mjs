@@ -57,14 +57,14 @@ test("metrics of any name have panels, results first, also metrics that arrive w
   await page.goto(`${server.url}/#/experiments/0`);
   await page.waitForURL(/\/jobs\?project=default$/);
   // A comparison opens on a metric that the runs share, and offers their metrics before those of jobs.
-  const other = await server.ask("/runs", { id: "s", name: "other" });
+  const otherRun = await server.ask("/runs", { id: "s", name: "other" });
   await server.ask("/runs/s/records", { first: 1, records: [{ step: 1, values: { batch: 8, "train/loss": 3 } }] });
-  await page.goto(`${server.url}/compare?jobs=${run.id},${other.id}`);
+  await page.goto(`${server.url}/compare?jobs=${run.id},${otherRun.id}`);
   await until("the shared loss has a chart", async () => (await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric))).join() === "train/loss");
   assert.deepEqual((await page.locator("#more-metrics option").allTextContents()).slice(1, 5), ["constructor", "top 1, %", "✓ train/loss", "batch"]);
   const rows = await page.locator("#settings tr").evaluateAll((all) => all.map((row) => [...row.cells].map((cell) => cell.textContent)));
   assert.deepEqual(rows, [["config.lr", "0.1", "–"], ["config.net.depth", "3", "–"], ["summary.accuracy", "0.75", "–"]]);
-  await page.goto(`${server.url}/compare?jobs=${run.id},${other.id}&group=config.lr`);
+  await page.goto(`${server.url}/compare?jobs=${run.id},${otherRun.id}&group=config.lr`);
   await until("a setting groups the runs", async () => (await page.locator("#compare-legend li").allTextContents()).sort().join() === "config.lr 0.1 (n = 1),config.lr – (n = 1)");
   await page.end();
 });

@@ -47,20 +47,20 @@ export const untilAsRendered = (page) => until("the script shows what the server
 });
 
 // Test files run in parallel, in processes with neighbouring process ids: their searches begin 101 ports apart.
-let ports = process.pid * 101;
+let nextPort = process.pid * 101;
 /** Finds a free port outside the range of ephemeral ports, so that no client takes the port while a server restarts. */
 export const freePort = () => new Promise((done, failed) => {
-  const attempt = (left) => {
-    const port = 21_000 + (ports++ % 10_000), server = createServer();
-    server.once("error", (error) => (left ? attempt(left - 1) : failed(error))).listen(port, "127.0.0.1", () => server.close(() => done(port)));
+  const tryNext = (triesLeft) => {
+    const port = 21_000 + (nextPort++ % 10_000), server = createServer();
+    server.once("error", (error) => (triesLeft ? tryNext(triesLeft - 1) : failed(error))).listen(port, "127.0.0.1", () => server.close(() => done(port)));
   };
-  attempt(1000);
+  tryNext(1000);
 });
 
 /** A running server with a registered dataset. */
 export class TestServer {
-  /** Without an agent, tests simulate one in a page, and the server requires tokens only with `auth`. `dir`: an existing data directory;
-   *  `close` removes the directory. */
+  /** `agent`: whether the server starts an agent; without it, tests simulate one in a page. `auth`: whether the server requires tokens.
+   *  `options`: further arguments of `serve`. `dir`: an existing data directory, which `close` removes. */
   static open(options = {}) { return new this().open(options); }
 
   async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir, port } = {}) {
@@ -74,12 +74,12 @@ export class TestServer {
     return this;
   }
 
-  /** Sends the tests' own requests. */
+  /** Sends a request of the test itself. The tests of TLS replace this method. */
   fetch(url, options) { return fetch(url, options); }
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      // A job that trains until the test cancels it sleeps for 40 ms in each step, 20 ms for each `slow`, which leaves the CPU to the pages.
+      // From step 100 on, ranks sleep for 40 ms in each step (20 ms for each `slow`), so that endless jobs leave the CPU to the pages.
       { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100,step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
@@ -98,7 +98,7 @@ export class TestServer {
   /** Ranks use all cores. They inherit the priority of the agent's threads, which is lowered so that pages and the server run first. */
   async yieldToBrowser() {
     const { pid } = this.process;
-    // After a crash, the old agent still counts as online when the server has not started the new agent yet.
+    // After a crash, the agent of the crashed server may still count as online before the new server has started its own agent.
     const [agent] = await until("the server has started its agent", async () => {
       // Any thread of the server may have started the agent.
       const threads = await readdir(`/proc/${pid}/task`);
@@ -155,14 +155,12 @@ export class TestServer {
 export class Browser {
   static async open() {
     const browser = new Browser();
-    browser.chromium = await chromium.launch({
-      executablePath: CHROMIUM,
-      args: CHROMIUM_ARGS,
-    });
+    browser.chromium = await chromium.launch({ executablePath: CHROMIUM, args: CHROMIUM_ARGS });
     return browser;
   }
 
-  /** Opens a page at `path`. `expected`: patterns of console errors that the test provokes, such as a response of status 422. */
+  /** Opens a page at `path`. `expected`: patterns of console errors that the test provokes, such as a response of status 422.
+   *  `page.tab(path)` opens a second page of the same session. `page.end()` closes both and fails the test if a page had an error. */
   async page(server, path, { expected = [], ...options } = {}) {
     const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
     // With LOCKSTEP_STATIC, scripts and styles come from the source tree, so that a change needs no build.
@@ -172,13 +170,13 @@ export class Browser {
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
-    // Another browser or a compiler may use both cores. The timeout of one look-up is shorter than that of `until`, which repeats it.
+    // Another browser or a compiler may use both cores. The timeout of a look-up is shorter than that of `until`, which repeats it.
     context.setDefaultTimeout(TIMEOUT_MS / 4);
     context.setDefaultNavigationTimeout(TIMEOUT_MS);
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);
-    page.tab = async (address) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + address); return tab; };
+    page.tab = async (path) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + path); return tab; };
     page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
     await page.goto(server.url + path);
     return page;
@@ -205,7 +203,8 @@ export async function signIn(context, server, role) {
   assert.equal(response.status(), 303, `signing in as ${role}`);
 }
 
-/** Returns the lines of the loss chart, summed over all attempts: `{ "rank 0": { points, step, value }, ... }`. */
+/** Returns the lines of the loss chart, `{ "rank 0": { points, step, value, attempt }, ... }`: the number of points of all attempts, and
+ *  the newest point. */
 export const losses = (page) => page.evaluate(() => {
   const lines = {};
   for (const { label, points, step, value, attempt } of window.lockstep?.charts.loss.snapshot() ?? []) {
@@ -232,4 +231,5 @@ export const pixels = (page) => page.evaluate(async () => {
   });
 });
 
+/** The job's state, as its page shows it. */
 export const state = (page) => page.locator("#state").textContent();

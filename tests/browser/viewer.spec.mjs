@@ -9,7 +9,8 @@ let server, browser, job;
 const password = (name) => `a password of ${name}`;
 /** Signs in as `name` and opens a page. */
 const openAs = async (name, path, options = {}) => {
-  const page = await browser.page(Object.assign(Object.create(server), { token: null }), "/login", options);
+  // Without the server's token, `browser.page` does not sign in.
+  const page = await browser.page({ url: server.url }, "/login", options);
   await page.locator("input[name=name]").fill(name);
   await page.locator("input[name=password]").fill(password(name));
   await page.locator("form", { has: page.locator("input[name=password]") }).locator("button").first().click();
@@ -30,29 +31,29 @@ after(async () => { await browser?.close(); await server?.close(); });
 describe("a viewer", () => {
   test("sees one note about the role, and no button for a forbidden action", async () => {
     const page = await openAs("vera", "/jobs");
-    const hidden = async (...selectors) => { for (const selector of selectors) assert.equal(await page.locator(selector).filter({ visible: true }).count(), 0, selector); };
+    const assertHidden = async (...selectors) => { for (const selector of selectors) assert.equal(await page.locator(selector).filter({ visible: true }).count(), 0, selector); };
     await page.locator(`tr[data-id="${job.id}"]`).waitFor();
     assert.match(await page.locator(".reads-only").textContent(), /^View only: /);
     assert.equal(await page.getByRole("link", { name: "Account" }).innerText(), "vera", "the bar shows who is signed in");
     await page.getByLabel("Select looked at").check();
     await until("jobs can be compared", () => page.locator("[data-bulk=compare]").isVisible());
-    await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
+    await assertHidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
     await page.goto(`${server.url}/jobs/${job.id}`);
     await until("the job's checkpoints are listed", async () => (await page.locator("#checkpoints tr").count()) >= 1);
-    await hidden("#predict", "#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
+    await assertHidden("#predict", "#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
     await page.getByRole("tab", { name: "Notes" }).click();
     for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
     assert.match(await page.locator("#note-status").textContent(), /Only the job's owner and admins/);
     await assertAccessible(page, "a job");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();
-    await hidden("#add-dataset", "#upload", "#admins-add", "[data-remove]", "text=Train on it");
+    await assertHidden("#add-dataset", "#upload", "#admins-add", "[data-remove]", "text=Train on it");
     await page.goto(`${server.url}/machines`);
     await page.locator(".machine").first().waitFor();
-    await hidden("[data-drain]");
+    await assertHidden("[data-drain]");
     await page.goto(`${server.url}/jobs/new`);
     await page.locator(".reads-only").waitFor();
-    await hidden(".send button[type=submit]");
+    await assertHidden(".send button[type=submit]");
     await page.end();
   });
 });

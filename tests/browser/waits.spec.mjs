@@ -9,20 +9,19 @@ import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
 let server, browser, agent;
 const jobs = {};
-const submit = async (name, ranks, more = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...more }); return jobs[name].id; };
+const submit = async (name, ranks, fields = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...fields }); return jobs[name].id; };
 const begin = (attempt) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
-const end = (attempt, how) => agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const untilShows = (page, selector, words) => until(`${selector} shows ${words}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(shown) || Promise.reject(new Error(shown)); });
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, 2);
-  const first = await agent.attempt(await submit("killed", 2));
-  await begin(first);
-  const next = await submit("urgent", 2, { priority: 5 });
-  await end(first, killed);
-  await begin(await agent.attempt(next));
+  const attempt = await agent.attempt(await submit("killed", 2));
+  await begin(attempt);
+  const urgent = await submit("urgent", 2, { priority: 5 });
+  await agent.endAttempt(attempt, killed);
+  await begin(await agent.attempt(urgent));
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -58,21 +57,21 @@ describe("a job that starts again", () => {
 describe("a job that waits", () => {
   test("can get another priority on its page", async () => {
     const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] });
-    const field = page.locator(".title").getByLabel("Priority");
+    const priority = page.locator(".title").getByLabel("Priority");
     await untilShows(page, "#banner", /number 1 in the queue/);
-    assert.equal(await field.inputValue(), "1");
-    await field.fill("-5");
-    await field.press("Enter");
+    assert.equal(await priority.inputValue(), "1");
+    await priority.fill("-5");
+    await priority.press("Enter");
     await untilShows(page, "#banner", /number 2 in the queue/);
     await untilShows(page, "#priority-status", /Saved/);
     assert.equal((await server.job(id)).spec.priority, -5);
-    await field.fill("5000");
-    await field.press("Enter");
+    await priority.fill("5000");
+    await priority.press("Enter");
     await untilShows(page, "#priority-status", /from -1000 to 1000/);
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     await page.getByRole("button", { name: "Cancel the job" }).click();
     await until("the open page shows the job as cancelled", async () => (await page.locator("#state").textContent()) === "cancelled");
-    assert.ok(!await field.isVisible());
+    assert.ok(!await priority.isVisible());
     await page.end();
   });
 });
@@ -86,9 +85,9 @@ describe("a reason", () => {
       await until("the row says what the job waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
       const size = await row.evaluate((tr) => {
         const reason = tr.querySelector("[data-f=reason]"), available = tr.querySelector(".more-line").clientWidth;
-        return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > available / 2 };
+        return { isWhole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), hasHalfTheLine: reason.clientWidth > available / 2 };
       });
-      assert.ok(size.whole || size.half, `at ${width}`);
+      assert.ok(size.isWhole || size.hasHalfTheLine, `the reason is cut to less than half of its line at ${width}`);
       await page.end();
     }
     await server.ask(`/jobs/${id}/cancel`, {});
@@ -114,11 +113,11 @@ describe("a reason", () => {
   });
 
   inFull("has long paths cut between two folders, and whole in the tooltip", async () => {
-    await end(await agent.attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
+    await agent.endAttempt(await agent.attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
     const attempt = await agent.attempt(jobs.killed.id, 2);
     await begin(attempt);
     const words = `${PATH} cannot be read: unexpected end of file`;
-    await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
+    await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
     const assertPathCut = async () => {
       const shown = await why.textContent();
@@ -129,10 +128,10 @@ describe("a reason", () => {
     await until("the reason is shown", async () => (await why.textContent()).includes("cannot be read"));
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await assertPathCut();
-    const bare = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
-    const html = bare.locator("#banner-why");
-    assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server renders the same text");
-    await bare.end();
+    const withoutScripts = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
+    const rendered = withoutScripts.locator("#banner-why");
+    assert.deepEqual([await rendered.textContent(), await rendered.getAttribute("title")], [await why.textContent(), words], "the server renders the same text");
+    await withoutScripts.end();
     await page.setViewportSize({ width: 390, height: 800 });
     await assertFits(page, "at 390");
     await page.end();

@@ -368,7 +368,7 @@ fn errors_say_what_is_allowed() {
         assert_error(&job_with(section, line), &format!("/{section}/{key}"), expected);
     }
     assert_error(&job_with("optimizer", "lr = 1"), "/optimizer", &["belongs to [train]"]);
-    one_mistake(&job_with("resources", "slots_per_trial = 4"), "/resources", &["parallel.ranks"]);
+    assert_error(&job_with("resources", "slots_per_trial = 4"), "/resources", &["parallel.ranks"]);
     for valid in
         ["mode = \"hybrid\"\nheight = 2\nranks = 2", "device = \"cpu\"\n[train]\nprecision = \"bf16\""]
     {

@@ -24,10 +24,10 @@ describe("the checkpoints of a job", () => {
     assert.ok(["queued", "starting", "running"].includes((await server.job(id)).state), "the job has no checkpoint yet");
     await until("the job succeeds without the store", async () => (await server.job(id)).state === "succeeded");
     await until("the checkpoint arrives on the open page and is marked", async () => (await marks.count()) > 0 && marks.first().isVisible());
-    const again = await browser.page(server, `/jobs/${id}`);
-    assert.ok(await again.locator('#checkpoints [data-f="uploading"]').first().isVisible(), "the checkpoint is also marked on a page that is opened later");
+    const laterPage = await browser.page(server, `/jobs/${id}`);
+    assert.ok(await laterPage.locator('#checkpoints [data-f="uploading"]').first().isVisible(), "the checkpoint is also marked on a page that is opened later");
     await rm(join(store, "jobs"));
-    for (const tab of [page, again]) await until("the mark is gone", async () => !(await tab.locator('#checkpoints [data-f="uploading"]').first().isVisible()));
+    for (const tab of [page, laterPage]) await until("the mark is gone", async () => !(await tab.locator('#checkpoints [data-f="uploading"]').first().isVisible()));
     assert.deepEqual(await readdir(join(store, "jobs")), [id]);
     const { checkpoints } = await server.ask(`/jobs/${id}/checkpoints`);
     assert.ok(checkpoints.every(({ stored }) => stored === "stored"));

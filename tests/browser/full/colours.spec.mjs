@@ -7,7 +7,7 @@ import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
-const KINDS = ["", "dashed", "dotted"];
+const DASHES = ["", "dashed", "dotted"];
 let server, browser, agent;
 const compared = [];
 const steps = Array.from({ length: STEPS }, (_, i) => i + 1);
@@ -32,13 +32,14 @@ const comparePath = (jobs = compared) => `/compare?jobs=${jobs.map((j) => j.id).
 const untilDrawn = (page, jobs) => until("the charts are drawn", () => page.evaluate((jobs) => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && window.lockstep.chart?.lines?.length === jobs && document.querySelectorAll("#parallel .job").length === jobs && document.querySelectorAll("#compare-legend li").length === jobs && document.getElementById("scatter").dataset.points === String(jobs), jobs));
 /** Returns colour and dash of the marks before names: `3 dashed`. */
 const stylesOf = (marks) => marks.evaluateAll((all) => all.map((mark) => `${mark.className.match(/rank-(\d)/)[1]} ${mark.className.match(/dashed|dotted/)?.[0] ?? ""}`.trim()));
-/** Returns for each job the fraction of the line at its loss that has the job's colour, on the page's chart or in the saved `picture`. */
+/** Returns for each job, whose loss is constant, the fraction of its horizontal line that has the job's colour: on the page's chart, or in
+ *  the PNG file `picture` (base64). */
 const colouredShare = (page, picture = null) => page.evaluate(async ([picture, jobs]) => {
   const { palette } = await import("/static/chart/palette.js"), { chart } = window.lockstep, { plot, y, canvas, root } = chart, ranks = palette().ranks;
   let image = canvas, top = 0;
   if (picture) {
     image = await createImageBitmap(new Blob([Uint8Array.from(atob(picture), (c) => c.charCodeAt(0))]));
-    // Below the chart, a saved picture has only the name of the horizontal axis.
+    // Below the chart, a saved picture has only the name of the horizontal axis, 22 pixels high. Its scale is 2.
     top = image.height - (root.getBoundingClientRect().height + 22) * 2;
   }
   const scale = picture ? 2 : devicePixelRatio, copy = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true });
@@ -52,6 +53,7 @@ const colouredShare = (page, picture = null) => page.evaluate(async ([picture, j
     return [id, coloured / width];
   }));
 }, [picture, compared.map(({ id }, n) => ({ id, loss: n + 1 }))]);
+/** Whether a line with this fraction of coloured pixels is solid (""), dashed or dotted. */
 const isDrawnAs = (share, dash) => (dash === "" ? share > 0.95 : dash === "dashed" ? share > 0.5 && share < 0.85 : share > 0.2 && share < 0.6);
 async function saved(page, kind) {
   await page.locator("#curves .curve").first().locator("summary", { hasText: "Save" }).click();
@@ -63,7 +65,7 @@ describe("more jobs than colours", () => {
   test("have dashed lines from the ninth and dotted lines from the seventeenth, in charts, lists and pictures", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page, JOBS);
-    const expected = compared.map((_, n) => `${n % COLOURS} ${KINDS[Math.floor(n / COLOURS)]}`.trim());
+    const expected = compared.map((_, n) => `${n % COLOURS} ${DASHES[Math.floor(n / COLOURS)]}`.trim());
     assert.deepEqual(await stylesOf(page.locator("#compare-legend .swatch")), expected);
     assert.deepEqual((await stylesOf(page.locator("#picker .swatch"))).sort(), [...expected].sort());
     assert.deepEqual((await stylesOf(page.locator("#results .swatch"))).sort(), [...expected].sort());
@@ -71,20 +73,20 @@ describe("more jobs than colours", () => {
     assert.deepEqual(["solid", "7px, 4px", "2px, 3px"].map((dash) => parallel.filter((pattern) => pattern === dash).length), [8, 8, 2]);
     const marks = await page.locator("#compare-legend .swatch").evaluateAll((all) => all.map((mark) => getComputedStyle(mark).maskImage));
     assert.equal(new Set(marks).size, 3, "the three kinds of lines have different marks");
-    const onPage = await colouredShare(page);
-    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(onPage[id], KINDS[Math.floor(n / COLOURS)]), `job ${n}: ${onPage[id]}`);
+    const sharesOnPage = await colouredShare(page);
+    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(sharesOnPage[id], DASHES[Math.floor(n / COLOURS)]), `job ${n}: ${sharesOnPage[id]}`);
     const svg = String(await saved(page, "SVG"));
     assert.equal(svg.match(/stroke-dasharray="7 4"/g).length, 8);
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
-    const png = await saved(page, "PNG"), inPng = await colouredShare(page, png.toString("base64"));
-    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(inPng[id], KINDS[Math.floor(n / COLOURS)]), `job ${n} in the PNG: ${inPng[id]}`);
+    const png = await saved(page, "PNG"), sharesInPng = await colouredShare(page, png.toString("base64"));
+    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(sharesInPng[id], DASHES[Math.floor(n / COLOURS)]), `job ${n} in the PNG: ${sharesInPng[id]}`);
     await page.end();
   });
 
   test("have rings as points from the ninth, and squares from the seventeenth", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page, JOBS);
-    const inside = await page.evaluate(async () => {
+    const shades = await page.evaluate(async () => {
       const { drawPoint } = await import("/static/chart/lines.js"), shapes = {};
       for (const shape of [undefined, "ring", "square"]) {
         const ctx = new OffscreenCanvas(20, 20).getContext("2d");
@@ -95,7 +97,7 @@ describe("more jobs than colours", () => {
       }
       return shapes;
     });
-    assert.deepEqual(inside, { disc: ["dark", "dark", "none"], ring: ["light", "dark", "none"], square: ["dark", "dark", "dark"] });
+    assert.deepEqual(shades, { disc: ["dark", "dark", "none"], ring: ["light", "dark", "none"], square: ["dark", "dark", "dark"] });
     await page.end();
   });
 
@@ -105,12 +107,12 @@ describe("more jobs than colours", () => {
     await page.getByRole("button", { name: "Leave out job 0", exact: true }).click();
     await untilDrawn(page, 9);
     const names = page.locator("#compare-legend li a"), styledNames = async () => { const styles = await stylesOf(page.locator("#compare-legend .swatch")); return (await names.evaluateAll((all) => all.map((a) => a.title || a.textContent))).map((name, i) => `${name}: ${styles[i]}`); };
-    const before = await styledNames();
-    assert.equal(before.at(-1), "job 9: 1 dashed");
-    assert.equal(before[0], "job 1: 1");
+    const expected = await styledNames();
+    assert.equal(expected.at(-1), "job 9: 1 dashed");
+    assert.equal(expected[0], "job 1: 1");
     await page.reload();
     await untilDrawn(page, 9);
-    assert.deepEqual(await styledNames(), before);
+    assert.deepEqual(await styledNames(), expected);
     await page.end();
   });
 });
@@ -120,21 +122,21 @@ describe("a picture", () => {
     const page = await browser.page(server, comparePath(compared.slice(0, 3)));
     await untilDrawn(page, 3);
     const svg = String(await saved(page, "SVG")), png = await saved(page, "PNG");
-    const words = await page.evaluate(async ([svg, png]) => {
+    const texts = await page.evaluate(async ([svg, png]) => {
       const picture = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))]));
       const ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true }), { palette } = await import("/static/chart/palette.js");
       ctx.drawImage(image, 0, 0);
       ctx.font = palette().font;
       const [r, g, b] = ctx.getImageData(1, 1, 1, 1).data;
       return [...picture.querySelectorAll(":scope > text")].map((node) => {
-        const wide = ctx.measureText(node.textContent).width, x = Number(node.getAttribute("x")) - { start: 0, middle: wide / 2, end: wide }[node.getAttribute("text-anchor")], y = Number(node.getAttribute("y"));
-        const [left, top, w, h] = [Math.floor((x - 4) * 2), Math.floor((y - 8) * 2), Math.ceil((wide + 8) * 2), 32], { data } = ctx.getImageData(left, top, w, h);
+        const textWidth = ctx.measureText(node.textContent).width, x = Number(node.getAttribute("x")) - { start: 0, middle: textWidth / 2, end: textWidth }[node.getAttribute("text-anchor")], y = Number(node.getAttribute("y"));
+        const [left, top, w, h] = [Math.floor((x - 4) * 2), Math.floor((y - 8) * 2), Math.ceil((textWidth + 8) * 2), 32], { data } = ctx.getImageData(left, top, w, h);
         const ink = Array.from({ length: w }, (_, c) => Array.from({ length: h }, (_, row) => 4 * (row * w + c)).some((i) => Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) > 150));
-        return { words: node.textContent, from: ink.indexOf(true) / 2, to: (w - ink.lastIndexOf(true)) / 2, ink: ink.filter(Boolean).length / w };
+        return { text: node.textContent, emptyBefore: ink.indexOf(true) / 2, emptyAfter: (w - ink.lastIndexOf(true)) / 2, inkShare: ink.filter(Boolean).length / w };
       });
     }, [svg, png.toString("base64")]);
-    assert.deepEqual(words.map((w) => w.words), ["Loss, job 0, job 1, job 2", "job 0", "job 1", "job 2", "loss (cross-entropy)", "optimizer step"]);
-    for (const { words: label, from, to, ink } of words) assert.ok(from >= 2 && from < 8 && to >= 2 && to < 8 && ink > 0.4, `“${label}”: ${from} to ${to}, ${ink}`);
+    assert.deepEqual(texts.map(({ text }) => text), ["Loss, job 0, job 1, job 2", "job 0", "job 1", "job 2", "loss (cross-entropy)", "optimizer step"]);
+    for (const { text, emptyBefore, emptyAfter, inkShare } of texts) assert.ok(emptyBefore >= 2 && emptyBefore < 8 && emptyAfter >= 2 && emptyAfter < 8 && inkShare > 0.4, `“${text}”: ${emptyBefore} pixels are empty before the text and ${emptyAfter} after it, ${inkShare} of the columns have ink`);
     await page.end();
   });
 });

@@ -83,8 +83,8 @@ describe("Firefox", { skip }, () => {
     const watched = await open(`/jobs/${id}`);
     const facts = () => text(watched.page, "#facts");
     await until("the job trains", async () => (await server.job(id)).step > 0);
-    const before = await facts();
-    await until("the job's figures change", async () => (await facts()) !== before);
+    const factsBefore = await facts();
+    await until("the job's figures change", async () => (await facts()) !== factsBefore);
     await until("the job's loss is drawn", () => isDrawn(watched.page, "#loss-chart canvas"));
     await watched.page.click("#cancel");
     await until("the confirmation dialog opens", () => watched.page.$eval("#confirm", (dialog) => dialog.open));
@@ -101,7 +101,7 @@ describe("Firefox", { skip }, () => {
 
   test("selects jobs by dragging along an axis", async () => {
     const { page, end } = await open(`/compare?jobs=${jobs.map((job) => job.id).join(",")}`);
-    // The axis is drawn again when the page is resized and when it becomes live.
+    // Finds the axis anew at each use: it is drawn again when the page is resized and when the page becomes live.
     const axis = () => page.$('#parallel [data-axis="train.lr"]'), chosen = () => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((job) => job.id === id).name).join());
     await untilLive(page);
     await until("the axis is drawn", async () => { await (await axis()).scrollIntoView(); return true; });

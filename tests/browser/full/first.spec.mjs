@@ -26,12 +26,14 @@ describe("a new server", () => {
     await until("the pictures are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     assert.equal(new URL(page.url()).pathname, "/datasets");
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
-    const [counted] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Inspect again" }).click()]);
-    assert.equal(counted.status(), 200);
+    const [inspection] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Inspect again" }).click()]);
+    assert.equal(inspection.status(), 200);
     await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Removes the dataset for the following tests.
-    const dialog = page.locator("#confirm");
-    await until("the confirmation dialog opens", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
+    await until("a click opens the confirmation dialog", async () => {
+      if (await page.locator("#confirm").isVisible()) return true;
+      await page.locator("[data-remove]").click();
+    });
     await page.locator("#confirm-yes").click();
     await until("the dataset is removed, and the pictures are offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
     await page.end();
@@ -56,10 +58,10 @@ describe("a new server", () => {
   });
 
   test("fills presets with a dataset of another name", async () => {
-    const { datasets: [known] } = await server.ask("/datasets");
-    const gone = await fetch(`${server.url}/api/v1/datasets/${known.name}`, { method: "DELETE", headers: server.headers });
-    assert.ok(gone.ok, "no running job uses the dataset");
-    await server.ask("/datasets", { name: "clothes", path: known.path });
+    const { datasets: [dataset] } = await server.ask("/datasets");
+    const response = await fetch(`${server.url}/api/v1/datasets/${dataset.name}`, { method: "DELETE", headers: server.headers });
+    assert.ok(response.ok, "the dataset can be removed, as no job uses it");
+    await server.ask("/datasets", { name: "clothes", path: dataset.path });
     const page = await browser.page(server, "/jobs/new");
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the form chooses the only dataset");
     await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
@@ -113,17 +115,17 @@ describe("errors", () => {
 
 describe("buttons and keys", () => {
   test("use the verbs of the command line", async () => {
-    const help = ["--help", "model --help"].map((words) => execFileSync(BINARY, words.split(" "), { encoding: "utf8" })).join("\n");
+    const help = ["--help", "model --help"].map((options) => execFileSync(BINARY, options.split(" "), { encoding: "utf8" })).join("\n");
     const commands = new Set([...help.matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
     assert.ok(commands.has("predict"), "the help lists the commands");
     const { jobs: [job] } = await server.ask("/jobs"), page = await browser.page(server, `/jobs/${job.id}`);
-    const words = (tab, buttons) => tab.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
+    const labels = (page, buttons) => page.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
     const list = await page.tab("/jobs");
     const verbs = [
-      ...await words(page, ".job-title :is(#predict, #fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
-      ...await words(page, '[data-tab="classify"]'), ...await words(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
+      ...await labels(page, ".job-title :is(#predict, #fork, #pause, #resume, #retry, #cancel, #delete)"), ...await labels(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
+      ...await labels(page, '[data-tab="classify"]'), ...await labels(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
     ];
-    assert.deepEqual(verbs.filter((verb) => !commands.has(verb)), [], verbs.join());
+    assert.deepEqual(verbs.filter((verb) => !commands.has(verb)), [], `each of these is a command: ${verbs}`);
     assert.deepEqual([...new Set(verbs)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "register", "resume", "retry"]);
     await page.end();
   });
@@ -135,6 +137,7 @@ describe("buttons and keys", () => {
     await page.getByRole("button", { name: "Close" }).click();
     await page.keyboard.press("n");
     await page.keyboard.press("?");
+    // A shortcut would take effect within this time.
     await new Promise((done) => setTimeout(done, 300));
     assert.ok(page.url().endsWith("/machines") && !(await page.locator("#help").isVisible()));
     await page.locator("#keys").click();
@@ -144,20 +147,20 @@ describe("buttons and keys", () => {
     await page.waitForURL(/\/jobs\/new$/);
     await page.end();
   });
+});
 
-  test("announce a delay once, not every second", async () => {
-    const page = await browser.page(server, "/machines");
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    const announced = await page.evaluate(async () => {
-      const { showLive } = await import("/static/page.js"), heard = [];
-      document.querySelector("#live-status").textContent = "";
-      new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
-      for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
-      return { heard, role: document.querySelector("#live").getAttribute("role") };
-    });
-    assert.equal(announced.role, null);
-    assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
-    assert.ok(announced.heard.length <= 4, announced.heard.join());
-    await page.end();
+test("the delay of a page is announced once, not every second", async () => {
+  const page = await browser.page(server, "/machines");
+  await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+  const announced = await page.evaluate(async () => {
+    const { showLive } = await import("/static/page.js"), heard = [];
+    document.querySelector("#live-status").textContent = "";
+    new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
+    for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
+    return { heard, role: document.querySelector("#live").getAttribute("role") };
   });
+  assert.equal(announced.role, null);
+  assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
+  assert.ok(announced.heard.length <= 4, announced.heard.join());
+  await page.end();
 });

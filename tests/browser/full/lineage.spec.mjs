@@ -1,4 +1,4 @@
-// A job and its fork: each page links to the other, and the fork's speed counts only the fork's steps.
+// A job and its fork: each page links to the other, and the fork's speed counts only the fork's steps. Who paused and cancelled a job.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -9,9 +9,10 @@ let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
 after(async () => { await browser?.close(); await server?.close(); });
 
+const untilSucceeded = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
+
 describe("a fork", () => {
   test("and its parent link to each other, and the fork's speed counts only its own steps", async () => {
-    const untilSucceeded = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "the parent", ranks: 1, train: { steps: 24 } });
     await untilSucceeded(parent.id);
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
@@ -25,17 +26,17 @@ describe("a fork", () => {
     assert.match(await parentPage.locator('#history-rows li[data-what="submitted"]').textContent(), new RegExp(`Submitted by ${owner}`));
     await parentPage.end();
     await untilSucceeded(fork.id);
-    const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), times = series.at(-1).mean;
-    const bySteps = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
-    assert.equal(times.length, 24, "only the fork's steps are reported");
+    const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), stepMs = series.at(-1).mean;
+    const bySteps = stepMs.length * 8 / (stepMs.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
+    assert.equal(stepMs.length, 24, "only the fork's steps are reported");
     assert.ok(Math.abs(speed / bySteps - 1) < 0.01, `${speed} images/s reported, ${bySteps} by the steps' times`);
     const show = execFileSync(BINARY, ["show", fork.id, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8" });
     const shownSpeed = Number(show.match(/^images a second +([\d,]+)/m)[1].replaceAll(",", ""));
     assert.ok(Math.abs(shownSpeed - bySteps) < 0.5 + bySteps / 100, `${shownSpeed} images/s in lockstep show`);
 
     const page = await browser.page(server, `/jobs/${fork.id}?tab=history`), panel = page.locator("#history-panel");
-    const words = await until("the page shows the speed", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
-    assert.ok(Math.abs(Number(words.replaceAll(",", "")) / speed - 1) < 0.01, words);
+    const speedText = await until("the page shows the speed", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
+    assert.ok(Math.abs(Number(speedText.replaceAll(",", "")) / speed - 1) < 0.01, speedText);
     const link = panel.getByRole("link", { name: "the parent" });
     await until("the fork's page links to its parent", () => link.isVisible());
     assert.match(await page.locator('#history-rows li[data-what="forked"]').textContent(), new RegExp(`Forked by ${owner}from checkpoint`));
@@ -46,26 +47,25 @@ describe("a fork", () => {
     await until("the parent's page links to the fork", () => panel.getByRole("link", { name: "the fork" }).isVisible());
     await page.goto(`${server.url}/compare?jobs=${parent.id},${fork.id}`);
     const row = page.locator("#results tr", { hasText: "the fork" });
-    await until("Compare shows the same speed", async () => (await row.locator("td").allTextContents()).includes(words));
+    await until("Compare shows the same speed", async () => (await row.locator("td").allTextContents()).includes(speedText));
     await page.goto(`${server.url}/jobs`);
-    await until("the list shows the same speed", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === words);
+    await until("the list shows the same speed", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === speedText);
     await page.end();
   });
 
   test("has a time axis and speeds of its own training, without its parent's", async () => {
-    const untilSucceeded = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "trained before", ranks: 1, train: { steps: 24 } });
     await untilSucceeded(parent.id);
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "trained on", "train.steps": 64, "parallel.ranks": 1 } });
     await untilSucceeded(fork.id);
     const secs = async (id) => (await server.ask(`/jobs/${id}/metrics?name=step_ms&ranks=0`)).series.at(-1).mean.reduce((a, b) => a + b) / 1000;
-    const forkSecs = await secs(fork.id), parentSecs = await secs(parent.id), near = (value, expected) => Math.abs(value / expected - 1) < 0.01;
+    const forkSecs = await secs(fork.id), parentSecs = await secs(parent.id), isNear = (value, expected) => Math.abs(value / expected - 1) < 0.01;
     /** Returns the range of a chart's line on the axis, its steps and its number of points. */
     const lineRange = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
       const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
       if (!segment) return { last: NaN };
-      const places = view.positions(segment);
-      return { attempts: segments.length, first: places[0], last: places[segment.length - 1], steps: [segment.steps[0], segment.newestStep], points: segment.length };
+      const positions = view.positions(segment);
+      return { attempts: segments.length, first: positions[0], last: positions[segment.length - 1], steps: [segment.steps[0], segment.newestStep], points: segment.length };
     }, [chart, n]);
 
     const page = await browser.page(server, `/jobs/${fork.id}`);
@@ -77,12 +77,12 @@ describe("a fork", () => {
     await page.locator("button[data-axis=time]").click();
     for (const chart of ["loss", "images_per_second"]) {
       const { first, last } = await lineRange(page, chart);
-      assert.ok(near(last, forkSecs), `${chart} ends at ${last} s, the fork's steps took ${forkSecs} s and the parent's ${parentSecs} s`);
+      assert.ok(isNear(last, forkSecs), `${chart} ends at ${last} s, the fork's steps took ${forkSecs} s and the parent's ${parentSecs} s`);
       assert.ok(first > 0 && first < last, `${chart} begins at ${first} s`);
     }
     assert.equal(await page.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     const { images_per_second: speed } = await server.job(fork.id);
-    assert.ok(near(speed, 40 * 8 / (await lineRange(page, "images_per_second")).last), `${speed} images/s agree with the chart's time`);
+    assert.ok(isNear(speed, 40 * 8 / (await lineRange(page, "images_per_second")).last), `${speed} images/s agree with the chart's time`);
     // The crosshair shows the fork's time and the step of the whole training.
     const crosshair = page.locator("#loss-chart [role=status]");
     await page.locator("#loss-chart").focus();
@@ -94,23 +94,23 @@ describe("a fork", () => {
     const compare = await page.tab(`/compare?jobs=${parent.id},${fork.id}&metric=loss,images_per_second&axis=time`);
     for (const chart of ["loss", "images_per_second"]) {
       await until(`${chart} of both jobs is drawn by each job's own time`, async () => (await compare.evaluate((name) => Number(window.lockstep?.charts[name]?.root.dataset.drawn) > 0, chart))
-        && near((await lineRange(compare, chart, 0)).last, parentSecs) && near((await lineRange(compare, chart, 1)).last, forkSecs));
+        && isNear((await lineRange(compare, chart, 0)).last, parentSecs) && isNear((await lineRange(compare, chart, 1)).last, forkSecs));
     }
     assert.equal(await compare.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     await page.end();
   });
+});
 
-  test("a pause and a cancellation are listed with the person who requested them", async () => {
-    const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
-    await until("the job trains", async () => (await server.job(id)).step > 0);
-    await server.ask(`/jobs/${id}/pause`, {});
-    await until("the job is paused", async () => (await server.job(id)).state === "paused");
-    await server.ask(`/jobs/${id}/cancel`, {});
-    const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
-    for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
-      await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
-      assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
-    }
-    await page.end();
-  });
+test("a pause and a cancellation are listed in the history with the person who requested them", async () => {
+  const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
+  await until("the job trains", async () => (await server.job(id)).step > 0);
+  await server.ask(`/jobs/${id}/pause`, {});
+  await until("the job is paused", async () => (await server.job(id)).state === "paused");
+  await server.ask(`/jobs/${id}/cancel`, {});
+  const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
+  for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
+    await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+    assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
+  }
+  await page.end();
 });

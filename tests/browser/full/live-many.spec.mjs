@@ -47,8 +47,8 @@ describe("a page that stays open", () => {
       await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(events + 1 + i)));
     }, [job.id, EVENTS]);
     await page.evaluate(() => window.connection.repair());
-    const shown = (text) => async () => (await page.locator("#log-lines").innerText()).includes(text);
-    await until("the newest line is shown", shown(`line ${EVENTS + 1000} of many`));
+    const isShown = (text) => async () => (await page.locator("#log-lines").innerText()).includes(text);
+    await until("the newest line is shown", isShown(`line ${EVENTS + 1000} of many`));
     await until("the checkpoint is listed", async () => (await page.locator("#checkpoints tr").count()) === 1);
     assert.match(await page.locator("#checkpoints tr").innerText(), /1-5/);
     // A new line is shown once.
@@ -56,7 +56,7 @@ describe("a page that stays open", () => {
       const at = new Date().toISOString();
       await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "log", rank: 0, lines: [{ number, at, text: "and one more" }] }]);
     }, [job.id, EVENTS + 1001]);
-    await until("the next line is shown", shown("and one more"));
+    await until("the next line is shown", isShown("and one more"));
     assert.equal((await page.locator("#log-lines").innerText()).split("and one more").length, 2);
     assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await end(job);
@@ -65,7 +65,7 @@ describe("a page that stays open", () => {
 
   test("lists older jobs in place of deleted jobs", async () => {
     // All slots are occupied, so that the other jobs wait.
-    const first = await startJob("holds the slots");
+    const holder = await startJob("holds the slots");
     for (let i = 0; i < 60; i++) await server.ask("/jobs", spec(`many ${i}`, RANKS, 1000));
     const { jobs } = await server.ask("/jobs?limit=50&name=many"), page = await browser.page(server, "/jobs?name=many");
     await until("the first jobs are listed", async () => (await page.locator("#rows tr").count()) >= 25);
@@ -77,7 +77,7 @@ describe("a page that stays open", () => {
     await until("the ten older jobs are listed", async () => (await page.locator("#rows tr").count()) === 10);
     assert.ok(await page.locator("#no-jobs").isHidden() && await page.locator("#none-match").isHidden());
     for (const { id } of (await server.ask("/jobs?limit=50&name=many")).jobs) await server.ask(`/jobs/${id}/cancel`, null);
-    await end(first);
+    await end(holder);
     await page.end();
   });
 });

@@ -1,4 +1,4 @@
-// The other pages at every width in both themes, menus of the list, and every page on the smallest phone.
+// Pages that looks.spec.mjs does not check, at every width in both themes; menus of the list; and every page on the smallest phone.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";

@@ -4,20 +4,20 @@ import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { chmod, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
-import { join as path } from "node:path";
+import { join } from "node:path";
 import { test } from "node:test";
 import { BINARY, Browser, freePort, until } from "../test-server.mjs";
 
 test("the file that serve opens in a browser signs the browser in", async (t) => {
-  const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();
+  const dir = await mkdtemp(join(tmpdir(), "lockstep-browser-")), port = await freePort();
   t.after(() => rm(dir, { recursive: true, force: true, maxRetries: 5 }));
-  await mkdir(path(dir, "bin"));
-  await writeFile(path(dir, "bin/xdg-open"), `#!/bin/sh\nprintf %s "$1" > '${dir}/part' && mv '${dir}/part' '${dir}/opened'\n`);
-  await chmod(path(dir, "bin/xdg-open"), 0o755);
+  await mkdir(join(dir, "bin"));
+  await writeFile(join(dir, "bin/xdg-open"), `#!/bin/sh\nprintf %s "$1" > '${dir}/part' && mv '${dir}/part' '${dir}/opened'\n`);
+  await chmod(join(dir, "bin/xdg-open"), 0o755);
   // `script` gives the server a terminal. With exec, the server is a direct child of `script`.
-  const command = `exec ${BINARY} serve --no-local-agent --listen 127.0.0.1:${port} --data-dir ${path(dir, "data")}`;
+  const command = `exec ${BINARY} serve --no-local-agent --listen 127.0.0.1:${port} --data-dir ${join(dir, "data")}`;
   const script = spawn("script", ["-qefc", command, "/dev/null"], {
-    stdio: "ignore", env: { ...process.env, SHELL: "/bin/sh", PATH: `${path(dir, "bin")}:${process.env.PATH}`, DISPLAY: ":0" },
+    stdio: "ignore", env: { ...process.env, SHELL: "/bin/sh", PATH: `${join(dir, "bin")}:${process.env.PATH}`, DISPLAY: ":0" },
   });
   const ended = new Promise((done) => script.once("exit", done));
   t.after(async () => {
@@ -25,7 +25,7 @@ test("the file that serve opens in a browser signs the browser in", async (t) =>
     process.kill(Number(server) || script.pid, "SIGTERM");
     await ended;
   });
-  const file = await until("a browser is opened", () => readFile(path(dir, "opened"), "utf8"));
+  const file = await until("a browser is opened", () => readFile(join(dir, "opened"), "utf8"));
   const browser = await Browser.open();
   t.after(() => browser.close());
   const page = await (await browser.chromium.newContext()).newPage();

@@ -18,10 +18,10 @@ before(async () => {
       const events = [];
       // From step 45,000, rank 3 waits for data and the other ranks wait for rank 3.
       for (let first = 1; first <= steps - 100; first += 50) {
-        const part = Array.from({ length: 50 }, (_, i) => first + i), slow = rank === 3 ? (s) => s > 45_000 : () => false;
+        const part = Array.from({ length: 50 }, (_, i) => first + i), isSlow = rank === 3 ? (s) => s > 45_000 : () => false;
         const column = (name, value) => ({ name, steps: part, values: part.map(value) });
         events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s, rank)),
-          column("step_ms", () => 25.5), column("data_ms", (s) => (slow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
+          column("step_ms", () => 25.5), column("data_ms", (s) => (isSlow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
       }
       await window.simulatedAgent.report(attempt, rank, events);
     }
@@ -49,19 +49,19 @@ describe("a long run", () => {
 
   test("names a slow rank with its first slow step and the cause, and a rank that has stopped", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
-    const band = page.locator("#banner");
-    await until("the banner is shown", () => band.isVisible());
+    const banner = page.locator("#banner");
+    await until("the banner is shown", () => banner.isVisible());
     // At first the page has only the newest steps.
     await until("the banner names rank 3, the step and the cause", async () => {
-      const words = await band.textContent();
+      const words = await banner.textContent();
       const [, share, since] = words.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(words);
       return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(words));
     });
-    // The other ranks report two more steps, rank 1 none. Then no rank reports.
+    // Ranks 0, 2 and 3 report two more steps, rank 1 none. Then no rank reports.
     await agent.evaluate(async ([steps]) => {
       for (const rank of [0, 2, 3]) await window.simulatedAgent.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
     }, [STEPS]);
-    await until("the banner names rank 1", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await band.textContent()), 60_000);
+    await until("the banner names rank 1", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await banner.textContent()), 60_000);
     await page.end();
   });
 
@@ -76,9 +76,9 @@ describe("a long run", () => {
     const page = await browser.page(server, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
     await until("the newest lines are shown", async () => /line 100000/.test(await rows.last().textContent()));
     assert.ok((await rows.count()) <= 1000);
-    const first = await rows.first().textContent();
+    const firstBefore = await rows.first().textContent();
     await box.evaluate((b) => { b.scrollTop = 0; });
-    await until("older lines are loaded", async () => (await rows.first().textContent()) !== first);
+    await until("older lines are loaded", async () => (await rows.first().textContent()) !== firstBefore);
     assert.ok((await rows.count()) <= 1000);
     await page.getByLabel("Search the log").fill("needle");
     await until("the needle is found", async () => (await rows.count()) === 1 && /a needle/.test(await rows.first().textContent()));
@@ -92,11 +92,11 @@ describe("every page", () => {
       const page = await browser.page(server, "/machines"), tools = await page.context().newCDPSession(page);
       await tools.send("Network.enable");
       await tools.send("Network.setCacheDisabled", { cacheDisabled: true });
-      const kinds = new Map();
+      const urls = new Map();
       let bytes = 0;
-      tools.on("Network.responseReceived", ({ requestId, response }) => kinds.set(requestId, response.url));
+      tools.on("Network.responseReceived", ({ requestId, response }) => urls.set(requestId, response.url));
       // Counts the page without its data.
-      tools.on("Network.loadingFinished", ({ requestId, encodedDataLength }) => { if (!/\/api\//.test(kinds.get(requestId) ?? "")) bytes += encodedDataLength; });
+      tools.on("Network.loadingFinished", ({ requestId, encodedDataLength }) => { if (!/\/api\//.test(urls.get(requestId) ?? "")) bytes += encodedDataLength; });
       const response = await page.goto(server.url + path);
       await page.waitForLoadState("load");
       await until("the page's scripts have run", () => page.locator("#keys").isVisible());

@@ -8,8 +8,8 @@ import { Browser, TestServer, until } from "../test-server.mjs";
 let server, browser, agent, job, attempt;
 const report = (events) => agent.evaluate(([attempt, events]) => window.simulatedAgent.report(attempt, 0, events), [attempt, events]);
 const layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts: Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)) };
-const histograms = (step) => report([{ type: "histograms", step, layers: [layer] }]);
-const metrics = (first, last) => {
+const reportHistograms = (step) => report([{ type: "histograms", step, layers: [layer] }]);
+const reportMetrics = (first, last) => {
   const steps = Array.from({ length: last - first + 1 }, (_, i) => first + i);
   return report([{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => 2 / s + 0.5) }, { name: "step_ms", steps, values: steps.map(() => 40.5) }] }]);
 };
@@ -19,8 +19,8 @@ before(async () => {
   job = (await server.ask("/jobs", spec("spoken", 1, 1000))).id;
   attempt = await agent.evaluate((id) => window.simulatedAgent.attempt(id), job);
   await report([{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }, { type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-  await metrics(1, 10);
-  await histograms(10);
+  await reportMetrics(1, 10);
+  await reportHistograms(10);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -63,7 +63,7 @@ describe("live regions", () => {
     await until("the status names one step", async () => /at 1 step$/.test(await status.textContent()));
     await recordAnnouncements(page);
     for (const step of [20, 30]) {
-      await histograms(step);
+      await reportHistograms(step);
       await until("the status counts the new step", async () => (await status.textContent()).endsWith(`at ${step / 10} steps`));
     }
     assert.ok((await announced(page)).filter((words) => /histogram|layer|step \d/.test(words)).length <= 1, (await announced(page)).join("\n"));
@@ -81,9 +81,9 @@ describe("live regions", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await recordAnnouncements(page);
     const refused = "The action failed.", announcements = () => announced(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
-    for (const times of [1, 2]) {
+    for (const count of [1, 2]) {
       await page.getByRole("button", { name: "Pause", exact: true }).click();
-      await until("the failure is announced", async () => (await announcements()) === times, 20_000);
+      await until("the failure is announced", async () => (await announcements()) === count, 20_000);
       assert.equal(await page.locator("#banner-why").textContent(), detail);
       // The page draws its numbers each second.
       for (let secs = 0; secs < 5; secs++) { await page.clock.runFor(1000); assert.equal(await what.textContent(), refused); }
@@ -106,7 +106,7 @@ describe("live regions", () => {
     assert.ok(shown.size > 5, `the seconds count up: ${[...shown]}`);
     assert.equal((await announced(page)).filter((words) => /No rank has moved/.test(words)).length, 1, (await announced(page)).join("\n"));
     // A second standstill is announced again.
-    await metrics(11, 20);
+    await reportMetrics(11, 20);
     await until("the banner disappears after new steps", async () => { await page.clock.runFor(1000); return page.locator("#banner").isHidden(); });
     await until("the second standstill is announced", async () => { await page.clock.runFor(1000); return (await announced(page)).filter((words) => /No rank has moved/.test(words)).length === 2; });
     await page.end();

@@ -9,7 +9,7 @@ import { Browser, signIn, TestServer, until } from "../test-server.mjs";
 
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 const CLASSES = ["tench", "goldfish", "great white shark, man-eater", "tiger shark", "hammerhead, hammerhead shark", "electric ray, crampfish", "stingray", "cock", "hen", "ostrich, Struthio camelus", "brambling", "goldfinch"];
-let server, signing, trained, browser, agent;
+let server, authServer, trainingServer, browser, agent;
 const jobs = {};
 /** Starts a job and reports 50 steps and a checkpoint. */
 async function startJob(name) {
@@ -24,9 +24,9 @@ async function startJob(name) {
 }
 
 before(async () => {
-  [server, signing, trained, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), TestServer.open({ dataset: false, agent: false, auth: true }), TestServer.open(), Browser.open()]);
+  [server, authServer, trainingServer, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), TestServer.open({ dataset: false, agent: false, auth: true }), TestServer.open(), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, 4);
-  const paused = await startJob(`paused-${LONG}`.slice(0, 120)), cancelled = await startJob("cancelled"), again = await startJob("starts again");
+  const paused = await startJob(`paused-${LONG}`.slice(0, 120)), cancelled = await startJob("cancelled"), restarting = await startJob("starts again");
   await server.ask(`/jobs/${paused.id}/pause`, {});
   await agent.endAttempt(paused.attempt, { how: "stopped" });
   await server.ask(`/jobs/${cancelled.id}/cancel`, {});
@@ -36,15 +36,15 @@ before(async () => {
   jobs.running = (await startJob(LONG)).id;
   // Jobs of higher priority occupy all slots, so that the restarting job waits.
   for (let n = 0; n < 3; n++) await server.ask("/jobs", { ...spec(`holds a slot ${n}`, 1, 1000), priority: 9 });
-  await agent.endAttempt(again.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
-  jobs.restarting = again.id;
+  await agent.endAttempt(restarting.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
+  jobs.restarting = restarting.id;
   for (let n = 0; n < 6; n++) await server.ask("/jobs", { ...spec(`${n ? "waits" : LONG} ${n}`.slice(0, 120), 4, 1000), priority: -n, project: n % 2 ? "default" : "a-project-with-a-long-name" });
   for (const [state, id] of Object.entries(jobs)) await until(`a job is ${state}`, async () => (await server.job(id)).state === state);
 });
-after(async () => { await browser?.close(); await Promise.all([server?.close(), signing?.close(), trained?.close()]); });
+after(async () => { await browser?.close(); await Promise.all([server?.close(), authServer?.close(), trainingServer?.close()]); });
 
 const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
-const checkPath = (path, name, more) => checkPage(browser, server, path, name, more);
+const checkPath = (path, name, options) => checkPage(browser, server, path, name, options);
 const untilDialogOpens = (page) => until("the dialog is open", () => page.locator("dialog[open]").isVisible());
 
 /** The response of an evaluation with many confused classes, a class without pictures, and mistakes with pictures. */
@@ -58,9 +58,9 @@ const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwA
 
 describe("the pages of a person", () => {
   test("fit: sign-in and account", async () => {
-    await checkPage(browser, { url: signing.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
-    const prepare = async (page) => { await signIn(page.context(), signing, "member"); };
-    await checkPage(browser, { url: signing.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expected: [/401|404/] } });
+    await checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
+    const prepare = async (page) => { await signIn(page.context(), authServer, "member"); };
+    await checkPage(browser, { url: authServer.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expected: [/401|404/] } });
   });
 });
 
@@ -99,14 +99,14 @@ describe("other pages", () => {
     await checkPath("/jobs/new", "form-mistakes", { act });
   });
 
-  test("datasets fit with pictures open", () => checkPage(browser, trained, "/datasets?pictures=fashion-mnist", "datasets-pictures", { ready: async (page) => (await page.locator("[data-g=grid] img").count()) >= 48 }));
+  test("datasets fit with pictures open", () => checkPage(browser, trainingServer, "/datasets?pictures=fashion-mnist", "datasets-pictures", { ready: async (page) => (await page.locator("[data-g=grid] img").count()) >= 48 }));
 
   test("machines with GPUs fit", async () => {
-    const gpus = await TestServer.open({ dataset: false, agent: false });
+    const gpuServer = await TestServer.open({ dataset: false, agent: false });
     try {
-      const gpuAgent = await simulateAgent(browser.chromium, gpus, 8, { gpus: true }), body = spec(LONG, 4, 100);
+      const gpuAgent = await simulateAgent(browser.chromium, gpuServer, 8, { gpus: true }), body = spec(LONG, 4, 100);
       body.parallel.device = "cuda";
-      const { id } = await gpus.ask("/jobs", body);
+      const { id } = await gpuServer.ask("/jobs", body);
       await gpuAgent.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), id);
       await gpuAgent.evaluate((share) => window.simulatedAgent.say({
         type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
@@ -114,8 +114,8 @@ describe("other pages", () => {
         gpus: Array.from({ length: 8 }, (_, slot) => ({ slot, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 })),
       }), 0.75);
       await gpuAgent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: `Shared memory is small: /dev/${"a-long-name/".repeat(8)}shm` }] }));
-      await checkPage(browser, gpus, "/machines", "machines-gpus", { ready: async (page) => /75 %/.test(await page.locator('[data-slot="0"]').innerText()) && (await page.locator(".warnings li.bad").count()) > 0 });
-      assert.equal((await gpus.job(id)).ranks, 4);
-    } finally { await gpus.close(); }
+      await checkPage(browser, gpuServer, "/machines", "machines-gpus", { ready: async (page) => /75 %/.test(await page.locator('[data-slot="0"]').innerText()) && (await page.locator(".warnings li.bad").count()) > 0 });
+      assert.equal((await gpuServer.job(id)).ranks, 4);
+    } finally { await gpuServer.close(); }
   });
 });

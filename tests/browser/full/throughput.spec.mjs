@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
-import { join as path } from "node:path";
+import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "../agent.mjs";
 import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
@@ -16,9 +16,10 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
-/** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. */
-async function train(attempt, ranks, from, to, ms, more = {}) {
-  await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
+/** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. `fields`: further fields of
+ *  the event `running`. */
+async function train(attempt, ranks, from, to, ms, fields = {}) {
+  await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields }]);
   const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
   for (let rank = 0; rank < ranks; rank++) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
 }
@@ -34,7 +35,7 @@ const chartSpeed = (page) => page.evaluate(() => {
 
 const cli = (...args) => execFileSync(BINARY, [...args, "--server", server.url], { encoding: "utf8" });
 /** Returns the value under `head` in a job's row of `lockstep list`. */
-function cell(id, head) {
+function listCell(id, head) {
   const lines = cli("list").split("\n"), column = lines[0].indexOf(head);
   return lines.find((line) => line.startsWith(id)).slice(column).split(" ")[0];
 }
@@ -45,7 +46,7 @@ async function assertSpeed(id, ranks, expected) {
   await until("the server has a speed", async () => (await server.job(id)).images_per_second > 0);
   assertNear("the API", (await server.job(id)).images_per_second);
   assertNear("lockstep show", number(cli("show", id).match(/^images a second .*$/m)[0].slice("images a second".length)));
-  assertNear("lockstep list", number(cell(id, "IMAGES/S")));
+  assertNear("lockstep list", number(listCell(id, "IMAGES/S")));
   const page = await browser.page(server, `/jobs/${id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${id}&metric=images_per_second`);
   await until("the page shows the speed", async () => number(await page.locator("#speed").textContent()) > 0);
   assertNear("the header", number(await page.locator("#speed").textContent()));
@@ -126,7 +127,7 @@ describe("the throughput of a job", () => {
   test("on two ranks of different speed counts a step once", async () => {
     const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), attempt = await agent.attempt(id);
     // The faster rank waits for the other rank, so their steps end together.
-    await train(attempt, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
+    await train(attempt, 2, 0, 60, (_, rank) => (rank ? 49.5 : 50.5));
     const { page } = await assertSpeed(id, 2, 16 / 0.0505);
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
@@ -139,9 +140,9 @@ describe("the throughput of a job", () => {
     await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
     await agent.endAttempt(attempt, { how: "succeeded", step: 30 });
     // A checkpoint without files is sufficient, as no rank reads it.
-    const folder = path(server.dir, "jobs", parent.id, "checkpoints", "1-30");
+    const folder = join(server.dir, "jobs", parent.id, "checkpoints", "1-30");
     await mkdir(folder, { recursive: true });
-    await writeFile(path(folder, "MANIFEST.json"), '{"files":{}}');
+    await writeFile(join(folder, "MANIFEST.json"), '{"files":{}}');
     const { id } = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "a fork" } });
     attempt = await agent.attempt(id);
     await train(attempt, 1, 30, 60, () => 40.5);

@@ -31,17 +31,17 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Sends touch events to a page. */
+/** Returns functions that send touch events to a page. */
 async function touchInput(page) {
   const tools = await page.context().newCDPSession(page);
   const send = (type, ...points) => tools.send("Input.dispatchTouchEvent", { type, touchPoints: points.map(([x, y], id) => ({ x, y, id })) });
-  const steps = (from, to) => Array.from({ length: 6 }, (_, i) => from.map(([x, y], n) => [x + (to[n][0] - x) * (i + 1) / 6, y + (to[n][1] - y) * (i + 1) / 6]));
+  const pathOf = (from, to) => Array.from({ length: 6 }, (_, i) => from.map(([x, y], n) => [x + (to[n][0] - x) * (i + 1) / 6, y + (to[n][1] - y) * (i + 1) / 6]));
   return {
     /** Drags one finger per point of `from` to the points of `to`, after a press of `hold` milliseconds. */
     async drag(from, to, { hold = 0 } = {}) {
       await send("touchStart", ...from);
       if (hold) await new Promise((done) => setTimeout(done, hold));
-      for (const points of steps(from, to)) await send("touchMove", ...points);
+      for (const points of pathOf(from, to)) await send("touchMove", ...points);
       await send("touchEnd");
     },
     async tap(...point) { await send("touchStart", point); await send("touchEnd"); },
@@ -60,50 +60,50 @@ describe("a chart on a touch screen", () => {
     const page = await browser.page(server, `/jobs/${jobIds[0]}`, TABLET);
     await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === STEPS && (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt > 0)));
     const box = await scrollToCenter(page.locator("#loss-chart")), touch = await touchInput(page);
-    return { page, touch, zoom: () => page.evaluate(() => window.lockstep.view.zoom), place: (share) => [box.x + box.width * share, box.y + box.height / 2], box };
+    return { page, touch, zoom: () => page.evaluate(() => window.lockstep.view.zoom), pointAt: (share) => [box.x + box.width * share, box.y + box.height / 2], box };
   }
 
   test("zooms by pinching with two fingers, and shows all steps after a double tap", async () => {
-    const { page, touch, zoom, place } = await open();
-    const under = (pixels) => page.evaluate((p) => window.lockstep.charts.loss.x.from(p), pixels);
+    const { page, touch, zoom, pointAt } = await open();
+    const stepAt = (pixels) => page.evaluate((p) => window.lockstep.charts.loss.x.from(p), pixels);
     const left = await page.locator("#loss-chart").evaluate((node) => node.getBoundingClientRect().left);
-    const held = [await under(place(0.4)[0] - left), await under(place(0.6)[0] - left)];
-    await touch.drag([place(0.4), place(0.6)], [place(0.2), place(0.8)]);
+    const pinched = [await stepAt(pointAt(0.4)[0] - left), await stepAt(pointAt(0.6)[0] - left)];
+    await touch.drag([pointAt(0.4), pointAt(0.6)], [pointAt(0.2), pointAt(0.8)]);
     const zoomed = await until("the chart is zoomed", zoom);
-    assert.ok(zoomed[1] - zoomed[0] < STEPS * 0.5 && zoomed[0] < held[0] && zoomed[1] > held[1], `${zoomed} around ${held}`);
-    await until("the pinched steps stay under the fingers", async () => Math.abs((await under(place(0.2)[0] - left)) - held[0]) < STEPS / 50 && Math.abs((await under(place(0.8)[0] - left)) - held[1]) < STEPS / 50);
+    assert.ok(zoomed[1] - zoomed[0] < STEPS * 0.5 && zoomed[0] < pinched[0] && zoomed[1] > pinched[1], `${zoomed} around ${pinched}`);
+    await until("the pinched steps stay under the fingers", async () => Math.abs((await stepAt(pointAt(0.2)[0] - left)) - pinched[0]) < STEPS / 50 && Math.abs((await stepAt(pointAt(0.8)[0] - left)) - pinched[1]) < STEPS / 50);
     // Two fingers that move together move the zoomed range.
-    await touch.drag([place(0.3), place(0.6)], [place(0.4), place(0.7)]);
+    await touch.drag([pointAt(0.3), pointAt(0.6)], [pointAt(0.4), pointAt(0.7)]);
     const moved = await zoom();
     assert.ok(moved[0] < zoomed[0] - 5, `${zoomed} then ${moved}`);
     // Two fingers that approach each other zoom out.
-    await touch.drag([place(0.1), place(0.9)], [place(0.45), place(0.55)]);
+    await touch.drag([pointAt(0.1), pointAt(0.9)], [pointAt(0.45), pointAt(0.55)]);
     await until("all steps are shown", async () => (await zoom()) === null);
 
-    await touch.drag([place(0.4), place(0.6)], [place(0.2), place(0.8)]);
+    await touch.drag([pointAt(0.4), pointAt(0.6)], [pointAt(0.2), pointAt(0.8)]);
     await until("the chart is zoomed again", zoom);
     // A double tap must take less than a third of a second. A busy machine may be slower, so the double tap is repeated.
     await until("a double tap shows all steps", async () => {
       if ((await zoom()) === null) return true;
-      await touch.tap(...place(0.5));
-      await touch.tap(...place(0.5));
+      await touch.tap(...pointAt(0.5));
+      await touch.tap(...pointAt(0.5));
       return false;
     });
     await page.end();
   });
 
-  test("zooms by a drag after a long press, and moves the crosshair by a drag without", async () => {
-    const { page, touch, zoom, place } = await open();
-    await touch.down(...place(0.3));
-    await touch.move(...place(0.5));
+  test("zooms by a drag after a long press, and moves the crosshair by a drag without a long press", async () => {
+    const { page, touch, zoom, pointAt } = await open();
+    await touch.down(...pointAt(0.3));
+    await touch.move(...pointAt(0.5));
     await until("the tooltip shows the values at the finger", async () => /step (1[5-9]|2[0-4])\d/.test(await page.locator("#loss-chart .tip").textContent()));
     await touch.up();
     assert.equal(await zoom(), null);
-    await touch.drag([place(0.3)], [place(0.6)], { hold: LONG_PRESS_MS });
+    await touch.drag([pointAt(0.3)], [pointAt(0.6)], { hold: LONG_PRESS_MS });
     const zoomed = await until("the chart is zoomed", zoom);
     assert.ok(zoomed[0] > STEPS * 0.15 && zoomed[1] < STEPS * 0.75, `${zoomed}`);
     // A long press without a drag has no effect.
-    await touch.down(...place(0.5));
+    await touch.down(...pointAt(0.5));
     await new Promise((done) => setTimeout(done, LONG_PRESS_MS));
     await touch.up();
     assert.deepEqual(await zoom(), zoomed);
@@ -133,8 +133,8 @@ describe("jobs compared on a touch screen", () => {
     const middle = box.x + box.width / 2;
     await touch.drag([[middle, box.y + 10]], [[middle, box.y + box.height * 0.4]]);
     await until("the fastest is selected", async () => (await selected(page)) === "fast");
-    const now = await scrollToCenter(axis);
-    await touch.tap(now.x + now.width / 2, now.y + now.height / 2);
+    const boxNow = await scrollToCenter(axis);
+    await touch.tap(boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2);
     await until("a tap on the axis removes the brush", async () => (await selected(page)) === "fast,slow,wild");
     await page.end();
   });
@@ -142,14 +142,14 @@ describe("jobs compared on a touch screen", () => {
   test("are selected in the scatter plot by a drag after a long press", async () => {
     const { page, touch } = await open(), scatter = page.locator("#scatter"), box = await scrollToCenter(scatter);
     assert.match(await page.locator("#scatter-note").textContent(), /^hold, then drag/);
-    const place = (x, y) => [box.x + x * box.width, box.y + y * box.height], scrolled = () => page.evaluate(() => scrollY);
-    await touch.drag([place(0.6, 0.05)], [place(0.99, 0.4)], { hold: LONG_PRESS_MS });
+    const pointAt = (x, y) => [box.x + x * box.width, box.y + y * box.height], scrolled = () => page.evaluate(() => scrollY);
+    await touch.drag([pointAt(0.6, 0.05)], [pointAt(0.99, 0.4)], { hold: LONG_PRESS_MS });
     await until("the job at the top right, with a low loss, is selected", async () => (await selected(page)) === "fast");
     assert.ok(Math.abs((await scatter.boundingBox()).y - box.y) < 20, "the page has not scrolled");
     await page.getByRole("button", { name: "Clear", exact: true }).tap();
     await until("all are selected", async () => (await selected(page)) === "fast,slow,wild");
-    const again = await scrollToCenter(scatter), before = await scrolled();
-    await touch.drag([[again.x + again.width / 2, again.y + again.height / 2]], [[again.x + again.width / 2, again.y + again.height / 2 + 150]]);
+    const boxNow = await scrollToCenter(scatter), before = await scrolled();
+    await touch.drag([[boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2]], [[boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2 + 150]]);
     await until("without a long press the page scrolls", async () => (await scrolled()) < before - 30);
     assert.equal(await selected(page), "fast,slow,wild");
     await page.end();
@@ -158,11 +158,11 @@ describe("jobs compared on a touch screen", () => {
 
 describe("a panel's size", () => {
   const sizes = async () => (await server.ask(`/jobs/${jobIds[0]}/panels`)).panels.map(({ title, columns, rows }) => `${title} ${columns}x${rows}`).join();
-  const savePanels = async (panels) => {
+  const saveThreePanels = async () => {
+    const panels = ["a", "b", "c"].map((title) => ({ title, metrics: ["loss"] }));
     const response = await fetch(`${server.url}/api/v1/jobs/${jobIds[0]}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
     assert.equal(response.status, 200, await response.text());
   };
-  const saveThreePanels = () => savePanels(["a", "b", "c"].map((title) => ({ title, metrics: ["loss"] })));
   const grip = (page, title) => page.getByRole("button", { name: new RegExp(`^Size of ${title}:`) });
   const card = (page, title) => page.getByRole("region", { name: title, exact: true });
   async function open(options = {}) {
@@ -175,14 +175,14 @@ describe("a panel's size", () => {
 
   test("is changed by dragging with the mouse, stored with the job, and shown to other people", async () => {
     await saveThreePanels();
-    const page = await open(), [, low] = await panelSize(page, "a"), all = await page.locator("#custom-grid").boundingBox();
+    const page = await open(), [, heightBefore] = await panelSize(page, "a"), grid = await page.locator("#custom-grid").boundingBox();
     let from = await scrollToCenter(grip(page, "a"));
-    const to = { x: from.x + all.width / 3, y: from.y + 180 };
+    const to = { x: from.x + grid.width / 3, y: from.y + 180 };
     await page.mouse.move(from.x + 8, from.y + 8);
     await page.mouse.down();
     await page.mouse.move(to.x, to.y, { steps: 8 });
-    const [wide, high] = await panelSize(page, "a");
-    assert.ok(Math.abs(wide - 67) <= 1 && Math.abs(high - low - 170) <= 2, `while it is dragged: ${wide} % and ${high} after ${low}`);
+    const [width, height] = await panelSize(page, "a");
+    assert.ok(Math.abs(width - 67) <= 1 && Math.abs(height - heightBefore - 170) <= 2, `during the drag, the panel is ${width} % wide and ${height} pixels high (${heightBefore} before)`);
     assert.equal(await sizes(), "a 1x1,b 1x1,c 1x1", "nothing is stored yet");
     await page.mouse.up();
     await until("the size is stored", async () => (await sizes()) === "a 2x2,b 1x1,c 1x1");
@@ -191,11 +191,11 @@ describe("a panel's size", () => {
     from = await scrollToCenter(grip(page, "b"));
     await page.mouse.move(from.x + 8, from.y + 8);
     await page.mouse.down();
-    await page.mouse.move(all.x + all.width + 12, from.y + 8, { steps: 4 });
+    await page.mouse.move(grid.x + grid.width + 12, from.y + 8, { steps: 4 });
     await page.mouse.up();
     await until("the panel is one column wider", async () => (await sizes()) === "a 2x2,b 2x1,c 1x1");
     const stranger = await open();
-    for (const [title, wide] of [["a", 67], ["b", 67], ["c", 33]]) assert.ok(Math.abs((await panelSize(stranger, title))[0] - wide) <= 1, title);
+    for (const [title, width] of [["a", 67], ["b", 67], ["c", 33]]) assert.ok(Math.abs((await panelSize(stranger, title))[0] - width) <= 1, title);
     await stranger.end();
     // The form has the new size, and the chart is drawn at its new width.
     await page.getByRole("button", { name: "Edit a", exact: true }).click();
@@ -218,7 +218,6 @@ describe("a panel's size", () => {
   });
 
   test("is changed by touch, on a phone only the height", async () => {
-    await saveThreePanels();
     for (const [options, expected] of [[TABLET, "a 2x3,b 1x1,c 1x1"], [{ viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true }, "a 1x3,b 1x1,c 1x1"]]) {
       await saveThreePanels();
       const page = await open(options), touch = await touchInput(page), from = await scrollToCenter(grip(page, "a")), before = await page.evaluate(() => scrollY);
@@ -230,9 +229,9 @@ describe("a panel's size", () => {
       await assertAccessible(page, `${options.viewport.width}`);
       await savePicture(page, `panels-${options.viewport.width}`);
       // The size of a cancelled drag is not stored.
-      const now = await scrollToCenter(grip(page, "a"));
-      await touch.down(now.x + 12, now.y + 12);
-      await touch.move(now.x + 12, now.y - 320);
+      const gripBox = await scrollToCenter(grip(page, "a"));
+      await touch.down(gripBox.x + 12, gripBox.y + 12);
+      await touch.move(gripBox.x + 12, gripBox.y - 320);
       await touch.cancel();
       await until("the panel has its previous size", async () => (await card(page, "a").getAttribute("data-rows")) === "3");
       assert.equal(await sizes(), expected);

@@ -14,7 +14,7 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
     let mut gpu = cuda_from(&initial, network, &config, precision);
     let (expected, actual) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
     let loss = f64::from((actual.loss - expected.loss).abs() / expected.loss);
-    // Momentum after the first step includes the decay, but not for frozen parameters.
+    // Momentum after the first step is the gradient plus weight decay, but frozen parameters do not decay.
     let (gradient, name) =
         worst_difference(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
     eprintln!(
@@ -27,8 +27,8 @@ fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw:
     let state = gpu.optimizer_state().unwrap().slots;
     for (name, tensor) in gpu.parameters().unwrap() {
         assert_eq!(tensor != initial[&name], !is_of_norm(network, &name), "{}: {name}", network.arch);
-        if let Some(kept) = state.get(&format!("{name}.momentum")) {
-            let is_zero = kept.values.iter().all(|v| *v == 0.0);
+        if let Some(momentum) = state.get(&format!("{name}.momentum")) {
+            let is_zero = momentum.values.iter().all(|v| *v == 0.0);
             assert_eq!(is_zero, is_of_norm(network, &name), "{}: momentum of {name}", network.arch);
         }
     }
@@ -124,6 +124,6 @@ fn gpu_no_optimizer_changes_a_frozen_batch_norm() {
         }
         let distance = relative_distance(&actual.0, &expected.0, &initial);
         let bound = if kind == OptimizerKind::Muon { 5e-2 } else { 1e-2 };
-        assert!(distance < bound, "{kind:?}: weights are {distance} of their change apart");
+        assert!(distance < bound, "{kind:?}: weights differ by {distance} of their change");
     }
 }

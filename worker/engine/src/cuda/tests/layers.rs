@@ -40,7 +40,7 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
             assert_eq!(actual.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
             let (gradient, name) = worst_difference(&actual, &expected);
             eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
-            assert!(gradient < bound, "{} {precision:?}: {name} is {gradient} apart", network.arch);
+            assert!(gradient < bound, "{} {precision:?}: gradient of {name}: {gradient}", network.arch);
         }
     }
 }

@@ -38,10 +38,10 @@ fn a_missing_wait_is_refused() {
     for setting in settings() {
         let commands = valid_commands(&setting);
         let waits = numbers(&commands, |c| matches!(c, Command::Wait { .. }));
-        let (needed, others): (Vec<usize>, Vec<usize>) =
+        let (needed, implied): (Vec<usize>, Vec<usize>) =
             waits.iter().partition(|number| refusal(&without(&commands, **number)).is_some());
-        assert!(needed.len() > 4 * others.len(), "{} of {}", needed.len(), waits.len());
-        for number in others {
+        assert!(needed.len() > 4 * implied.len(), "{} of {}", needed.len(), waits.len());
+        for number in implied {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
             let is_single = setting.statistics.is_none();
             assert!(event == EventId::SideBegin || !is_single, "{event:?} is not needed");

@@ -74,13 +74,14 @@ fn ranks_see_each_other_s_writes_and_work_while_waiting() {
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
         memory.notify_all();
+        // Work that a waiting rank does meanwhile.
         let mut tasks = 5;
         let mut idle = || {
             tasks -= i32::from(tasks > 0);
             tasks > 0
         };
-        let all = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
-        let waited = memory.wait("numbers", &mut idle, &all, &|| 0).unwrap();
+        let is_ready = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
+        let waited = memory.wait("numbers", &mut idle, &is_ready, &|| 0).unwrap();
         if rank != 0 {
             assert!(tasks == 0 && waited > Duration::from_millis(10), "{tasks} tasks left after {waited:?}");
         }

@@ -75,6 +75,7 @@ fn a_missing_command_of_the_forward_pass_is_refused() {
 
 #[test]
 fn an_allocation_that_is_moved_is_refused() {
+    // Only a single rank and NCCL.
     for setting in settings().into_iter().step_by(3) {
         let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Alloc { .. })) {
@@ -110,6 +111,7 @@ fn allocations_that_overlap_are_refused() {
 
 #[test]
 fn memory_that_is_freed_too_early_or_twice_is_refused() {
+    // Only a single rank and NCCL.
     for setting in settings().into_iter().step_by(3) {
         let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Free { .. })) {

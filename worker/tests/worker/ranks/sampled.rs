@@ -205,7 +205,7 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
 
         // All classes take part in a prediction.
         let last = trained.states.last().unwrap();
-        let mut small = build_cpu(wide(CLASSES), &last.parameters, unsampled, Arc::new(SingleRank)).unwrap();
+        let mut whole = build_cpu(wide(CLASSES), &last.parameters, unsampled, Arc::new(SingleRank)).unwrap();
         let expected = whole.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
         assert_eq!(trained.logits.len(), expected.len());
         let difference = trained.logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -314,7 +314,8 @@ mod tests {
             assert_eq!((shape.train_samples, shape.validation_samples), (33, 11));
             assert_eq!(shape.validation, validation_set(dir.path(), &spec(fold, 0)).unwrap());
             assert!(shape.notes.join("; ").contains("\"emu\" has 2 training pictures"), "{:?}", shape.notes);
-            let batch = source.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
+            let batch = source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
             let count = |class| batch.labels.iter().filter(|label| **label == class).count();
             assert!((8..=9).contains(&count(0)) && (2..=3).contains(&count(1)), "{:?}", batch.labels);
             let trained: BTreeSet<u64> = (0..33).map(|number| source.training_position(number)).collect();

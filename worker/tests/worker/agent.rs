@@ -73,7 +73,12 @@ impl Connection {
     }
 
     /// Receives `Hello`, sends `Welcome`, and returns the attempts in `Hello`.
-    async fn welcome(
+    async fn welcome(&mut self) -> Vec<AttemptRef> {
+        self.welcome_with(vec![], vec![]).await
+    }
+
+    /// As [`Connection::welcome`], with these acknowledged records and revoked attempts.
+    async fn welcome_with(
         &mut self,
         acknowledged: Vec<Acknowledged>,
         revoked: Vec<AttemptRef>,
@@ -163,7 +168,7 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     let (listener, agent) = start_agent(options).await;
 
     let mut connection = Connection::accept(&listener).await;
-    assert_eq!(connection.welcome(vec![], vec![]).await, []);
+    assert_eq!(connection.welcome().await, []);
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     reporter.event(&removed(0));
     let (source, first, events) = connection.receive_report().await;
@@ -179,7 +184,7 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     fs::write(dir.path().join("go"), "").unwrap();
     let mut connection = Connection::accept(&listener).await;
     let stored = vec![acknowledged(&start, Source::Rank(0), 1)];
-    assert_eq!(connection.welcome(stored, vec![]).await, std::slice::from_ref(&start.attempt));
+    assert_eq!(connection.welcome_with(stored, vec![]).await, std::slice::from_ref(&start.attempt));
     let mut rank_events = Vec::new();
     loop {
         let (source, first, events) = connection.receive_report().await;
@@ -205,7 +210,7 @@ async fn a_stopped_attempt_s_ranks_end_and_its_end_is_reported() {
     let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     let reason = "cancelled".to_owned();
     connection.send(&ToAgent::Stop { attempt: start.attempt.clone(), reason, patient: false }).await;
@@ -221,7 +226,7 @@ async fn revoked_attempts_are_ended_without_reports() {
     let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     let pid_file = dir.path().join("job/attempts/1/rank.0.pid");
     while !pid_file.exists() {
@@ -229,7 +234,7 @@ async fn revoked_attempts_are_ended_without_reports() {
     }
     drop(connection);
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![start.attempt.clone()]).await;
+    connection.welcome_with(vec![], vec![start.attempt.clone()]).await;
     // The agent sends only heartbeats until the ranks have ended.
     while !connection.receive_heartbeat().await.is_empty() {}
     let process: serde_json::Value = serde_json::from_slice(&fs::read(pid_file).unwrap()).unwrap();
@@ -252,7 +257,7 @@ async fn refusals_and_requests_are_handled() {
     let (_, options) = fake_job(dir.path(), script);
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     let path = dir.path().join("nothing").to_string_lossy().into_owned();
     connection
         .send(&ToAgent::Request {

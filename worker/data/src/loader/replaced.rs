@@ -284,7 +284,9 @@ mod tests {
         };
         let all = source.shape.validation_samples as usize;
         assert_eq!((count_validated(), source.take_newly_broken()), (all, (vec![], 0)));
-        let held_out = source.validation(0, 1, 40, 1).next().unwrap().unwrap().indices;
+        let (rank, world_size, batch_size, threads) = (0, 1, 40, 1);
+        let held_out =
+            source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap().indices;
         let index = held_out[7];
         let class = ["cat", "dog"][index as usize / 20];
         fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();

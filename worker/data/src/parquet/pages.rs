@@ -216,8 +216,8 @@ mod tests {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();
-        // The stream by itself, after a gzip header that claims fewer bytes, and after levels and the beginning of another stream.
         let (is_indexed, is_gzip) = (false, true);
+        // The stream by itself, after a gzip header that claims fewer bytes, and after levels and the beginning of another stream.
         for before in [&b""[..], &header(9), b"\x03\x1f\x8b\x08"] {
             let content = [before, &data].concat();
             let read = |max_bytes: u64| {

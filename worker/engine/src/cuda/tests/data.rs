@@ -39,7 +39,8 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             data.set_format(format);
             let batch = data.epoch(plan).next().unwrap().unwrap();
             let result = engine.train_step(&[batch], 0.01).unwrap();
-            let validation = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
+            let validation = data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
             let evaluated = engine.eval_step(&validation).unwrap();
             // Views of pictures of the network's size.
             let views = if side == 28 { View::of(6) } else { Vec::new() };

@@ -193,7 +193,9 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
                 let batches: Vec<Batch> = data.epoch(plan).take(5 * accumulate).map(Result::unwrap).collect();
                 let results: Vec<_> =
                     batches.chunks(accumulate).map(|step| engine.train_step(step, 0.001).unwrap()).collect();
-                let validation = data.validation(0, 1, 10, 1).next().unwrap().unwrap();
+                let (rank, world_size, batch_size, threads) = (0, 1, 10, 1);
+                let validation =
+                    data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
                 (results, engine.eval_step(&validation).unwrap())
             });
             // After scaling, a byte may be rounded differently.

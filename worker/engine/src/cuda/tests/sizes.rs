@@ -93,7 +93,8 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
                 reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }
             engine.set_image_size(data.shape.image_size).unwrap();
-            let validation = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
+            let validation = data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
             reported.push(engine.eval_step(&validation).unwrap().loss_sum as f32 / 64.0);
         }
         eprintln!("{format:?}: {reported:?}");

@@ -211,9 +211,9 @@ fn large_and_small_pictures_have_equal_weight_in_the_mean() {
         let (inspected, trained) = (info.mean[channel], job.mean[channel]);
         assert!(
             (inspected - expected).abs() < 1e-4 && (trained - expected).abs() < 1e-4,
-            "{inspected} {trained}"
+            "means of an inspection {inspected}, of a job {trained}"
         );
-        assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?} {:?}", info.std, job.std);
+        assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?}, not {:?}", info.std, job.std);
     }
     // A job reads the central square of a picture that is not square.
     image::RgbImage::from_fn(300, 100, |x, _| image::Rgb([if (100..200).contains(&x) { 0 } else { 255 }; 3]))

@@ -198,7 +198,7 @@ fn stages_and_divided_state_take_less_memory_and_more_time() {
     let worked = staged.compute_ms + staged.exchange_ms;
     assert!(staged.bubble_ms > 0.0 && staged.bubble_ms <= worked / 4.0, "{staged:?}");
     assert_eq!(staged.operators.len(), data.operators.len());
-    assert!(staged.memory_bytes < data.memory_bytes, "{} {}", staged.memory_bytes, data.memory_bytes);
+    assert!(staged.memory_bytes < data.memory_bytes, "{} of {}", staged.memory_bytes, data.memory_bytes);
 
     // The whole state does not fit into memory, and a split head does not help over slow links.
     let slow = Link { latency_us: 1e6, bytes_per_second: 1e12 };

@@ -81,7 +81,7 @@ fn optimizers_give_equal_results_for_a_large_network_on_any_ranks() {
         let one_step = Setup { accumulate: 1, steps: 1, ..setup };
         let (single_norms, single_weights, _) = &run(Setup { ranks: 1, ..one_step })[0];
         let (norms, weights, _) = &run(Setup { ranks: 4, ..one_step })[3];
-        assert!((norms[0] / single_norms[0] - 1.0).abs() < 1e-3, "{name}: {norms:?} {single_norms:?}");
+        assert!((norms[0] / single_norms[0] - 1.0).abs() < 1e-3, "{name}: {norms:?}, not {single_norms:?}");
         let difference = max_difference(weights, single_weights);
         assert!(difference < 2e-3, "{name}: {difference}");
     }

@@ -65,8 +65,9 @@ fn each_rank_gets_the_sum_of_its_part() {
                 group.reduce_scatter((&double).into(), (&mut of_double).into()).unwrap();
                 for i in (0..part).filter(|i| is_checked(*i)) {
                     let wanted = exact(first + i);
-                    assert!((f64::from(of_single[i]) - wanted).abs() < 1e-5, "{kind:?} {size} {part} {i}");
-                    assert!((of_double[i] - wanted).abs() < 1e-12, "{kind:?} {size} {part} {i}");
+                    let case = format!("{kind:?}, {size} ranks, parts of {part} values, value {i}");
+                    assert!((f64::from(of_single[i]) - wanted).abs() < 1e-5, "{case}");
+                    assert!((of_double[i] - wanted).abs() < 1e-12, "{case}");
                 }
             }
         });

@@ -266,8 +266,8 @@ mod tests {
         removed.iter().for_each(|name| fs::remove_file(name).unwrap());
         let after = held_out(dir.path(), &spec(0.1, 0));
         assert_eq!(after.len(), 370);
-        for (name, was) in before.iter().filter(|(name, _)| !removed.contains(name)) {
-            assert_eq!(after[name], *was, "{name}");
+        for (name, expected) in before.iter().filter(|(name, _)| !removed.contains(name)) {
+            assert_eq!(after[name], *expected, "{name}");
         }
         assert_ne!(validation_set(dir.path(), &spec(0.1, 0)).unwrap(), set);
     }
@@ -314,16 +314,16 @@ mod tests {
             assert_eq!((shape.train_samples, shape.validation_samples), (33, 11));
             assert_eq!(shape.validation, validation_set(dir.path(), &spec(fold, 0)).unwrap());
             assert!(shape.notes.join("; ").contains("\"emu\" has 2 training pictures"), "{:?}", shape.notes);
-            let batch = source.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
+            let batch = source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
             let count = |class| batch.labels.iter().filter(|label| **label == class).count();
             assert!((8..=9).contains(&count(0)) && (2..=3).contains(&count(1)), "{:?}", batch.labels);
             let trained: BTreeSet<u64> = (0..33).map(|number| source.training_position(number)).collect();
             assert!(trained.len() == 33 && batch.indices.iter().all(|position| !trained.contains(position)));
             seen.extend(batch.indices);
             // Another fold has trained on all of these pictures.
-            let other =
-                [ValidationDivision::of(&spec(fold % 4 + 1, 0)), ValidationDivision::of(&spec(fold, 0))];
-            assert_eq!(source.count_trained_on(&foreign_divisions(&other, &spec(fold, 0))), 11);
+            let divisions = [fold % 4 + 1, fold].map(|fold| ValidationDivision::of(&spec(fold, 0)));
+            assert_eq!(source.count_trained_on(&foreign_divisions(&divisions, &spec(fold, 0))), 11);
         }
         assert_eq!(seen.len(), 44);
         let set = |seed| validation_set(dir.path(), &spec(1, seed)).unwrap();
@@ -363,7 +363,7 @@ mod tests {
         );
         assert_eq!(before.pictures, open(2).shape.validation_samples);
         let all = held_out(dir.path(), &spec(0.2, 0));
-        let first = |wanted: bool| all.iter().find(|(_, held_out)| **held_out == wanted).unwrap().0;
+        let first = |is_held_out: bool| all.iter().find(|(_, held_out)| **held_out == is_held_out).unwrap().0;
         fs::remove_file(first(false)).unwrap();
         assert_eq!(set(), before, "without a training picture");
         image::GrayImage::from_pixel(4, 4, image::Luma([251])).save(first(true)).unwrap();
@@ -391,8 +391,8 @@ mod tests {
             "{} of {all}",
             count_foreign(0.05, 0)
         );
-        let other = DataSpec { dataset: "other".into(), ..spec(0.1, 1) };
-        assert!(foreign_divisions(&[ValidationDivision::of(&other)], &spec(0.1, 0)).is_empty());
+        let other_dataset = DataSpec { dataset: "other".into(), ..spec(0.1, 1) };
+        assert!(foreign_divisions(&[ValidationDivision::of(&other_dataset)], &spec(0.1, 0)).is_empty());
     }
 
     #[test]
@@ -401,8 +401,9 @@ mod tests {
         write(dir.path(), "cat", 0..200);
         write(dir.path(), "dog", 0..1);
         let open = |fraction| DataSource::open(dir.path(), &spec(fraction, 0), 0);
-        let dog_is_held_out =
-            held_out(dir.path(), &spec(0.1, 0)).iter().any(|(name, is)| *is && name.contains("dog"));
+        let dog_is_held_out = held_out(dir.path(), &spec(0.1, 0))
+            .iter()
+            .any(|(name, is_held_out)| *is_held_out && name.contains("dog"));
         let lacks = if dog_is_held_out { "training" } else { "validation" };
         let notes = open(0.1).unwrap().shape.notes.join("; ");
         assert!(

@@ -173,7 +173,7 @@ mod tests {
 
     const SIDE: usize = 64;
 
-    fn file(dir: &Path, name: &str, magic: u32, shape: &[usize], data: &[u8]) {
+    fn write_file(dir: &Path, name: &str, magic: u32, shape: &[usize], data: &[u8]) {
         let header: Vec<u8> = std::iter::once(magic)
             .chain(shape.iter().map(|n| *n as u32))
             .flat_map(u32::to_be_bytes)
@@ -183,33 +183,34 @@ mod tests {
         fs::write(dir.join(format!("{name}.gz")), packed.finish().unwrap()).unwrap();
     }
 
-    fn set(dir: &Path, shape: [usize; 3], pixels: &[u8], labels: usize) {
-        file(dir, "train-images-idx3-ubyte", PICTURES_MAGIC, &shape, pixels);
+    fn write_split(dir: &Path, shape: [usize; 3], pixels: &[u8], labels: usize) {
+        write_file(dir, "train-images-idx3-ubyte", PICTURES_MAGIC, &shape, pixels);
         let classes: Vec<u8> = (0..labels).map(|i| (i % 3) as u8).collect();
-        file(dir, "train-labels-idx1-ubyte", LABELS_MAGIC, &[labels], &classes);
+        write_file(dir, "train-labels-idx1-ubyte", LABELS_MAGIC, &[labels], &classes);
     }
 
-    fn error(dir: &Path) -> String {
+    fn open_error(dir: &Path) -> String {
         find(dir).unwrap().unwrap_err().to_string()
     }
 
     #[test]
     fn files_that_exceed_memory_are_refused_before_decompression() {
         let dir = tempfile::tempdir().unwrap();
-        let some = vec![0; SIDE * SIDE];
+        let pixels = vec![0; SIDE * SIDE];
         // The file is also truncated, which would be an error only after decompression.
-        set(dir.path(), [1500, SIDE, SIDE], &some, 7);
-        let why = error(dir.path());
+        write_split(dir.path(), [1500, SIDE, SIDE], &pixels, 7);
+        let why = open_error(dir.path());
         assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
-        set(dir.path(), [7, SIDE, SIDE], &some, 7);
-        let why = error(dir.path());
+        write_split(dir.path(), [7, SIDE, SIDE], &pixels, 7);
+        let why = open_error(dir.path());
         assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
         // More than the memory of any machine.
-        set(dir.path(), [7, u32::MAX as usize, 1 << 31], &some, 7);
-        assert!(error(dir.path()).contains("are free on this machine"));
-        file(dir.path(), "train-images-idx3-ubyte", PICTURES_MAGIC, &[u32::MAX as usize, 1, 1], &some);
-        file(dir.path(), "train-labels-idx1-ubyte", LABELS_MAGIC, &[u32::MAX as usize], &some);
-        let why = error(dir.path());
+        let max = u32::MAX as usize;
+        write_split(dir.path(), [7, max, 1 << 31], &pixels, 7);
+        assert!(open_error(dir.path()).contains("are free on this machine"));
+        write_file(dir.path(), "train-images-idx3-ubyte", PICTURES_MAGIC, &[max, 1, 1], &pixels);
+        write_file(dir.path(), "train-labels-idx1-ubyte", LABELS_MAGIC, &[max], &pixels);
+        let why = open_error(dir.path());
         assert!(why.contains("4096 follow") || why.contains("are free on this machine"), "{why}");
     }
 }

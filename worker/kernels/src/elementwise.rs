@@ -91,11 +91,14 @@ mod tests {
             let mut y = [0.0; 2];
             gelu(&x, &bias, &mut y);
             assert!(y.iter().all(|y| (y - value).abs() < 1e-6), "{v}: {y:?}");
-            let (step, mut ends, mut slope) = (1e-2, [0.0; 2], [1.0, 2.0]);
+            let (step, mut ends, mut gradient) = (1e-2, [0.0; 2], [1.0, 2.0]);
             gelu(&[v - step, v + step], &[0.0], &mut ends);
-            gelu_backward(&x, &bias, &mut slope);
-            let chord = (ends[1] - ends[0]) / (2.0 * step);
-            assert!((slope[0] - chord).abs() < 1e-4 && slope[1] == 2.0 * slope[0], "{v}: {slope:?}, {chord}");
+            gelu_backward(&x, &bias, &mut gradient);
+            let slope = (ends[1] - ends[0]) / (2.0 * step);
+            assert!(
+                (gradient[0] - slope).abs() < 1e-4 && gradient[1] == 2.0 * gradient[0],
+                "{v}: {gradient:?}, {slope}"
+            );
         }
     }
 }

@@ -375,12 +375,12 @@ mod tests {
             (decay, is_adapted)
         };
         for kind in OptimizerKind::ALL {
-            let layer_wise = matches!(kind, OptimizerKind::Lars | OptimizerKind::Lamb);
+            let is_layer_wise = matches!(kind, OptimizerKind::Lars | OptimizerKind::Lamb);
             for decay_norm_and_bias in [true, false] {
-                assert_eq!(treat(kind, decay_norm_and_bias, true), (0.1, layer_wise), "{kind:?}");
+                assert_eq!(treat(kind, decay_norm_and_bias, true), (0.1, is_layer_wise), "{kind:?}");
             }
             assert_eq!(treat(kind, false, false), (0.0, false), "{kind:?}");
-            let expected = if kind == OptimizerKind::Lars { (0.0, false) } else { (0.1, layer_wise) };
+            let expected = if kind == OptimizerKind::Lars { (0.0, false) } else { (0.1, is_layer_wise) };
             assert_eq!(treat(kind, true, false), expected, "{kind:?}");
         }
     }
@@ -440,7 +440,7 @@ mod tests {
         step(adamw, true, &mut w, &[0.0, 1e-3]);
         assert!(
             w[0] == 3.0 && (w[1] - 2.0).abs() < 1e-4,
-            "others move by the learning rate for any gradient: {w:?}"
+            "a weight with a gradient also moves by the learning rate: {w:?}"
         );
     }
 }

@@ -47,7 +47,7 @@ fn passes(s: &ConvShape, x: &[f32], oihw: &[f32], dy: &[f32], scratch: &mut Scra
     Passes { y, dx, dw, sums }
 }
 
-/// The definition, in float64.
+/// Outputs, gradient of the inputs and gradient of the weights by the definition, in float64.
 fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let mut y = vec![0.0; s.output_len()];
@@ -337,12 +337,12 @@ fn sums_are_those_of_the_outputs() {
 #[test]
 fn same_bits_with_and_without_vectors_in_bfloat16() {
     let scratch = |set| Scratch::with_instructions(set, Format::Bfloat16);
-    let mut first = scratch(Instructions::Plain).expect("every machine has plain instructions");
-    assert_eq!(first.format(), Format::Bfloat16);
-    if let Some(mut other) = scratch(Instructions::Avx512) {
+    let mut plain = scratch(Instructions::Plain).expect("every machine has plain instructions");
+    assert_eq!(plain.format(), Format::Bfloat16);
+    if let Some(mut avx512) = scratch(Instructions::Avx512) {
         for s in [shape([17, 9, 5, 17, 33, 3, 2, 1]), grouped(4, [9, 7, 7, 64, 32, 3, 1, 1])] {
             let (x, w, dy) = (values(s.input_len(), 4), values(s.weight_len(), 5), values(s.output_len(), 6));
-            let [a, b] = [&mut first, &mut other].map(|scratch| passes(&s, &x, &w, &dy, scratch));
+            let [a, b] = [&mut plain, &mut avx512].map(|scratch| passes(&s, &x, &w, &dy, scratch));
             assert!(a.y == b.y && a.dx == b.dx && a.dw == b.dw, "{s:?}");
         }
     }

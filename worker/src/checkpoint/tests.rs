@@ -60,18 +60,18 @@ fn damage(path: &Path) {
 
 #[test]
 fn checkpoints_are_read_back_and_deterministic() {
-    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = snapshot(2, 120, Some(0.5));
-    let size = write(one.path(), &saved, None).unwrap();
-    write(two.path(), &saved, None).unwrap();
-    let folder = one.path().join("2-120");
+    let size = write(first.path(), &saved, None).unwrap();
+    write(second.path(), &saved, None).unwrap();
+    let folder = first.path().join("2-120");
     let LoadedCheckpoint { state, parameters, optimizer } = load(&folder).unwrap();
     assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
     let mut total = 0;
     for file in [MODEL, OPTIMIZER, STATE, MANIFEST] {
         let bytes = fs::read(folder.join(file)).unwrap();
         total += bytes.len() as u64;
-        assert_eq!(bytes, fs::read(two.path().join("2-120").join(file)).unwrap(), "{file}");
+        assert_eq!(bytes, fs::read(second.path().join("2-120").join(file)).unwrap(), "{file}");
     }
     assert_eq!(size, total);
     // The safetensors crate can read the file.
@@ -82,7 +82,7 @@ fn checkpoints_are_read_back_and_deterministic() {
     assert_eq!(tracked.data(), 120i64.to_le_bytes());
     let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     assert_eq!(header.metadata().as_ref().unwrap()["mean"], "[mean]");
-    assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "no temporary file is left");
+    assert_eq!(fs::read_dir(first.path()).unwrap().count(), 1, "no temporary file is left");
 }
 
 #[test]
@@ -333,6 +333,7 @@ fn tensors_of_every_float_type_are_read_as_float32() {
     ] {
         let view = TensorView::new(dtype, vec![4], &bytes).unwrap();
         fs::write(&path, safetensors::serialize([("bn1.bias", view)], None).unwrap()).unwrap();
+        // The nearest bfloat16 to 65504 is 65536.
         let third = if dtype == Dtype::BF16 { 65536.0 } else { 65504.0 };
         assert_eq!(read_tensors(&path).unwrap()["bn1.bias"].values, [1.5, -0.25, third, 0.0], "{dtype:?}");
         assert_eq!(shapes(&path).unwrap()["bn1.bias"], [4]);
@@ -349,9 +350,9 @@ fn a_pickle_is_refused_with_a_command_to_convert_it() {
         let path = dir.path().join(name);
         fs::write(&path, bytes).unwrap();
         let error = read_tensors(&path).unwrap_err();
-        let to = path.with_extension("safetensors");
+        let converted = path.with_extension("safetensors");
         assert!(error.contains("pickle") && error.contains("weights_only=True"), "{error}");
-        assert!(error.ends_with(&format!("{} {}", path.display(), to.display())), "{error}");
+        assert!(error.ends_with(&format!("{} {}", path.display(), converted.display())), "{error}");
     }
     // A shell would not read this path as a single word.
     let path = dir.path().join("my $(weights).pth");
@@ -380,15 +381,15 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         let folder = temporary_folder(sharded.path(), &saved.state, &unique);
         // The first part has all tensors but those of `fc`.
         let part_of = |is_first: bool| {
-            let mut own = saved.clone();
+            let mut part = saved.clone();
             let keeps = |name: &str| name.starts_with("fc.") != is_first;
-            own.parameters.retain(|name, _| keeps(name));
-            own.optimizer.retain(|name, _| keeps(name));
-            own.average = own.average.filter(|_| divides_average || is_first);
-            if let Some(average) = own.average.as_mut().filter(|_| divides_average) {
+            part.parameters.retain(|name, _| keeps(name));
+            part.optimizer.retain(|name, _| keeps(name));
+            part.average = part.average.filter(|_| divides_average || is_first);
+            if let Some(average) = part.average.as_mut().filter(|_| divides_average) {
                 average.retain(|name, _| keeps(name));
             }
-            own
+            part
         };
         let parts = [(1, true), (2, false)].map(|(number, is_first)| {
             write_part(&folder, &part_of(is_first), Some((number, 2)), divides_average).unwrap()

@@ -130,5 +130,5 @@ fn ranks_of_different_backends_are_refused_with_the_rank() {
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert!(errors[0].starts_with("rank 2 computes with cpu and rank 0 with cuda"), "{}", errors[0]);
-    assert!(errors.iter().all(|other| *other == errors[0]));
+    assert!(errors.iter().all(|error| *error == errors[0]));
 }

@@ -85,7 +85,7 @@ struct RunResult {
     /// The log of rank 0.
     log: String,
     /// By rank: how many times weights were copied from the rank's engines.
-    copied: Vec<u32>,
+    copy_counts: Vec<u32>,
 }
 
 impl TestJob {
@@ -110,19 +110,19 @@ impl TestJob {
         spec
     }
 
-    /// Trains on all ranks. Only the last rank is asked to stop.
+    /// Trains on all ranks. Only the last rank is asked to stop. The result has the engines and the log of rank 0.
     fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> RunResult {
-        let ranks = self.all_ranks(overflow, stop_in, resume).into_iter().enumerate();
+        let ranks = self.train_ranks(overflow, stop_in, resume).into_iter().enumerate();
         let mut ranks = ranks.map(|(rank, ended)| ended.unwrap_or_else(|e| panic!("rank {rank}: {e}")));
         let mut first = ranks.next().unwrap();
         for rank in ranks {
             first.outcomes.extend(rank.outcomes);
-            first.copied.extend(rank.copied);
+            first.copy_counts.extend(rank.copy_counts);
         }
         first
     }
 
-    fn all_ranks(
+    fn train_ranks(
         &self,
         overflow: Overflow,
         stop_in: StopIn,
@@ -157,7 +157,7 @@ impl TestJob {
             None => Arc::new(SingleRank),
         };
         let (engines, evaluated) = (Mutex::new(Vec::new()), Arc::new(AtomicU32::new(0)));
-        let copied = Arc::new(AtomicU32::new(0));
+        let copies = Arc::new(AtomicU32::new(0));
         let build = |training: &Training<'_>, plan: &RunPlan, generation: u32| {
             let precision = if plan.precision == Precision::Auto { Precision::Fp16 } else { plan.precision };
             engines.lock().unwrap().push(precision);
@@ -183,7 +183,7 @@ impl TestJob {
                 momentum: zeros(distribution.slots(&plan.config.optimizer)),
                 updates: 0,
                 replica: plan.replica,
-                copied: copied.clone(),
+                copies: copies.clone(),
                 on_evaluation: Box::new(move || {
                     batches += 1;
                     match precision {
@@ -228,7 +228,7 @@ impl TestJob {
             engines: engines.into_inner().unwrap(),
             evaluated_in_bfloat16: evaluated.load(Ordering::Relaxed),
             log: log.0.into_inner().unwrap().join("\n"),
-            copied: vec![copied.load(Ordering::Relaxed)],
+            copy_counts: vec![copies.load(Ordering::Relaxed)],
         })
     }
 
@@ -244,7 +244,7 @@ impl TestJob {
     }
 }
 
-const BOTH: [Precision; 2] = [Precision::Fp16, Precision::Bf16];
+const FP16_THEN_BF16: [Precision; 2] = [Precision::Fp16, Precision::Bf16];
 
 #[test]
 fn a_stop_during_a_switch_to_bfloat16_in_an_epoch_writes_a_checkpoint() {
@@ -253,7 +253,7 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_epoch_writes_a_checkpoint() {
         let ended = job.train(Overflow::Gradients, StopIn::Fallback, None);
         // Five consecutive skipped steps are too many.
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 5 }; ranks as usize], "{}", ended.log);
-        assert_eq!(ended.engines, BOTH);
+        assert_eq!(ended.engines, FP16_THEN_BF16);
         assert!(ended.log.contains("asked to stop: stopped after step 5"), "{}", ended.log);
         let state = job.state("1-5");
         assert_eq!((state.step, state.precision), (5, Precision::Bf16));
@@ -279,7 +279,7 @@ fn a_stop_before_a_switch_to_bfloat16_does_not_reconnect_ranks() {
 
         let ended = job.train(Overflow::Validation, StopIn::Never, Some("1-20"));
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
-        assert_eq!(ended.engines, BOTH);
+        assert_eq!(ended.engines, FP16_THEN_BF16);
         assert!(job.state("1-20").val_loss.is_some(), "the evaluation is done later");
     }
 }
@@ -300,7 +300,7 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
         let job = TestJob::new(ranks);
         let ended = job.train(Overflow::Validation, StopIn::Fallback, None);
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
-        assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&BOTH[..], 0));
+        assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&FP16_THEN_BF16[..], 0));
         let state = job.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Precision::Bf16, None));
     }
@@ -317,7 +317,7 @@ fn differing_weights_end_the_run_before_a_checkpoint() {
             _ => |_| {},
         };
         let job = TestJob { differing_rank: Some(differing_rank), change, ..TestJob::new(ranks) };
-        for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
+        for ended in job.train_ranks(Overflow::Nothing, StopIn::Never, None) {
             let error = ended.unwrap_err();
             let expected = format!("the weights of {named} differ from ");
             assert!(error.to_string().starts_with(&expected), "{error}");
@@ -337,7 +337,7 @@ fn differing_weights_end_a_run_within_a_long_epoch() {
         spec.checkpoint.every_epochs = Some(0);
     };
     let job = TestJob { differing_rank: Some(1), change, ..TestJob::new(2) };
-    for ended in job.all_ranks(Overflow::Nothing, StopIn::Never, None) {
+    for ended in job.train_ranks(Overflow::Nothing, StopIn::Never, None) {
         let error = ended.unwrap_err();
         assert!(
             matches!(error, TrainError::ReplicasDiffer { step, .. } if (1..1200).contains(&step)),
@@ -348,15 +348,15 @@ fn differing_weights_end_a_run_within_a_long_epoch() {
 
 #[test]
 fn only_rank_0_of_the_replicas_copies_weights_for_checkpoints() {
-    let checkpoints = |ranks| {
+    let count_copies = |ranks| {
         let job = TestJob::new(ranks);
         let ended = job.train(Overflow::Nothing, StopIn::Never, None);
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
         assert_eq!((job.weight("1-20"), job.weight("2-40")), (20.0, 40.0));
-        ended.copied
+        ended.copy_counts
     };
-    let single = checkpoints(1);
+    let single = count_copies(1);
     // Two checkpoints.
     assert_eq!(single, [2]);
-    assert_eq!(checkpoints(2), [single[0], 0]);
+    assert_eq!(count_copies(2), [single[0], 0]);
 }

@@ -38,8 +38,8 @@ impl Connection {
         self.0.send(Message::Binary(bytes.into())).await.unwrap();
     }
 
-    /// Receives the next message that does not describe the machine.
-    async fn next(&mut self) -> FromAgent {
+    /// Receives the next message, except samples and findings, which describe the machine.
+    async fn receive_any(&mut self) -> FromAgent {
         loop {
             let message = timeout(PATIENCE, self.0.next()).await.expect("no message came").unwrap().unwrap();
             let bytes = match message {
@@ -57,23 +57,28 @@ impl Connection {
     /// Receives the next message that is not a heartbeat, and acknowledges heartbeats.
     async fn receive(&mut self) -> FromAgent {
         loop {
-            match self.next().await {
+            match self.receive_any().await {
                 FromAgent::Heartbeat { .. } => self.send(&ToAgent::HeartbeatAck).await,
                 other => return other,
             }
         }
     }
 
-    /// Receives a heartbeat and returns its attempts. Any other message fails the test.
-    async fn heartbeat(&mut self) -> Vec<AttemptRef> {
-        let message = self.next().await;
+    /// Receives and acknowledges a heartbeat, and returns its attempts. Any other message fails the test.
+    async fn receive_heartbeat(&mut self) -> Vec<AttemptRef> {
+        let message = self.receive_any().await;
         let FromAgent::Heartbeat { attempts, .. } = message else { panic!("{message:?}") };
         self.send(&ToAgent::HeartbeatAck).await;
         attempts
     }
 
     /// Receives `Hello`, sends `Welcome`, and returns the attempts in `Hello`.
-    async fn welcome(
+    async fn welcome(&mut self) -> Vec<AttemptRef> {
+        self.welcome_with(vec![], vec![]).await
+    }
+
+    /// As [`Connection::welcome`], with these acknowledged records and revoked attempts.
+    async fn welcome_with(
         &mut self,
         acknowledged: Vec<Acknowledged>,
         revoked: Vec<AttemptRef>,
@@ -95,12 +100,12 @@ impl Connection {
     }
 }
 
-/// The beginning of a script that replaces the program: no findings of `doctor`, and the reply to a request for the dataset's fingerprint.
-const INSPECTS: &str = r#"[ "$1" = doctor ] && exit
+/// The beginning of a script that replaces `lockstep`: `doctor` finds nothing, and `inspect` replies to a request for a fingerprint.
+const REPLIES: &str = r#"[ "$1" = doctor ] && exit
 [ "$1" = inspect ] && { read question; case $question in *fingerprint*)
     echo '{"Ok":{"type":"fingerprint","found":{"pictures":1,"picture_bytes":2,"sha256":"aa"}}}'; exit 0;; esac; }"#;
 
-/// A job whose ranks are this shell script; `$8` is the rank.
+/// A job whose ranks are this shell script (`$8` is the rank), and the options of an agent that serves only this job.
 fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
     // Another process writes the file, because a file that is open for writing cannot be executed (ETXTBSY).
@@ -108,7 +113,7 @@ fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         .args([
             "-c",
             "printf %s \"$0\" > \"$1\"; chmod +x \"$1\"",
-            &format!("#!/bin/sh\n{INSPECTS}\n{script}\n"),
+            &format!("#!/bin/sh\n{REPLIES}\n{script}\n"),
         ])
         .arg(&program)
         .status();
@@ -163,7 +168,7 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     let (listener, agent) = start_agent(options).await;
 
     let mut connection = Connection::accept(&listener).await;
-    assert_eq!(connection.welcome(vec![], vec![]).await, []);
+    assert_eq!(connection.welcome().await, []);
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     reporter.event(&removed(0));
     let (source, first, events) = connection.receive_report().await;
@@ -179,8 +184,8 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     fs::write(dir.path().join("go"), "").unwrap();
     let mut connection = Connection::accept(&listener).await;
     let stored = vec![acknowledged(&start, Source::Rank(0), 1)];
-    assert_eq!(connection.welcome(stored, vec![]).await, std::slice::from_ref(&start.attempt));
-    let mut of_rank = Vec::new();
+    assert_eq!(connection.welcome_with(stored, vec![]).await, std::slice::from_ref(&start.attempt));
+    let mut rank_events = Vec::new();
     loop {
         let (source, first, events) = connection.receive_report().await;
         let records = first + events.len() as u64;
@@ -189,23 +194,23 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
             connection.send(&ToAgent::Ack(acknowledged(&start, source, records))).await;
             break;
         }
-        assert_eq!(first, 1 + of_rank.len() as u64);
-        of_rank.extend(events);
+        assert_eq!(first, 1 + rank_events.len() as u64);
+        rank_events.extend(events);
         connection.send(&ToAgent::Ack(acknowledged(&start, source, records))).await;
     }
-    assert_eq!(of_rank, [removed(1), removed(2)]);
+    assert_eq!(rank_events, [removed(1), removed(2)]);
     wait_for_end(agent).await.unwrap();
     // No report is left.
     assert_eq!(fs::read_dir(dir.path().join("agent/attempts")).unwrap().count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stopped_agent_ends_its_ranks_and_reports_it() {
+async fn a_stopped_attempt_s_ranks_end_and_its_end_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     let reason = "cancelled".to_owned();
     connection.send(&ToAgent::Stop { attempt: start.attempt.clone(), reason, patient: false }).await;
@@ -221,7 +226,7 @@ async fn revoked_attempts_are_ended_without_reports() {
     let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
     let pid_file = dir.path().join("job/attempts/1/rank.0.pid");
     while !pid_file.exists() {
@@ -229,14 +234,14 @@ async fn revoked_attempts_are_ended_without_reports() {
     }
     drop(connection);
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![start.attempt.clone()]).await;
+    connection.welcome_with(vec![], vec![start.attempt.clone()]).await;
     // The agent sends only heartbeats until the ranks have ended.
-    while !connection.heartbeat().await.is_empty() {}
-    let pid: serde_json::Value = serde_json::from_slice(&fs::read(pid_file).unwrap()).unwrap();
-    let status = fs::read_to_string(format!("/proc/{}/status", pid["pid"])).unwrap_or_default();
+    while !connection.receive_heartbeat().await.is_empty() {}
+    let process: serde_json::Value = serde_json::from_slice(&fs::read(pid_file).unwrap()).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", process["pid"])).unwrap_or_default();
     assert!(status.is_empty() || status.contains("zombie"), "{status}");
-    // The agent serves only this job, and waits for another attempt until the job has ended.
-    assert_eq!(connection.heartbeat().await, []);
+    // The agent serves only this job, so it waits for another attempt until attempt 0 is stopped, which stands for the job.
+    assert_eq!(connection.receive_heartbeat().await, []);
     let ended = AttemptRef { attempt: 0, ..start.attempt };
     connection.send(&ToAgent::Stop { attempt: ended, reason: "failed".into(), patient: false }).await;
     let result = wait_for_end(agent).await;
@@ -246,13 +251,13 @@ async fn revoked_attempts_are_ended_without_reports() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refusals_and_requests_are_handled() {
     let dir = tempfile::tempdir().unwrap();
-    // Requests are handled by the same program, started as `inspect`.
+    // For a request, the agent starts the program as `inspect`. Here it replies with an error that quotes the request.
     let script =
         r#"[ "$1" = inspect ] && { echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
     let (_, options) = fake_job(dir.path(), script);
     let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
-    connection.welcome(vec![], vec![]).await;
+    connection.welcome().await;
     let path = dir.path().join("nothing").to_string_lossy().into_owned();
     connection
         .send(&ToAgent::Request {

@@ -11,16 +11,16 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::Arc};
 
 const CLASSES: usize = 7;
 
-/// For the file with batch norms and the file with folded batch norms, writes the outputs for one picture and for both.
+/// Computes the outputs of both files, with batch norms (`kept`) and with folded ones, for the first picture and for both pictures.
 const SCRIPT: &str = r#"
 import sys, numpy, onnxruntime
-folder, channels, side, width, about = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+folder, channels, side, width, case = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 pictures = numpy.fromfile(f"{folder}/pictures", "<f4").reshape(2, side, side, channels).transpose(0, 3, 1, 2)
 pictures = numpy.ascontiguousarray(pictures)
 with open(f"{folder}/outputs", "wb") as out:
     for name in ["kept", "folded"]:
         session = onnxruntime.InferenceSession(f"{folder}/{name}.onnx", providers=["CPUExecutionProvider"])
-        assert session.get_modelmeta().custom_metadata_map == {"classes": about}
+        assert session.get_modelmeta().custom_metadata_map == {"classes": case}
         [input], [output] = session.get_inputs(), session.get_outputs()
         assert (input.name, input.shape) == ("input", ["N", channels, side, side]), (input.name, input.shape)
         assert (output.name, output.shape) == ("output", ["N", width]), (output.name, output.shape)
@@ -75,6 +75,7 @@ fn onnxruntime_computes_logits_cosines_and_embeddings() {
     }
 }
 
+/// `tests/run` skips these tests, except `tests/run full`.
 mod full {
     use super::*;
     use lockstep_protocol::spec::Arch;
@@ -82,11 +83,11 @@ mod full {
     #[test]
     fn onnxruntime_computes_the_logits_of_every_network() {
         for name in Arch::NAMES {
-            // All networks of a family have the same stem. The stem of cifarnet depends only on the channels.
-            let has_both =
+            // Both stems are tested with one network of each family, which shares its stem. Cifarnet's depends only on the channels.
+            let has_both_stems =
                 matches!(name, "resnet18" | "resnet20" | "resnet50" | "resnext50_32x4d" | "cifarnet");
             let stems = [("cifar", 17, 1), ("imagenet", 40, 3)];
-            for (stem, side, channels) in stems.into_iter().take(1 + usize::from(has_both)) {
+            for (stem, side, channels) in stems.into_iter().take(1 + usize::from(has_both_stems)) {
                 let network = network(name, stem, side, channels, CLASSES);
                 let weights = weights(&network);
                 compare(&format!("{name}, {stem} stem"), network, &weights, None);

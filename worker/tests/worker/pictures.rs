@@ -146,10 +146,10 @@ fn every_kind_of_picture_is_read_and_truncated_files_are_named() {
         }
         .expect("writes");
         let whole = fs::read(home.join(format!("whole.{name}"))).expect("readable");
-        let read = Picture::decode(&whole).unwrap_or_else(|e| panic!("{name} {e}"));
-        assert_eq!((read.width, read.height, read.channels), (48, 48, 3));
-        let close = |a: &[u8], b: &[u8]| a.iter().zip(b).all(|(a, b)| a.abs_diff(*b) < 40);
-        assert!(name == "gif" || close(&read.pixels, saved.as_raw()), "{name} has other pixels");
+        let decoded = Picture::decode(&whole).unwrap_or_else(|e| panic!("{name} {e}"));
+        assert_eq!((decoded.width, decoded.height, decoded.channels), (48, 48, 3));
+        let is_close = |a: &[u8], b: &[u8]| a.iter().zip(b).all(|(a, b)| a.abs_diff(*b) < 40);
+        assert!(name == "gif" || is_close(&decoded.pixels, saved.as_raw()), "{name} has other pixels");
         fs::write(home.join(format!("cut.{name}")), &whole[..whole.len() / 2]).expect("writes");
     }
     fs::create_dir_all(dir.path().join("train/dog")).expect("a folder");
@@ -174,16 +174,18 @@ fn pictures_with_trailing_data_are_complete() {
     let jpeg = jpeg.into_inner();
     let png = fs::read(home.join("0.png")).expect("readable");
     // The film of a motion photograph, which contains the marker of a scan; a second picture, as of stereo cameras and gain
-    // maps, whole and truncated.
+    // maps, whole and truncated; fill bytes.
     let film =
         [b"\0\0\0\x20ftypisom\0\0\x02\0isomiso2mp41\0\0\x10\0mdat".as_slice(), &[0xff, 0xda, 0, 12, 7, 7]]
             .concat();
-    for (number, trailing) in [&film[..], &jpeg, &jpeg[..jpeg.len() / 2]].into_iter().enumerate() {
+    for (number, trailing) in
+        [&film[..], &jpeg, &jpeg[..jpeg.len() / 2], &[0xff; 300]].into_iter().enumerate()
+    {
         fs::write(home.join(format!("{number}.jpg")), [&jpeg, trailing].concat()).expect("writes");
         fs::write(home.join(format!("trailing {number}.png")), [&png, trailing].concat()).expect("writes");
     }
     let info = inspect(dir.path()).expect("readable");
-    assert_eq!((info.broken_count, info.splits[0].per_class[0]), (0, 7), "{:?}", info.broken);
+    assert_eq!((info.broken_count, info.splits[0].per_class[0]), (0, 9), "{:?}", info.broken);
     assert_eq!(skipped_files(dir.path()), Vec::<String>::new());
     // A truncated picture with a film after it is still truncated.
     fs::write(home.join("cut.jpg"), [&jpeg[..jpeg.len() - 40], &film].concat()).expect("writes");
@@ -209,9 +211,9 @@ fn large_and_small_pictures_have_equal_weight_in_the_mean() {
         let (inspected, trained) = (info.mean[channel], job.mean[channel]);
         assert!(
             (inspected - expected).abs() < 1e-4 && (trained - expected).abs() < 1e-4,
-            "{inspected} {trained}"
+            "means of an inspection {inspected}, of a job {trained}"
         );
-        assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?} {:?}", info.std, job.std);
+        assert!((info.std[channel] - job.std[channel]).abs() < 1e-4, "{:?}, not {:?}", info.std, job.std);
     }
     // A job reads the central square of a picture that is not square.
     image::RgbImage::from_fn(300, 100, |x, _| image::Rgb([if (100..200).contains(&x) { 0 } else { 255 }; 3]))

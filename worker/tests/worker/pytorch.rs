@@ -64,7 +64,8 @@ pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize
 /// otherwise hardly depend on the pictures.
 pub(crate) fn weights(network: &Network) -> NamedTensors {
     let is_cifarnet = network.arch == "cifarnet";
-    let by_fan_in = is_cifarnet || network.arch.contains("resnext") || network.arch.contains("wide");
+    // Shapes are [out, in, height, width].
+    let scales_by_fan_in = is_cifarnet || network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
     let head = format!("{}.", network.head());
     network
@@ -73,7 +74,7 @@ pub(crate) fn weights(network: &Network) -> NamedTensors {
         .map(|p| {
             let mut values = values(&format!("{}.{}", network.arch, p.name), p.len());
             let (scale, offset) = if p.shape.len() == 4 {
-                let fan = p.shape[usize::from(by_fan_in)];
+                let fan = p.shape[usize::from(scales_by_fan_in)];
                 ((6.0 / (fan * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
             } else if p.name.starts_with(&head) {
                 ((1.0 / (fan_in as f64).sqrt()) as f32, 0.0)
@@ -152,6 +153,7 @@ fn compare_architectures(file: &str, count: usize) {
     }
 }
 
+/// The settings of a training run, and PyTorch's loss of each step.
 #[derive(Deserialize)]
 struct Run {
     batch_size: usize,
@@ -225,12 +227,13 @@ struct SmoothedRun {
     tensors: BTreeMap<String, TensorValues>,
 }
 
-/// Torchvision's random numbers for a batch. With cutmix, also the cut's centre, and lambda before the borders clip the cut.
+/// Torchvision's random numbers for a batch, with cutmix also the cut.
 #[derive(Deserialize)]
 struct Mixed {
     lambda: f32,
     rows: Option<[usize; 2]>,
     columns: Option<[usize; 2]>,
+    /// Lambda before the borders clip the cut.
     drawn: Option<f64>,
     centre: Option<[usize; 2]>,
 }
@@ -254,7 +257,7 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
         let (side, mut engine) = (expected.run.image_size, expected.engine());
         assert_eq!((expected.mixes.len(), expected.pixels.len(), expected.run.losses.len()), (20, 20, 20));
         for (step, mixed) in expected.mixes.iter().enumerate() {
-            let cut = mixed.rows.zip(mixed.columns).map(|both| <[_; 2]>::from(both).map(|[a, b]| a..b));
+            let cut = mixed.rows.zip(mixed.columns).map(|(rows, columns)| [rows, columns].map(|[a, b]| a..b));
             let mix = Mix { lambda: mixed.lambda, cut };
             if let (Some(drawn), Some(centre)) = (mixed.drawn, mixed.centre) {
                 assert_eq!(Mix::cutmix(drawn, centre, side), mix, "step {step}: lambda {drawn}, {centre:?}");
@@ -325,8 +328,9 @@ fn batch(arch: &str, batch_size: usize, image_size: usize, step: usize) -> Batch
     Batch { images, labels, ..Batch::default() }
 }
 
+/// The first steps of a grouped network, computed by PyTorch.
 #[derive(Deserialize)]
-struct Step {
+struct GroupedSteps {
     arch: String,
     batch_size: usize,
     image_size: usize,
@@ -345,7 +349,7 @@ struct TensorValues {
 
 #[test]
 fn a_step_of_a_grouped_network_matches_pytorch() {
-    let expected: Step = fixture("grouped_step.json");
+    let expected: GroupedSteps = fixture("grouped_step.json");
     let network = network(&expected.arch, "cifar", expected.image_size, 3, 10);
     let mut weights = weights(&network);
     for (_, tensor) in weights.iter_mut().filter(|(name, _)| name.ends_with("bn3.weight")) {

@@ -55,14 +55,14 @@ fn a_resized_network_equals_one_built_for_that_size() {
 
 #[test]
 fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
-    for (arch, stem, sides, checked) in [
+    for (arch, stem, sides, evaluation_side) in [
         (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
         // A network with max pooling, whose gradients are not summed exactly.
         (Arch::ResNet18, Stem::Imagenet, [24, 32], 40),
     ] {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
         let mut resized = engine(network(&model, sides[1]));
-        resized.add_image_sizes(&sides[..1], &[checked]).expect("room");
+        resized.add_image_sizes(&sides[..1], &[evaluation_side]).expect("room");
         // The size changes back and forth, and a smaller batch follows. Values of another size must not remain in any buffer.
         for (visit, side) in [sides[0], sides[1], sides[0], sides[1]].into_iter().enumerate() {
             let mut fresh = engine(network(&model, side));
@@ -83,10 +83,10 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
             assert!(weights == fresh.parameters().unwrap(), "{arch:?} at {side}, visit {visit}");
             assert!(resized.optimizer_state().unwrap() == fresh.optimizer_state().unwrap());
 
-            let mut evaluator = engine(network(&model, checked));
+            let mut evaluator = engine(network(&model, evaluation_side));
             evaluator.set_parameters(&weights).unwrap();
-            resized.set_image_size(checked).expect("a size of this engine");
-            let validation = batch(checked, 99, BATCH);
+            resized.set_image_size(evaluation_side).expect("a size of this engine");
+            let validation = batch(evaluation_side, 99, BATCH);
             assert_eq!(resized.eval_step(&validation).unwrap(), evaluator.eval_step(&validation).unwrap());
             assert_eq!(resized.predict(&validation).unwrap(), evaluator.predict(&validation).unwrap());
         }

@@ -70,8 +70,8 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
         let single = batches(&source, plan(0, 1));
         assert!(single.len() > 4 && single.len() as u64 == source.shape.train_samples / 8);
         for world_size in [2, 4] {
-            let again = open(dir.path(), &spec);
-            let ranks: Vec<_> = (0..world_size).map(|r| batches(&again, plan(r, world_size))).collect();
+            let reopened = open(dir.path(), &spec);
+            let ranks: Vec<_> = (0..world_size).map(|r| batches(&reopened, plan(r, world_size))).collect();
             for (step, whole) in single.iter().enumerate() {
                 let joined: Vec<f32> = ranks.iter().flat_map(|b| b[step].images.clone()).collect();
                 assert!(joined == whole.images, "step {step} of {world_size} ranks");
@@ -286,13 +286,13 @@ fn every_format_has_pillow_s_pixels() {
             }
         };
         assert_eq!((found.width, found.height), expected.dimensions(), "{name}");
-        let apart = found.pixels.iter().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b));
+        let differences = found.pixels.iter().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b));
         // Decoders of lossy formats may interpolate colours differently. Other formats have exact pixels.
         let is_lossy = name.ends_with(".jpg") || name.starts_with("lossy") || name.starts_with("cmyk");
-        let largest = apart.clone().max().unwrap_or(0);
-        let mean = apart.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
+        let largest = differences.clone().max().unwrap_or(0);
+        let mean = differences.map(f64::from).sum::<f64>() / found.pixels.len() as f64;
         if largest > if is_lossy { 4 } else { 0 } || mean > 0.5 {
-            failures.push(format!("{name}: {mean:.3} apart in the mean, {largest} at most"));
+            failures.push(format!("{name}: values differ by {mean:.3} on average, by {largest} at most"));
         }
         seen += 1;
     }

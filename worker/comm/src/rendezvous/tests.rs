@@ -8,14 +8,14 @@ use std::{sync::atomic::Ordering, time::Instant};
 #[test]
 fn ranks_exchange_values() {
     let port = unused_port();
-    let all = |rank| {
+    let exchange = |rank| {
         let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
         let values = store.all_gather("names", format!("rank {rank}").as_bytes()).unwrap();
         store.barrier("end").unwrap();
         values
     };
     let results: Vec<_> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || all(rank))).collect();
+        let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || exchange(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for values in results {
@@ -65,8 +65,8 @@ fn another_secret_is_refused_at_once() {
 
 #[test]
 fn a_port_in_use_is_reported() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
     let error = Store::join(rendezvous_config(port, 0, 1)).unwrap_err();
     assert_eq!(error.to_string(), format!("port {port} of 127.0.0.1 is taken by another program"));
 }

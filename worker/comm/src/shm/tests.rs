@@ -63,9 +63,9 @@ fn ranks_see_each_other_s_writes_and_work_while_waiting() {
         let second = group.shared_memory(100).unwrap().unwrap();
         // SAFETY: the values are atomic.
         #[allow(unsafe_code)]
-        let (numbers, others): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
+        let (numbers, of_second): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
             unsafe { (memory.view(0, 3), second.view(8, 2)) };
-        assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "separate memory, zeroed");
+        assert!(of_second.iter().all(|n| n.load(Ordering::Acquire) == 0), "separate memory, zeroed");
         let rank = group.rank() as usize;
         group.barrier().unwrap();
         if rank == 0 {
@@ -74,15 +74,16 @@ fn ranks_see_each_other_s_writes_and_work_while_waiting() {
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
         memory.notify_all();
+        // Work that a waiting rank does meanwhile.
         let mut tasks = 5;
         let mut idle = || {
             tasks -= i32::from(tasks > 0);
             tasks > 0
         };
-        let all = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
-        let waited = memory.wait("numbers", &mut idle, &all, &|| 0).unwrap();
+        let is_ready = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
+        let waited = memory.wait("numbers", &mut idle, &is_ready, &|| 0).unwrap();
         if rank != 0 {
-            assert!(tasks == 0 && waited > Duration::from_millis(10), "{tasks} {waited:?}");
+            assert!(tasks == 0 && waited > Duration::from_millis(10), "{tasks} tasks left after {waited:?}");
         }
         assert_eq!(numbers.iter().map(|n| n.load(Ordering::Acquire)).sum::<u64>(), 7 + 8 + 9);
         group.barrier().unwrap();

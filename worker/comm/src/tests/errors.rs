@@ -88,15 +88,15 @@ fn errors_name_differing_calls_of_ranks() {
         ),
     ];
     for kind in KINDS {
-        for (first, second, one, other) in &cases {
+        for (rank_0_call, rank_1_call, rank_0_text, rank_1_text) in &cases {
             let errors = on_ranks(kind, 2, TIMEOUT, |group| {
-                let call = if group.rank() == 0 { first } else { second };
+                let call = if group.rank() == 0 { rank_0_call } else { rank_1_call };
                 let error = call(group.as_ref()).unwrap_err();
                 assert!(group.barrier().is_err(), "the group has ended");
                 error.to_string()
             });
-            let both = |e: &String| e.contains(one) && e.contains(other);
-            assert!(errors.iter().any(both), "{kind:?}: {errors:?}");
+            let names_both = |e: &String| e.contains(rank_0_text) && e.contains(rank_1_text);
+            assert!(errors.iter().any(names_both), "{kind:?}: {errors:?}");
         }
     }
 }
@@ -198,17 +198,17 @@ fn a_missing_message_times_out_with_the_sender_s_name() {
 fn an_abort_ends_the_wait_for_a_message() {
     for kind in KINDS {
         // Without and with an earlier message from the sender, which connects the two ranks.
-        for connected in [false, true] {
+        for is_connected in [false, true] {
             let done = Barrier::new(2);
             on_ranks(kind, 2, Duration::from_secs(600), |group| {
                 if group.rank() == 1 {
-                    if connected {
+                    if is_connected {
                         group.send((&[1u8]).into(), 0).unwrap();
                     }
                     done.wait();
                     return;
                 }
-                if connected {
+                if is_connected {
                     group.recv((&mut [0u8]).into(), 1).unwrap();
                 }
                 std::thread::scope(|scope| {

@@ -70,11 +70,11 @@ fn aborting_a_subgroup_does_not_affect_other_groups() {
                     }
                     _ => part.barrier().unwrap_err(),
                 };
-                let wanted = matches!(
+                let is_expected = matches!(
                     (&error, part.rank()),
                     (CommError::Aborted { .. }, 0) | (CommError::Disconnected { peer: 0, .. }, 1)
                 );
-                assert!(wanted, "{error}");
+                assert!(is_expected, "{error}");
                 assert!(part.send((&[1u8]).into(), 1 - part.rank()).is_err());
             } else {
                 assert_eq!(sum_of(part.as_ref(), 1), 2.0);

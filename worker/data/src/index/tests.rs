@@ -10,16 +10,16 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Creates `classes` class folders, each with `each` hard links to one small picture.
-fn folder(classes: usize, each: usize) -> TempDir {
+/// Creates `classes` class folders, each with `per_class` hard links to one small picture.
+fn folder(classes: usize, per_class: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for class in 0..classes {
         let class_dir = dir.path().join(format!("train/class-{class:04}"));
         fs::create_dir_all(&class_dir).unwrap();
-        // A file system limits the number of hard links to a file.
+        // Each class has its own, because a file system limits the number of hard links to a file.
         let picture = class_dir.join("000000.png");
         image::RgbImage::from_pixel(6, 4, image::Rgb([9, 80, 200])).save(&picture).unwrap();
-        for number in 1..each {
+        for number in 1..per_class {
             fs::hard_link(&picture, class_dir.join(format!("{number:06}.png"))).unwrap();
         }
     }
@@ -33,8 +33,8 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new(classes: usize, each: usize) -> Self {
-        Self { data: folder(classes, each), cache: tempfile::tempdir().unwrap() }
+    fn new(classes: usize, per_class: usize) -> Self {
+        Self { data: folder(classes, per_class), cache: tempfile::tempdir().unwrap() }
     }
 
     fn store(&self) -> IndexStore {
@@ -93,6 +93,7 @@ fn touch(path: &Path, ahead_secs: u64) {
     file.set_modified(SystemTime::now() + Duration::from_secs(ahead_secs)).unwrap();
 }
 
+/// The number of pictures of the training split, and the split's broken files.
 fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     let train = &catalog.splits[0];
     (train.labels.len(), train.broken.iter().map(ToString::to_string).collect())
@@ -193,24 +194,21 @@ fn moved_or_touched_pictures_are_the_same_dataset() {
     assert_eq!(fingerprint_of(&copy), first);
     touch(&fixture.picture("class-0000/000000.png"), 60);
     assert_eq!(fingerprint_of(&fixture), first);
-    // Other content of the same size.
-    let name = fixture.picture("class-0000/000000.png");
-    let mut bytes = fs::read(&name).unwrap();
-    // Decoders ignore bytes after the picture's end, but the file is another one.
+    // A longer file replaces the hard link. Decoders ignore bytes after the picture's end, but it is another file.
+    let path = fixture.picture("class-0000/000000.png");
+    let mut bytes = fs::read(&path).unwrap();
     bytes.push(0);
-    for (fixture, content) in [(&fixture, &bytes), (&copy, &bytes)] {
-        fs::remove_file(fixture.picture("class-0000/000000.png")).unwrap();
-        fs::write(fixture.picture("class-0000/000000.png"), content).unwrap();
-    }
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, &bytes).unwrap();
     let second = fingerprint_of(&fixture);
     assert_ne!(second, first, "another size");
     *bytes.last_mut().unwrap() = 1;
-    fs::write(&name, &bytes).unwrap();
-    touch(&name, 120);
+    fs::write(&path, &bytes).unwrap();
+    touch(&path, 120);
     let third = fingerprint_of(&fixture);
     assert_eq!(third.picture_bytes, second.picture_bytes);
     assert_ne!(third, second, "other content");
-    fs::rename(&name, fixture.picture("class-0000/another.png")).unwrap();
+    fs::rename(&path, fixture.picture("class-0000/another.png")).unwrap();
     assert_ne!(fingerprint_of(&fixture), third, "another name");
 }
 
@@ -250,7 +248,7 @@ fn shards_are_cached_until_they_change() {
 }
 
 #[test]
-fn machines_that_share_a_cache_have_separate_indexes() {
+fn indexes_in_a_shared_cache_are_separate_and_unused_ones_removed() {
     let fixture = Fixture::new(1, 4);
     if fs::metadata(fixture.data.path()).unwrap().created().is_err() {
         // The file system reports no birth times, so it does not distinguish the folders.
@@ -280,8 +278,8 @@ fn machines_that_share_a_cache_have_separate_indexes() {
     mount(&copies[0]);
     // A dataset may be copied again for each job. Indexes that were not used for a month are removed, so the cache does not
     // fill up.
-    let used = fs::read_dir(fixture.cache.path()).unwrap().map(|entry| entry.unwrap().path());
-    let indexes: Vec<_> = used.filter(|path| path.extension().is_some_and(|e| e == "index")).collect();
+    let files = fs::read_dir(fixture.cache.path()).unwrap().map(|entry| entry.unwrap().path());
+    let indexes: Vec<_> = files.filter(|path| path.extension().is_some_and(|e| e == "index")).collect();
     assert_eq!(indexes.len(), 2);
     for index in &indexes {
         let old = SystemTime::now() - Duration::from_secs(31 * 24 * 3600);

@@ -216,7 +216,7 @@ mod tests {
         all
     }
 
-    /// Breaks two consecutive pictures and the last one, by removing a file and by changing content.
+    /// Breaks two consecutive pictures and the last one: two files are removed, and one is no picture any more.
     fn break_some(dir: &Path) {
         for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
             let path = dir.join("train").join(name);
@@ -278,23 +278,25 @@ mod tests {
     fn each_broken_picture_is_logged_once_and_left_out_of_validation() {
         let dir = folder();
         let source = open(dir.path(), BrokenFiles::Skip, Validation::Fraction(0.5));
-        let counted = || -> usize {
+        let count_validated = || -> usize {
             let batches = source.validation(0, 1, 1, 2).map(|batch| batch.unwrap().labels.len());
             batches.inspect(|count| assert_eq!(*count, 1)).sum()
         };
         let all = source.shape.validation_samples as usize;
-        assert_eq!((counted(), source.take_newly_broken()), (all, (vec![], 0)));
-        let held_out = source.validation(0, 1, 40, 1).next().unwrap().unwrap().indices;
+        assert_eq!((count_validated(), source.take_newly_broken()), (all, (vec![], 0)));
+        let (rank, world_size, batch_size, threads) = (0, 1, 40, 1);
+        let held_out =
+            source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap().indices;
         let index = held_out[7];
         let class = ["cat", "dog"][index as usize / 20];
         fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();
-        assert_eq!(counted(), all - 1);
-        let (news, count) = source.take_newly_broken();
+        assert_eq!(count_validated(), all - 1);
+        let (messages, count) = source.take_newly_broken();
         assert!(
-            count == 1 && news[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
-            "{news:?}"
+            count == 1 && messages[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
+            "{messages:?}"
         );
-        assert_eq!((counted(), source.take_newly_broken()), (all - 1, (vec![], 1)));
+        assert_eq!((count_validated(), source.take_newly_broken()), (all - 1, (vec![], 1)));
     }
 
     #[test]

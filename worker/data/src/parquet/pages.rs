@@ -153,7 +153,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// The beginning of the header of a dictionary page (2) with this size.
+    /// The beginning of the header of a dictionary page (type 2) with this decompressed size in bytes.
     fn header(uncompressed: u32) -> Vec<u8> {
         let mut head = vec![0x15, 4, 0x15];
         let mut value = u64::from(uncompressed) << 1;
@@ -165,10 +165,10 @@ mod tests {
         head
     }
 
-    fn pages(content: &[u8], indexed: bool, gzip: bool, max_bytes: u64) -> Pages {
+    fn pages(content: &[u8], is_indexed: bool, is_gzip: bool, max_bytes: u64) -> Pages {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(content).unwrap();
-        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, max_bytes)
+        Pages::new(Arc::new(Source::new(file, content.len() as u64)), is_indexed, is_gzip, max_bytes)
     }
 
     #[test]
@@ -187,11 +187,12 @@ mod tests {
 
     #[test]
     fn a_page_at_the_size_limit_is_read_and_a_larger_page_is_refused() {
-        for indexed in [false, true] {
+        for is_indexed in [false, true] {
             let read = |size: u32| {
                 let content = [header(size), b"bytes".to_vec()].concat();
-                let pages = pages(&content, indexed, false, 1000);
-                if indexed {
+                let is_gzip = false;
+                let pages = pages(&content, is_indexed, is_gzip, 1000);
+                if is_indexed {
                     return pages.get_bytes(0, content.len()).map(drop);
                 }
                 // Data that looks like a header is not a header.
@@ -215,18 +216,19 @@ mod tests {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();
+        let (is_indexed, is_gzip) = (false, true);
         // The stream by itself, after a gzip header that claims fewer bytes, and after levels and the beginning of another stream.
-        for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
+        for before in [&b""[..], &header(9), b"\x03\x1f\x8b\x08"] {
             let content = [before, &data].concat();
             let read = |max_bytes: u64| {
-                pages(&content, false, true, max_bytes).get_bytes(0, content.len()).map(drop)
+                pages(&content, is_indexed, is_gzip, max_bytes).get_bytes(0, content.len()).map(drop)
             };
-            assert!(read(holds).is_ok());
-            let message = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
+            assert!(read(5000).is_ok());
+            let message = super::super::UnusableFile::from(read(4999).unwrap_err()).detail;
             assert!(message.contains("has a page of 5000 bytes or more"), "{message}");
         }
         let twice = [&data[..], &data].concat();
-        assert!(pages(&twice, false, true, 9999).get_bytes(0, twice.len()).is_err());
-        assert!(pages(&twice, false, true, 10_000).get_bytes(0, twice.len()).is_ok());
+        assert!(pages(&twice, is_indexed, is_gzip, 9999).get_bytes(0, twice.len()).is_err());
+        assert!(pages(&twice, is_indexed, is_gzip, 10_000).get_bytes(0, twice.len()).is_ok());
     }
 }

@@ -199,6 +199,7 @@ fn no_damage_causes_a_panic() {
     read_damaged_files(31);
 }
 
+/// `tests/run` skips this test, except `tests/run full`.
 mod full {
     #[test]
     fn no_damage_at_more_positions_causes_a_panic() {

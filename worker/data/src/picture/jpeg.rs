@@ -324,7 +324,7 @@ mod tests {
     use super::*;
     use crate::{picture::decode::for_hardware, test_catalog::encode};
 
-    /// The head of a file: optionally JFIF, further segments, the frame and the scan.
+    /// The head of a file: the segments `before`, each after its marker; a frame with this marker; tables; a scan of `scan` channels.
     fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {
         let mut bytes = vec![0xff, 0xd8];
         let mut add = |marker: u8, segment: &[u8]| {

@@ -82,10 +82,10 @@ mod tests {
             let whole = encode(format);
             assert!(is_whole(format, &whole), "{format:?}");
             // A video, another picture, a truncated picture, and markers without meaning here.
-            for behind in
+            for trailing in
                 [&b"\0\0\0\x18ftypmp42\xff\xda\0\x0c"[..], &whole, &whole[..whole.len() / 2], b"\xff\xda"]
             {
-                assert!(is_whole(format, &[&whole, behind].concat()), "{format:?}");
+                assert!(is_whole(format, &[&whole, trailing].concat()), "{format:?}");
             }
             for length in 0..whole.len() {
                 assert!(

@@ -26,10 +26,10 @@ fn picture(width: u32, height: u32, number: u32) -> RgbImage {
     })
 }
 
-/// A dataset with `train` and `val`, classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
-fn folder(each: u32) -> TempDir {
+/// A dataset with `train` and `val`, classes `cat` and `a dog`, and pictures of 60 x 40 pixels: `per_class` to train, two to validate.
+fn folder(per_class: u32) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    for (split, count) in [("train", each), ("val", 2)] {
+    for (split, count) in [("train", per_class), ("val", 2)] {
         for (c, class) in (0..).zip(["a dog", "cat"]) {
             let home = dir.path().join(split).join(class);
             fs::create_dir_all(&home).unwrap();
@@ -117,7 +117,7 @@ fn a_copy_is_read_like_its_source() {
                 same_class.map(|(i, (_, pixels))| (distance(pixels), i)).min().expect("a picture is left");
             // Pillow's JPEG of this quality differs by 1.4 on average; the next picture is brighter by 9 in red.
             let mean = f64::from(distance) / f64::from(30 * 20 * 3);
-            assert!(mean < 3.0, "{index} of {} is {mean} from the source's nearest", split.name);
+            assert!(mean < 3.0, "{index} of {} differs by {mean} from the source's nearest", split.name);
             expected.remove(nearest);
         }
     }
@@ -130,12 +130,12 @@ fn a_copy_is_read_like_its_source() {
 fn rows_of_parquet_files_are_copied_in_a_fixed_shuffled_order() {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet/plain");
     let source = open(&from).unwrap();
-    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let prepared = run(&from, one.path(), &small_shards()).unwrap();
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let prepared = run(&from, first.path(), &small_shards()).unwrap();
     assert!(prepared.shards > 1 && prepared.splits == [("train".into(), 160)], "{prepared:?}");
-    run(&from, two.path(), &small_shards()).unwrap();
-    assert!(files_of(one.path()) == files_of(two.path()));
-    let copy = open(one.path()).unwrap();
+    run(&from, second.path(), &small_shards()).unwrap();
+    assert!(files_of(first.path()) == files_of(second.path()));
+    let copy = open(first.path()).unwrap();
     // The classes and colours of all pictures, sorted.
     let all = |catalog: &Catalog| {
         let listing = listing(&catalog.splits[0]);
@@ -299,15 +299,15 @@ fn a_lost_disk_is_not_reported_as_broken_pictures() {
 #[test]
 fn temporarily_unreadable_pictures_are_not_omitted_from_copies() {
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
-    let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
-    fs::rename(&odd, &kept).unwrap();
+    let (picture, moved) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
+    fs::rename(&picture, &moved).unwrap();
     // Reading the first byte is an input/output error.
-    std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
+    std::os::unix::fs::symlink("/proc/self/mem", &picture).unwrap();
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..small_shards() };
     let message = prepare_error(from.path(), to.path(), &skip);
     assert!(message.contains("003.png cannot be read: Input/output error"), "{message}");
     assert!(files_of(to.path()).is_empty());
-    fs::rename(&kept, &odd).unwrap();
+    fs::rename(&moved, &picture).unwrap();
     let prepared = run(from.path(), to.path(), &skip).unwrap();
     assert_eq!((prepared.splits[0].1, prepared.broken.len()), (20, 0));
 }
@@ -317,14 +317,14 @@ fn impossible_copies_are_refused_before_writing() {
     let home = tempfile::tempdir().unwrap();
     let to = home.path().join("copy");
     let from = folder(1);
-    for (side, works) in [(15, false), (16, true), (4096, true), (4097, false)] {
+    for (side, is_allowed) in [(15, false), (16, true), (4096, true), (4097, false)] {
         let result = run(from.path(), &to, &settings(side));
-        assert_eq!(result.is_ok(), works, "{side}: {result:?}");
+        assert_eq!(result.is_ok(), is_allowed, "{side}: {result:?}");
         let _ = fs::remove_dir_all(&to);
     }
-    for (quality, works) in [(0, false), (1, true), (100, true), (101, false)] {
+    for (quality, is_allowed) in [(0, false), (1, true), (100, true), (101, false)] {
         let result = run(from.path(), &to, &PrepareSettings { quality, ..settings(16) });
-        assert_eq!(result.is_ok(), works, "{quality}: {result:?}");
+        assert_eq!(result.is_ok(), is_allowed, "{quality}: {result:?}");
         let _ = fs::remove_dir_all(&to);
     }
     fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
@@ -341,9 +341,9 @@ fn impossible_copies_are_refused_before_writing() {
     assert!(prepare_error(&bundled, &to, &settings(16)).contains("train on it directly"));
     assert!(!to.exists());
     // The longest side that JPEG supports, and one pixel more.
-    for (length, works) in [(65_535, true), (65_536, false)] {
+    for (length, is_allowed) in [(65_535, true), (65_536, false)] {
         let bytes = encode(&RgbImage::new(length, 2), ImageFormat::Bmp);
         let prepared = Encoder::new(&settings(16)).convert(bytes);
-        assert_eq!(prepared.is_ok(), works, "{prepared:?}");
+        assert_eq!(prepared.is_ok(), is_allowed, "{prepared:?}");
     }
 }

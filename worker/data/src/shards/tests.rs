@@ -148,19 +148,19 @@ fn lengths_of_member_and_class_names_are_limited() {
         assert_eq!(message.contains("a.cls that is empty, not text, or too long"), refused, "{message}");
     }
     // A class member and a description member, of the maximum length and one byte longer.
-    let (class, about) =
+    let (class_error, description_error) =
         ("a.cls that is empty, not text, or too long", "b.json that is not a JSON object, or too long");
-    for (excess, unread) in [(0, &[][..]), (1, &[class, about])] {
+    for (excess, errors) in [(0, &[][..]), (1, &[class_error, description_error])] {
         let padded =
             |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + excess - text.len()]].concat();
-        let (one, other) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
-        let both: [(&str, &[u8]); 4] =
-            [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];
+        let (class, description) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
+        let members: [(&str, &[u8]); 4] =
+            [("a.png", &png), ("a.cls", &class), ("b.png", &png), ("b.json", &description)];
         let dir = tempfile::tempdir().unwrap();
-        write(&dir.path().join("train.tar"), &[&both[..], &[("c.png", &png), ("c.cls", b"0")]].concat());
+        write(&dir.path().join("train.tar"), &[&members[..], &[("c.png", &png), ("c.cls", b"0")]].concat());
         let messages = broken(&open(dir.path()).unwrap());
-        assert_eq!(messages.len(), unread.len(), "{messages:?}");
-        assert!(messages.iter().zip(unread).all(|(text, why)| text.contains(why)), "{messages:?}");
+        assert_eq!(messages.len(), errors.len(), "{messages:?}");
+        assert!(messages.iter().zip(errors).all(|(text, why)| text.contains(why)), "{messages:?}");
     }
 }
 
@@ -334,10 +334,10 @@ fn negative_labels_outside_the_training_split_mean_unlabelled() {
 fn data_after_the_end_of_a_tar_file_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let shard = dir.path().join("train.tar");
-    let one = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
-    fs::write(&shard, [&one[..], &[0; 1 << 16][..]].concat()).unwrap();
+    let whole = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
+    fs::write(&shard, [&whole[..], &[0; 1 << 16][..]].concat()).unwrap();
     assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new(), "zeros are no data");
-    fs::write(&shard, [&one[..], &one[..]].concat()).unwrap();
+    fs::write(&shard, [&whole[..], &whole[..]].concat()).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 6);
     let message = broken(&catalog).join("\n");

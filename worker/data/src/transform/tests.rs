@@ -54,7 +54,7 @@ fn largest_difference(a: &[u8], b: &[u8]) -> u8 {
 
 #[test]
 fn crops_and_resizes_match_torchvision() {
-    let (mut values, mut apart, mut seen) = (0, 0, 0);
+    let (mut values, mut far_values, mut seen) = (0, 0, 0);
     for case in cases().iter().filter(|case| case.op.is_empty()) {
         let (source, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
         let picture = source.view();
@@ -69,9 +69,9 @@ fn crops_and_resizes_match_torchvision() {
         assert!(far * 100 <= actual.len(), "{} of {}: {far} of {} values", case.file, case.of, actual.len());
         seen += 1;
         values += actual.len();
-        apart += far;
+        far_values += far;
     }
-    assert!(seen >= 17 && apart * 1000 <= values, "{apart} of {values} values are more than 1 apart");
+    assert!(seen >= 17 && far_values * 1000 <= values, "{far_values} of {values} differ by more than 1");
 }
 
 #[test]
@@ -98,8 +98,8 @@ fn operations_match_torchvision() {
         };
         let (mut actual, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
         op.apply(&mut actual.pixels, case.side as usize, actual.channels as usize, &mut vec![7; 3]);
-        let apart = largest_difference(&actual.pixels, &expected.pixels);
-        assert!(apart == 0, "{name} {m} of {}: up to {apart} apart ({})", case.of, case.file);
+        let difference = largest_difference(&actual.pixels, &expected.pixels);
+        assert!(difference == 0, "{name} {m} of {}: up to {difference} off ({})", case.of, case.file);
         names.insert(name);
     }
     assert_eq!(names.len(), 14);

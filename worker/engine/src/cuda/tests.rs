@@ -201,6 +201,18 @@ struct Differences {
     name: String,
 }
 
+impl Differences {
+    /// Fails unless the gradient differs by less than `gradient_bound`, and all other values by less than `bound`.
+    #[track_caller]
+    fn check(&self, case: &str, bound: f64, gradient_bound: f64) {
+        let Self { logits, loss, gradient, statistics, name } = self;
+        assert!(
+            *logits < bound && *loss < bound && *statistics < bound && *gradient < gradient_bound,
+            "{case}: logits {logits:.1e}, loss {loss:.1e}, statistics {statistics:.1e}, gradient of {name} {gradient:.1e}"
+        );
+    }
+}
+
 fn compare_one_step(
     network: &Arc<Network>,
     batch_size: usize,
@@ -280,9 +292,7 @@ impl CpuStep {
 fn gpu_operations_in_float32_match_the_cpu_engine() {
     for network in operations() {
         for draw in 0..3 {
-            let apart = compare_one_step(&network, 32, Precision::Fp32, draw);
-            assert!(apart.logits < 1e-4 && apart.loss < 1e-4 && apart.statistics < 1e-4, "{}", network.arch);
-            assert!(apart.gradient < 1e-4, "{}: {} is {} apart", network.arch, apart.name, apart.gradient);
+            compare_one_step(&network, 32, Precision::Fp32, draw).check(&network.arch, 1e-4, 1e-4);
         }
     }
 }
@@ -295,16 +305,8 @@ fn gpu_operations_in_16_bits_are_close_to_the_cpu_engine() {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
             for draw in 0..10 {
-                let apart = compare_one_step(&network, 32, precision, draw);
-                assert!(apart.logits < forward && apart.loss < forward, "{precision:?} {}", network.arch);
-                assert!(apart.statistics < forward, "{precision:?} {}", network.arch);
-                assert!(
-                    apart.gradient < gradient,
-                    "{}: {} is {} apart",
-                    network.arch,
-                    apart.name,
-                    apart.gradient
-                );
+                let differences = compare_one_step(&network, 32, precision, draw);
+                differences.check(&format!("{precision:?} {}", network.arch), forward, gradient);
             }
         }
     }
@@ -343,17 +345,11 @@ fn gpu_a_step_in_float32_matches_the_cpu_engine() {
         (Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 16),
         (Arch::WideResNet50_2, Stem::Imagenet, 64, 16),
     ] {
-        let apart = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
-        assert!(apart.logits < 1e-4 && apart.loss < 1e-4 && apart.statistics < 1e-4, "{arch:?}");
+        let differences = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
         // A single ReLU of millions with another sign is visible in a small tensor. With ResNet-50's default initialisation
         // there are many: PyTorch's float32 gradients differ from its float64 gradients by up to 3e-2.
         let bound = if matches!(arch, Arch::ResNet18 | Arch::ResNet20) { 1e-2 } else { 4e-2 };
-        assert!(
-            apart.gradient < bound,
-            "{arch:?}: the gradient of {} is {} apart",
-            apart.name,
-            apart.gradient
-        );
+        differences.check(&format!("{arch:?}"), 1e-4, bound);
     }
 }
 
@@ -364,11 +360,11 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
     let config = EngineConfig { accumulate: 3, ..config(16) };
     let batches: Vec<Batch> =
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
-    let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+    let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
         // Two full micro-batches; two full and a ragged micro-batch; only the ragged micro-batch; again two full and a ragged one.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
-        let (expected, actual) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
+        let (expected, actual) = (cpu.train_step(part, 0.02).unwrap(), gpu.train_step(part, 0.02).unwrap());
         assert_eq!((actual.samples, actual.correct), (expected.samples, expected.correct), "step {step}");
         assert!(
             (actual.loss - expected.loss).abs() < 1e-3 * expected.loss,
@@ -380,10 +376,10 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         );
     }
     let start = initial(&network);
-    let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-    assert!(distance < 1e-2, "weights are {distance} of their change apart");
-    let many = pictures(&network, 40, 9);
-    let (expected, actual) = (a.eval_step(&many).unwrap(), b.eval_step(&many).unwrap());
+    let distance = relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &start);
+    assert!(distance < 1e-2, "weights differ by {distance} of their change");
+    let validation = pictures(&network, 40, 9);
+    let (expected, actual) = (cpu.eval_step(&validation).unwrap(), gpu.eval_step(&validation).unwrap());
     eprintln!("evaluation {actual:?} / {expected:?}");
     assert!(
         actual.samples == 40 && actual.correct.abs_diff(expected.correct) <= 1,
@@ -414,12 +410,12 @@ fn gpu_a_margin_matches_the_cpu_engine() {
         };
         let batches: Vec<Batch> =
             [16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
-        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, precision));
+        let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
         let is_exact = precision == Precision::Fp32;
         let (loss_bound, bound) = if is_exact { (1e-5, 1e-3) } else { (2e-2, 0.5) };
         for step in 0..4 {
             let [expected, actual] =
-                [&mut a, &mut b].map(|engine| engine.train_step(&batches, 0.002).unwrap());
+                [&mut cpu, &mut gpu].map(|engine| engine.train_step(&batches, 0.002).unwrap());
             assert!(
                 (actual.loss - expected.loss).abs() < loss_bound * expected.loss,
                 "{kind:?} {step}: {actual:?} / {expected:?}"
@@ -430,13 +426,13 @@ fn gpu_a_margin_matches_the_cpu_engine() {
             );
         }
         let distance =
-            relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
-        assert!(distance < bound, "{kind:?} {precision:?}: weights are {distance} of their change apart");
-        let (expected, actual) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
+            relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &initial(&network));
+        assert!(distance < bound, "{kind:?} {precision:?}: weights differ by {distance} of their change");
+        let (expected, actual) = (cpu.predict(&batches[0]).unwrap(), gpu.predict(&batches[0]).unwrap());
         let logits = (difference(&actual, &expected) / square(&expected)).sqrt();
         assert!(
             logits < bound && expected.iter().all(|v| v.abs() <= 8.001),
-            "{kind:?} {precision:?}: {logits}"
+            "{kind:?} {precision:?}: logits differ by {logits}"
         );
     }
 }
@@ -452,11 +448,12 @@ fn gpu_state_goes_to_the_cpu_engine_and_back() {
     cpu.set_parameters(&weights).unwrap();
     cpu.set_optimizer_state(&momentum).unwrap();
     assert!(cpu.parameters().unwrap() == weights && cpu.optimizer_state().unwrap() == momentum);
-    let mut other = cuda(&network, &config, Precision::Fp32);
-    other.set_parameters(&weights).unwrap();
-    other.set_optimizer_state(&momentum).unwrap();
+    let mut restored = cuda(&network, &config, Precision::Fp32);
+    restored.set_parameters(&weights).unwrap();
+    restored.set_optimizer_state(&momentum).unwrap();
     let batch = pictures(&network, 8, 7);
-    let (a, b) = (gpu.train_step(std::slice::from_ref(&batch), 0.05), other.train_step(&[batch], 0.05));
-    assert_eq!(a.unwrap().loss, b.unwrap().loss);
-    assert!(gpu.parameters().unwrap() == other.parameters().unwrap(), "continuing is exact");
+    let [continued, resumed] = [&mut gpu, &mut restored]
+        .map(|engine| engine.train_step(std::slice::from_ref(&batch), 0.05).unwrap());
+    assert_eq!(continued.loss, resumed.loss);
+    assert!(gpu.parameters().unwrap() == restored.parameters().unwrap(), "continuing is exact");
 }

@@ -15,8 +15,8 @@ fn build(arch: Arch, stem: Stem, side: usize) -> Network {
     resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap()
 }
 
-fn count(ops: &[FusedOp], is: impl Fn(&FusedOp) -> bool) -> usize {
-    ops.iter().filter(|op| is(op)).count()
+fn count(ops: &[FusedOp], predicate: impl Fn(&FusedOp) -> bool) -> usize {
+    ops.iter().filter(|op| predicate(op)).count()
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn every_tensor_is_written_before_it_is_read() {
     for net in nets {
         for bits in 0..64u32 {
             let has = |bit: u32| bits >> bit & 1 == 1;
-            let can = Capabilities {
+            let capabilities = Capabilities {
                 norm_add_relu: has(0),
                 shortcut_norm: has(1),
                 norm_max_pool: has(2),
@@ -93,26 +93,25 @@ fn every_tensor_is_written_before_it_is_read() {
                 one_sum_buffer: has(4),
                 wgmma: has(5),
             };
-            let ops = fuse(&net, &can);
+            let ops = fuse(&net, &capabilities);
             let mut computed = vec![net.input()];
             for op in &ops {
                 for tensor in op.reads() {
-                    assert!(computed.contains(&tensor), "{}: {op} with {can:?}", net.arch);
+                    assert!(computed.contains(&tensor), "{}: {op} with {capabilities:?}", net.arch);
                 }
                 if !matches!(op, FusedOp::Norm(Norm { forward: NormForward::InShortcut, .. })) {
                     computed.push(op.output());
                 }
             }
-            assert!(computed.contains(&net.logits()), "{} with {can:?}", net.arch);
+            assert!(computed.contains(&net.logits()), "{} with {capabilities:?}", net.arch);
         }
     }
 }
 
 #[test]
 fn fusion_across_convolutions_requires_matching_shapes() {
-    // The expanding and reducing convolutions of the first stage, and the dgrads of the first convolutions of blocks 1 and 2
-    // of the first stage (64 outputs), 1 to 3 of the second (128) and 1 to 5 of the third (256).
     let ops = fuse(&build(Arch::ResNet50, Stem::Imagenet, 224), &ALL);
+    // The expanding and reducing convolutions of the first stage.
     let forward = |is: fn(&ConvForward) -> bool| {
         count(&ops, |op| matches!(op, FusedOp::Conv(conv) if is(&conv.forward)))
     };
@@ -122,7 +121,8 @@ fn fusion_across_convolutions_requires_matching_shapes() {
     let dgrads = |ops: &[FusedOp]| {
         count(ops, |op| matches!(op, FusedOp::Conv(conv) if conv.backward == ConvBackward::DgradInNorm))
     };
-    // Also the dgrads of the first blocks of stages 2 and 3, whose projections have a stride.
+    // Of the first convolutions of blocks: 1 and 2 of the first stage (64 outputs), 1 to 3 of the second (128), 1 to 5 of the
+    // third (256), and the first blocks of stages 2 and 3, whose projections have a stride.
     assert_eq!(dgrads(&ops), 2 + 4 + 6);
     // ResNeXt's convolutions are twice as wide.
     let ops = fuse(&build(Arch::ResNeXt50_32x4d, Stem::Imagenet, 224), &ALL);

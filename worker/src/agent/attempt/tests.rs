@@ -38,6 +38,7 @@ fn fixture(ranks: u32, script: &str) -> Fixture {
         program,
         lease: Arc::new(Lease::new(Fence::open(dir.path()).unwrap())),
         fence: dir.path().join("lease"),
+        // The check before the start passes.
         check: |_, _, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
         remote: Arc::new(crate::agent::test_server::remote("http://127.0.0.1:1")),
@@ -355,7 +356,7 @@ fn fingerprint_reply() -> String {
     serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found })).unwrap()
 }
 
-/// Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
+/// `toy` is the third backend. Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
     use crate::toy;

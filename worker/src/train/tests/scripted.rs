@@ -28,7 +28,7 @@ pub(super) struct Scripted {
     /// The rank in the group.
     pub(super) replica: u32,
     /// How many times the weights were copied from the engine.
-    pub(super) copied: Arc<AtomicU32>,
+    pub(super) copies: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
     pub(super) on_evaluation: Box<dyn FnMut() + Send>,
 }
@@ -77,7 +77,7 @@ impl Engine for Scripted {
         Ok(Vec::new())
     }
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        self.copied.fetch_add(1, Ordering::Relaxed);
+        self.copies.fetch_add(1, Ordering::Relaxed);
         Ok(self.weights.clone())
     }
     fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {

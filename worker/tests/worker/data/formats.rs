@@ -49,6 +49,7 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
     assert_eq!(inspect(dir.path()).expect("readable").broken_count, 1);
 
     let mut wrong = whole.clone();
+    // The label of the second record.
     wrong[3073] = 11;
     fs::write(inner.join("data_batch_2.bin"), wrong).expect("writes");
     assert_contains(&open_error(dir.path(), &DataSpec::default()), &["record 1 has label 11", "0 to 9"]);
@@ -184,7 +185,8 @@ fn usual_names_of_splits_are_recognised_in_any_case() {
 
 #[test]
 fn class_folders_without_a_split_are_training_pictures() {
-    let plain = |others: &[&str]| {
+    // Two class folders, and these empty files beside them.
+    let write_with = |others: &[&str]| {
         let dir = TempDir::new().expect("a folder");
         write_folder(dir.path(), ".", &["cat", "dog"], 30, &[28]);
         for other in others {
@@ -195,7 +197,7 @@ fn class_folders_without_a_split_are_training_pictures() {
         dir
     };
     // Files beside the class folders, and the expected error.
-    for (others, wrong) in [
+    for (others, expected_error) in [
         (&[][..], None),
         (&["README.md", "lockstep.toml", "lockstep-data/lockstep.db", ".cache/1.jpg"], None),
         (&["notes/about.txt"], Some("notes has no picture: add pictures")),
@@ -206,9 +208,9 @@ fn class_folders_without_a_split_are_training_pictures() {
             ),
         ),
     ] {
-        let dir = plain(others);
+        let dir = write_with(others);
         let found = inspect(dir.path());
-        let Some(wrong) = wrong else {
+        let Some(expected_error) = expected_error else {
             let info = found.expect("readable");
             let splits: Vec<_> =
                 info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
@@ -225,9 +227,9 @@ fn class_folders_without_a_split_are_training_pictures() {
             assert!(shape.validation_samples > 0, "{others:?}");
             continue;
         };
-        assert_contains(&found.expect_err("no dataset").to_string(), &[wrong]);
+        assert_contains(&found.expect_err("no dataset").to_string(), &[expected_error]);
     }
-    let dir = plain(&["loose.jpg"]);
+    let dir = write_with(&["loose.jpg"]);
     let info = inspect(dir.path()).expect("readable");
     assert_contains(&info.broken[0].detail, &["is not in a class folder; move it into one"]);
 }
@@ -271,7 +273,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         assert_contains(&message, &["holds no known dataset", advice]);
         assert!(!message.contains("ln -s"), "training would use the validation pictures: {message}");
     }
-    // A class folder in place of its dataset's folder, with and without a split.
+    // The folder of a class instead of the dataset's folder, with and without a split.
     let dir = TempDir::new().expect("a folder");
     let pets = dir.path().join("pets");
     for split in ["", "train"] {
@@ -346,9 +348,9 @@ fn errors_for_missing_datasets_say_what_was_expected() {
     assert_contains(&inspect_error(), &["has one class, \"cat\": there is nothing to tell apart"]);
     write_folder(path, "test", &["dog"], 2, &[28]);
     assert_contains(&inspect_error(), &["test/dog", "training split does not have"]);
-    let alone = TempDir::new().expect("a folder");
-    write_folder(alone.path(), "", &["cat"], 2, &[28]);
-    let error = inspect(alone.path()).expect_err("no dataset").to_string();
+    let one_class = TempDir::new().expect("a folder");
+    write_folder(one_class.path(), "", &["cat"], 2, &[28]);
+    let error = inspect(one_class.path()).expect_err("no dataset").to_string();
     assert_contains(&error, &["has one class, \"cat\": there is nothing to tell apart"]);
 }
 
@@ -401,7 +403,7 @@ fn damaged_idx_files_are_named() {
 }
 
 #[test]
-fn idx_files_may_be_gzipped_and_splits_must_match() {
+fn idx_files_may_be_unpacked_and_splits_have_one_picture_size() {
     let dir = TempDir::new().expect("a folder");
     for entry in fs::read_dir(bundled()).expect("readable") {
         let path = entry.expect("readable").path();
@@ -466,17 +468,4 @@ fn larger_pictures_are_scaled_and_other_folders_ignored() {
         &open_error(dir.path(), &DataSpec { image_size: None, ..spec }),
         &["300 x 100", "data.image_size"],
     );
-}
-
-#[test]
-fn trailing_data_does_not_make_a_picture_broken() {
-    let dir = TempDir::new().expect("a folder");
-    write_folder(dir.path(), "train", &["cat", "dog"], 2, &[32]);
-    for name in ["0000.png", "0001.jpg"] {
-        let path = dir.path().join("train/cat").join(name);
-        let mut bytes = fs::read(&path).expect("readable");
-        bytes.extend([0xff; 300]);
-        fs::write(&path, bytes).expect("writes");
-    }
-    assert_eq!(inspect(dir.path()).expect("readable").broken, []);
 }

@@ -60,8 +60,8 @@ fn each_picture_of_a_step_is_mixed_with_its_cyclic_predecessor() {
     let (mut blended, mut cut) = (0, 0);
     for (plain, mixed) in plain.iter().zip(&mixed) {
         assert_eq!((&plain.labels, &plain.indices), (&mixed.labels, &mixed.indices));
-        let others: Vec<u32> = (0..64).map(|i| plain.labels[(i + 63) % 64]).collect();
-        assert_eq!(mixed.mixed_labels, others);
+        let predecessors: Vec<u32> = (0..64).map(|i| plain.labels[(i + 63) % 64]).collect();
+        assert_eq!(mixed.mixed_labels, predecessors);
         let lambda = mixed.lambda;
         assert!((0.0..=1.0).contains(&lambda), "{lambda}");
         let picture = |i: usize| &plain.images[i % 64 * size..][..size];
@@ -70,8 +70,8 @@ fn each_picture_of_a_step_is_mixed_with_its_cyclic_predecessor() {
                 .flat_map(|i| picture(i).iter().zip(picture(i + 63)).zip(&mixed.images[i * size..][..size]))
         };
         let is_blend =
-            all().all(|((own, other), v)| (own * lambda + other * (1.0 - lambda) - v).abs() < 1e-5);
-        let is_cut = all().all(|((own, other), v)| v == own || v == other);
+            all().all(|((own, before), v)| (own * lambda + before * (1.0 - lambda) - v).abs() < 1e-5);
+        let is_cut = all().all(|((own, before), v)| v == own || v == before);
         assert!(is_blend || is_cut, "lambda {lambda}");
         blended += usize::from(is_blend && !is_cut);
         cut += usize::from(is_cut && !is_blend);
@@ -107,12 +107,12 @@ fn validation_pictures_are_never_mixed() {
 fn an_engine_with_resident_pictures_can_mix_them() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
-    let mut drawn = open_mixed(&spec);
-    assert!(drawn.resident().is_some());
-    assert!(drawn.is_prepared_each_step(), "CPU cores mix the pictures");
-    drawn.set_format(BatchFormat::AugmentParams);
-    assert!(!drawn.is_prepared_each_step(), "no picture is prepared on the host");
-    let (size, draws, pictures) = (28 * 28, augment_params(&spec), augmented_pictures(&plain));
+    let mut resident = open_mixed(&spec);
+    assert!(resident.resident().is_some());
+    assert!(resident.is_prepared_each_step(), "CPU cores mix the pictures");
+    resident.set_format(BatchFormat::AugmentParams);
+    assert!(!resident.is_prepared_each_step(), "no picture is prepared on the host");
+    let (size, params_by_index, pictures) = (28 * 28, augment_params(&spec), augmented_pictures(&plain));
     for (world_size, accumulate) in [(1, 1), (2, 2)] {
         for rank in 0..world_size {
             let plan = EpochPlan {
@@ -124,7 +124,7 @@ fn an_engine_with_resident_pictures_can_mix_them() {
             };
             let source = open_mixed(&spec);
             let expected = batches(&source, plan);
-            for (number, (batch, expected)) in batches(&drawn, plan).iter().zip(&expected).enumerate() {
+            for (number, (batch, expected)) in batches(&resident, plan).iter().zip(&expected).enumerate() {
                 assert!(batch.images.is_empty() && batch.bytes.is_empty());
                 assert_eq!((&batch.labels, &batch.indices), (&expected.labels, &expected.indices));
                 assert_eq!((&batch.mixed_labels, batch.lambda), (&expected.mixed_labels, expected.lambda));
@@ -132,27 +132,27 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 let params = batch.mix_params.clone().expect("mixed");
                 let MixParams { mix, previous_index, previous_params } = params;
                 assert_eq!(mix.lambda, batch.lambda);
-                let given = batch
+                let all_params = batch
                     .indices
                     .iter()
                     .zip(&batch.augment_params)
                     .chain([(&previous_index, &previous_params)]);
-                for (index, draw) in given {
-                    assert_eq!(draws[index], *draw, "picture {index}");
+                for (index, params) in all_params {
+                    assert_eq!(params_by_index[index], *params, "picture {index}");
                 }
-                let mut before = previous_index;
+                let mut predecessor = previous_index;
                 for (index, expected) in batch.indices.iter().zip(expected.images.chunks_exact(size)) {
-                    for (place, expected) in expected.iter().enumerate() {
-                        let (y, x) = (place / 28, place % 28);
-                        let [own, other] = [index, &before].map(|index| pictures[index][place]);
+                    for (pixel, expected) in expected.iter().enumerate() {
+                        let (y, x) = (pixel / 28, pixel % 28);
+                        let [own, before] = [index, &predecessor].map(|index| pictures[index][pixel]);
                         let value = match &mix.cut {
-                            Some([rows, columns]) if rows.contains(&y) && columns.contains(&x) => other,
+                            Some([rows, columns]) if rows.contains(&y) && columns.contains(&x) => before,
                             Some(_) => own,
-                            None => own * mix.lambda + other * (1.0 - mix.lambda),
+                            None => own * mix.lambda + before * (1.0 - mix.lambda),
                         };
                         assert_eq!(value, *expected, "batch {number}, picture {index}, {y} {x}");
                     }
-                    before = *index;
+                    predecessor = *index;
                 }
             }
         }

@@ -163,7 +163,7 @@ fn validation_reads_every_picture_once_without_augmentation() {
     let seen: Vec<u64> = shares.iter().flatten().flat_map(|b| b.indices.clone()).collect();
     assert_eq!(seen, (0..1000).collect::<Vec<_>>());
     let mean = shares.iter().flatten().flat_map(|b| &b.images).sum::<f32>() / (1000.0 * 784.0);
-    assert!(mean.abs() < 0.05, "normalised pictures have a mean near 0, this is {mean}");
+    assert!(mean.abs() < 0.05, "normalised pictures have a mean near 0, not {mean}");
 }
 
 #[test]
@@ -204,10 +204,11 @@ fn padding_wider_than_the_picture_is_refused() {
 }
 
 #[test]
-fn batches_come_in_order_from_any_number_of_threads_and_a_dropped_epoch_ends_them() {
+fn batches_keep_their_order_with_any_threads_and_epochs_can_be_dropped() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 9).expect("opens");
     let one = batches(&source, EpochPlan { threads: 1, ..plan(0, 1) });
     assert!(one == batches(&source, EpochPlan { threads: 5, ..plan(0, 1) }));
+    // Dropped before its end, while threads prepare further batches.
     let mut epoch = source.epoch(EpochPlan { threads: 3, ..plan(0, 1) });
     assert!(epoch.next().expect("a batch").expect("readable") == one[0]);
 }

@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde_json::json;
 use std::{fs, path::Path};
 
+/// Results of `looking` in `make_fixtures.py` for `count` grey pictures of `side` x `side` pixels.
 #[derive(Deserialize)]
 struct Expected {
     count: usize,
@@ -51,7 +52,7 @@ fn spec(fixture: &Expected) -> JobSpec {
     }
 }
 
-/// Writes the model of `fill` and `looking` in `make_fixtures.py` as in a checkpoint.
+/// Writes the file `model.safetensors` of a checkpoint, with the weights of `fill` and `looking` in `make_fixtures.py`.
 fn write_model(folder: &Path, fixture: &Expected) {
     write_changed_model(folder, fixture, same_metadata, same_values);
 }
@@ -161,7 +162,7 @@ fn predictions_match_pytorch_to_four_digits() {
 #[test]
 fn predictions_with_a_margin_use_cosines() {
     let fixture = expected();
-    let predicted = |kind: LossKind, is_changed: bool| {
+    let predict = |kind: LossKind, has_other_lengths: bool| {
         let dir = tempfile::tempdir().unwrap();
         let loss = LossSpec { kind, ..LossSpec::default() };
         let change_metadata = |metadata: &mut serde_json::Value| {
@@ -169,21 +170,21 @@ fn predictions_with_a_margin_use_cosines() {
                 serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&fixture) }).unwrap().into();
         };
         let change_values = |name: &str, values: &mut Vec<f32>| match name {
-            "fc.weight" if is_changed => {
+            "fc.weight" if has_other_lengths => {
                 values.iter_mut().enumerate().for_each(|(at, v)| *v *= (2 << (at / 64)) as f32)
             }
-            "fc.bias" if is_changed => values.fill(7.0),
+            "fc.bias" if has_other_lengths => values.fill(7.0),
             _ => {}
         };
         write_changed_model(dir.path(), &fixture, change_metadata, change_values);
         let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&fixture, 0))]).unwrap();
-        let of_classes = found[0].classes.iter();
-        of_classes.map(|one| (one.class.clone(), one.probability)).collect::<Vec<_>>()
+        let predictions = found[0].classes.iter();
+        predictions.map(|predicted| (predicted.class.clone(), predicted.probability)).collect::<Vec<_>>()
     };
-    let arcface = predicted(LossKind::ArcFace, false);
-    assert_eq!(predicted(LossKind::ArcFace, true), arcface);
-    assert_eq!(predicted(LossKind::CosFace, false), arcface, "predictions have no margin");
-    assert!(predicted(LossKind::Softmax, false) != arcface);
+    let arcface = predict(LossKind::ArcFace, false);
+    assert_eq!(predict(LossKind::ArcFace, true), arcface);
+    assert_eq!(predict(LossKind::CosFace, false), arcface, "predictions have no margin");
+    assert!(predict(LossKind::Softmax, false) != arcface);
 }
 
 #[test]
@@ -286,10 +287,10 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
     write_dataset(dir.path(), &fixture);
     let reference = evaluate(dir.path(), spec(&fixture)).unwrap();
     // As after a fork of the job to another size, without its own normalisation.
-    let mut other = spec(&fixture);
-    other.data.image_size = Some(64.into());
-    (other.data.mean, other.data.std) = (None, None);
-    let found = evaluate(dir.path(), other).unwrap();
+    let mut forked = spec(&fixture);
+    forked.data.image_size = Some(64.into());
+    (forked.data.mean, forked.data.std) = (None, None);
+    let found = evaluate(dir.path(), forked).unwrap();
     assert_eq!((found.confusion, found.loss), (reference.confusion, reference.loss));
 
     let write_names = |order: &[usize]| {
@@ -339,6 +340,7 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
     let pictures =
         || (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     let found = inspect::embed(dir.path(), pictures()).unwrap();
+    // Scaled as in `weights` (by 1 / sqrt(64)) and in `write_model`.
     let weight: Vec<f32> =
         synthetic::values("resnet20.fc.weight", 640).iter().map(|v| v * ((1.0 / 8.0) * 512.0)).collect();
     for (prediction, expected) in found.iter().zip(&fixture.probabilities) {

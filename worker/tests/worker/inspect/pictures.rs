@@ -70,17 +70,17 @@ fn samples(path: &Path, pick: Pick) -> Samples {
 fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+    let path_of = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["root", "root/set", "root/other", "outside"] {
-        std::fs::create_dir(at(folder)).unwrap();
+        std::fs::create_dir(path_of(folder)).unwrap();
     }
     for folder in ["root/set", "root/other", "outside"] {
-        write_dataset(&at(folder), &fixture);
+        write_dataset(&path_of(folder), &fixture);
     }
     write_model(dir.path(), &fixture);
-    let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
+    let allowed = AllowedFolders { below: vec![path_of("root").display().to_string()], except: Vec::new() };
     let ask = |path: &str| {
-        let (path, allowed) = (at(path).display().to_string(), Some(allowed.clone()));
+        let (path, allowed) = (path_of(path).display().to_string(), Some(allowed.clone()));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
         let evaluation = EvaluateModel {
             model: dir.path().display().to_string(),
@@ -97,13 +97,13 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         .map(inspect::answer)
     };
     assert!(ask("root/set").iter().all(Result::is_ok));
-    // Like a dataset that was registered before folders were restricted. No part of its path is a link.
+    // A dataset that was registered before folders were restricted can be read, because no part of its path is a link.
     assert_eq!(ask("outside").map(|response| response.is_ok()), [false, true, true]);
-    std::fs::remove_dir_all(at("root/set")).unwrap();
-    symlink(at("root/other"), at("root/set")).unwrap();
+    std::fs::remove_dir_all(path_of("root/set")).unwrap();
+    symlink(path_of("root/other"), path_of("root/set")).unwrap();
     assert!(ask("root/set").iter().all(Result::is_ok), "the link stays below the root");
-    std::fs::remove_file(at("root/set")).unwrap();
-    symlink(at("outside"), at("root/set")).unwrap();
+    std::fs::remove_file(path_of("root/set")).unwrap();
+    symlink(path_of("outside"), path_of("root/set")).unwrap();
     for response in ask("root/set") {
         let why = response.unwrap_err();
         assert!(why.contains("root/set, or where its links lead, is not below"), "{why}");
@@ -161,10 +161,10 @@ fn pictures_are_shown_stored_and_augmented() {
     assert_eq!(versions.samples.len(), 5);
     assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
     assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "equal in each call");
-    let end = versions.total;
+    let total = versions.total;
     let last: Vec<_> =
-        seen_at(vec![end - 1, end], vec![0, 1]).samples.iter().map(|s| (s.index, s.epoch)).collect();
-    assert_eq!(last, [(end - 1, Some(0)), (end - 1, Some(1))], "the last page is shorter");
+        seen_at(vec![total - 1, total], vec![0, 1]).samples.iter().map(|s| (s.index, s.epoch)).collect();
+    assert_eq!(last, [(total - 1, Some(0)), (total - 1, Some(1))], "the last page is shorter");
     let wrong = Pick::Stored { split: "test2".into(), class: None, shuffle: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
     assert!(

@@ -18,15 +18,16 @@ fn class_weights_give_equal_steps_on_any_ranks_and_micro_batches() {
     let run = |ranks: u32, accumulate: usize, weights: Option<Arc<[f32]>>| {
         on_ranks(ranks, |comm| {
             let (rank, ranks) = (comm.rank() as usize, ranks as usize);
-            let own = GLOBAL / ranks / accumulate;
+            let count = GLOBAL / ranks / accumulate;
             let loss =
                 LossConfig { label_smoothing: 0.1, class_weights: weights.clone(), ..LossConfig::default() };
-            let config = EngineConfig { loss, accumulate, ..config(own) };
+            let config = EngineConfig { loss, accumulate, ..config(count) };
             let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
             let micro_batch = |micro: usize| {
-                let (first, own_first) = (micro * ranks * own, (micro * ranks + rank) * own);
-                let global_weight = weights.is_some().then(|| weight_of(&all_labels[first..][..ranks * own]));
-                Batch { global_weight, ..part_of(ranks * own, pictures(0, own_first, own_first + own)) }
+                let (first, own_first) = (micro * ranks * count, (micro * ranks + rank) * count);
+                let global_weight =
+                    weights.is_some().then(|| weight_of(&all_labels[first..][..ranks * count]));
+                Batch { global_weight, ..part_of(ranks * count, pictures(0, own_first, own_first + count)) }
             };
             let step: Vec<Batch> = (0..accumulate).map(micro_batch).collect();
             let result = engine.train_step(&step, 0.01).unwrap();

@@ -1,4 +1,4 @@
-//! Frozen batch norms have equal results at any number of ranks, though ranks do not add up statistics.
+//! Frozen batch norms have equal results at any number of ranks, although ranks do not exchange statistics.
 
 use super::*;
 
@@ -15,10 +15,10 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
             tensor.values = values(name, size).iter().map(|v| 1.5 + v / 2.0).collect();
         }
     }
-    let run = |ranks: u32, shared: bool, sync_batch_norm: bool| {
-        run_ranks(ranks, shared, |comm| {
-            let (rank, own) = (comm.rank(), 32 / ranks as usize);
-            let config = EngineConfig { sync_batch_norm, ..config(own) };
+    let run = |ranks: u32, has_shm: bool, sync_batch_norm: bool| {
+        run_ranks(ranks, has_shm, |comm| {
+            let (rank, per_rank) = (comm.rank(), 32 / ranks as usize);
+            let config = EngineConfig { sync_batch_norm, ..config(per_rank) };
             let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
             for step in 0..6 {
                 let batch = part_of_rank(step, 32, (rank, ranks));
@@ -33,11 +33,13 @@ fn frozen_batch_norms_give_equal_bits_on_1_2_and_4_ranks() {
         let is_frozen = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
         assert_eq!(*tensor == initial[name], is_frozen, "{name}");
     }
-    for (ranks, shared, sync) in [(2, true, true), (2, false, true), (4, true, false), (4, false, false)] {
-        for (rank, result) in run(ranks, shared, sync).iter().enumerate() {
+    for (ranks, has_shm, sync_batch_norm) in
+        [(2, true, true), (2, false, true), (4, true, false), (4, false, false)]
+    {
+        for (rank, result) in run(ranks, has_shm, sync_batch_norm).iter().enumerate() {
             assert!(
                 result == single,
-                "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}"
+                "rank {rank} of {ranks}, shared memory: {has_shm}, synchronised: {sync_batch_norm}"
             );
         }
     }

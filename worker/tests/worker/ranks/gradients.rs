@@ -29,11 +29,11 @@ fn small_network() -> Arc<Network> {
 
 /// The loss of all pictures for each of `weights`, and the gradient for the first.
 fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, NamedTensors) {
-    let (network, own) = (small_network(), GLOBAL / data_ranks(plan));
+    let (network, per_rank) = (small_network(), GLOBAL / data_ranks(plan));
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-        let from = data_rank(plan, &comm) * own;
+        let from = data_rank(plan, &comm) * per_rank;
         let optimizer = Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() };
-        let config = EngineConfig { optimizer, ..config(own) };
+        let config = EngineConfig { optimizer, ..config(per_rank) };
         let mut engine = build_cpu_with(network.clone(), &weights[0], config, comm.clone(), plan).unwrap();
         let distribution = Distribution::new(&network, plan, comm.as_ref()).unwrap();
         let parts = |whole: &NamedTensors| {
@@ -46,7 +46,7 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
             comm.barrier().unwrap();
             engine.set_parameters(&parts(weights)).unwrap();
             comm.barrier().unwrap();
-            let batch = part_of(GLOBAL, pictures(0, from, from + own));
+            let batch = part_of(GLOBAL, pictures(0, from, from + per_rank));
             steps.push(engine.train_step(&[batch], 0.0).unwrap());
             // After the first step, momentum is the gradient.
             if gradient.is_none() {
@@ -61,7 +61,7 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         all().map(|result| result.loss * result.samples as f32).sum::<f32>() / samples
     };
     let losses = (0..weights.len()).map(loss).collect();
-    let Some((_, Some(Some(state)))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
+    let Some((_, Some(Some(state)))) = of_ranks.into_iter().next() else { panic!("rank 0 has the state") };
     (losses, state.optimizer.unwrap().slots)
 }
 
@@ -102,7 +102,7 @@ fn gradients_of_every_plan_match_finite_differences() {
             let expected: f32 = trained.iter().enumerate().map(|(n, name)| sign(n) * length(name)).sum();
             assert!(
                 (found - expected).abs() < 0.02 * sum,
-                "{plan}, every {every}: {found} {expected} of {sum}"
+                "{plan}, every {every}: the slope is {found}, but the gradients (sum of norms {sum}) give {expected}"
             );
         }
     }

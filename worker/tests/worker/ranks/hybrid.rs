@@ -6,8 +6,8 @@ use lockstep_host::tensors::fit::shapes;
 use lockstep_protocol::spec::{ShardSpec, Split};
 
 const STEPS: usize = 5;
-/// Number of pictures in a step. Each of four ranks has eight, the size of the shares whose gradients an engine adds up in float64,
-/// so the sums equal those of one rank.
+/// Number of pictures in a step. Each of four ranks has eight pictures: an engine adds up gradients in float64 over shares of eight
+/// pictures, so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
@@ -91,11 +91,11 @@ pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
 
 /// The losses of the steps, and the state for a checkpoint after them.
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
-    let own = GLOBAL / data_ranks(plan);
-    let config = EngineConfig { batch_size: own, ..config.clone() };
-    let (shared, zero_init_residual) = (true, false);
-    let (losses, state) = run_plan(shared, network, plan, &config, zero_init_residual, |engine, part| {
-        let batch = |step| part_of(GLOBAL, pictures(step, part * own, (part + 1) * own));
+    let per_rank = GLOBAL / data_ranks(plan);
+    let config = EngineConfig { batch_size: per_rank, ..config.clone() };
+    let (has_shm, zero_init_residual) = (true, false);
+    let (losses, state) = run_plan(has_shm, network, plan, &config, zero_init_residual, |engine, rank| {
+        let batch = |step| part_of(GLOBAL, pictures(step, rank * per_rank, (rank + 1) * per_rank));
         let step = |step| engine.train_step(&[batch(step)], LR).unwrap().loss;
         (0..STEPS).map(step).collect::<Vec<f32>>()
     });
@@ -103,7 +103,8 @@ fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -
     ((0..STEPS).map(mean).collect(), state)
 }
 
-/// The largest excess of a difference over the tolerance of 1e-6 (absolute and relative), and its tensor's name.
+/// The largest excess of a difference over the tolerance of 1e-6 (absolute and relative), and its tensor's name. It is at most
+/// 0 if all values are within the tolerance.
 pub(super) fn max_excess(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
     assert!(a.keys().eq(b.keys()));
     let mut worst = (f32::MIN, String::new());
@@ -147,27 +148,27 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&large, [1, 2, 1], &[]),
         (&large, [1, 3, 1], &[]),
     ];
-    let (mut single, mut failures) = (Vec::new(), Vec::new());
+    let (mut references, mut failures) = (Vec::new(), Vec::new());
     for (network, mesh, shards) in cases {
-        if !single.iter().any(|(other, _): &(&Arc<Network>, _)| Arc::ptr_eq(other, network)) {
-            single.push((*network, train_with_plan(network, &Plan::data(1), &sgd)));
+        if !references.iter().any(|(known, _): &(&Arc<Network>, _)| Arc::ptr_eq(known, network)) {
+            references.push((*network, train_with_plan(network, &Plan::data(1), &sgd)));
         }
-        let (_, (losses, state)) = single.iter().find(|(other, _)| Arc::ptr_eq(other, network)).unwrap();
-        let (shared, shared_state) = train_with_plan(network, &plan(*mesh, shards), &sgd);
+        let (_, (losses, state)) = references.iter().find(|(known, _)| Arc::ptr_eq(known, network)).unwrap();
+        let (actual, actual_state) = train_with_plan(network, &plan(*mesh, shards), &sgd);
         let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
-        let loss = losses.iter().zip(&shared).map(|(loss, shared)| (loss - shared).abs()).fold(0.0, f32::max);
-        let (excess, name) = max_excess(&shared_state.parameters, &state.parameters);
+        let loss = losses.iter().zip(&actual).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let (excess, name) = max_excess(&actual_state.parameters, &state.parameters);
         if loss >= 1e-4 || excess > 0.0 {
-            failures.push(format!("{case}: losses differ by {loss:e}, {name} by {excess:e} more than 1e-6"));
+            failures.push(format!("{case}: losses differ by {loss:e}, {name} by 1e-6 + {excess:e}"));
         }
-        let [single_rank, shared] = [state, &shared_state].map(|state| state.optimizer.as_ref().unwrap());
-        assert_eq!(single_rank.updates, shared.updates);
-        assert!(single_rank.slots.keys().eq(shared.slots.keys()));
+        let [expected, actual] = [state, &actual_state].map(|state| state.optimizer.as_ref().unwrap());
+        assert_eq!(actual.updates, expected.updates);
+        assert!(actual.slots.keys().eq(expected.slots.keys()));
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Optimizers that need norms of whole parameters. Labels are mixed, micro-batches differ in size, and one rank has no pictures.
+/// LARS and LAMB need the norms of whole parameters. Labels are mixed, micro-batches differ in size, and one rank has no pictures.
 #[test]
 fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
     let network = network();
@@ -184,8 +185,8 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
             let per_rank = 4 / data_ranks(plan);
-            let (shared, zero_init_residual) = (true, false);
-            run_plan(shared, &network, plan, &config, zero_init_residual, |engine, rank| {
+            let (has_shm, zero_init_residual) = (true, false);
+            run_plan(has_shm, &network, plan, &config, zero_init_residual, |engine, rank| {
                 let mut results = Vec::new();
                 for (step, parts) in parts.iter().enumerate() {
                     let micro_batches = [0, 1].map(|micro| {
@@ -219,10 +220,10 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
                     (expected.samples as f32, expected.correct as f32)
                 );
                 for results in &several {
-                    let norm = results[step].grad_norm / expected.grad_norm;
+                    let ratio = results[step].grad_norm / expected.grad_norm;
                     // Sums are added in another order, and batch norms of few pictures amplify the rounding.
                     let tolerance = if step == 0 { 1e-5 } else { 5e-3 };
-                    assert!((norm - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {norm}");
+                    assert!((ratio - 1.0).abs() < tolerance, "{kind:?} {plan:?}, step {step}: {ratio}");
                 }
             }
             let difference = max_difference(&state.parameters, &single_state.parameters);
@@ -241,11 +242,11 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
     let (_, state) =
         train_with_plan(&network, &plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
     let load_and_train = |plan: &Plan| {
-        let own = GLOBAL / data_ranks(plan);
+        let per_rank = GLOBAL / data_ranks(plan);
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-            let from = data_rank(plan, &comm) * own;
+            let from = data_rank(plan, &comm) * per_rank;
             let is_counted = plan.mesh.height_rank(comm.rank() as usize) == 0;
-            let config = EngineConfig { batch_size: own, ..adam.clone() };
+            let config = EngineConfig { batch_size: per_rank, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
             let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
@@ -255,7 +256,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
             if let Some(saved) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(saved == state, "the loaded state is saved unchanged");
             }
-            let batch = pictures(99, from, from + own);
+            let batch = pictures(99, from, from + per_rank);
             let evaluated = engine.eval_step(&batch).unwrap();
             let predicted = engine.predict(&batch).unwrap();
             engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
@@ -268,7 +269,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
         let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
         let logits: Vec<f32> = of_ranks.iter().flat_map(|(_, predicted, _)| predicted.clone()).collect();
-        let (_, _, Some(state)) = of_ranks.swap_remove(0) else { panic!("rank 0 has all") };
+        let (_, _, Some(state)) = of_ranks.swap_remove(0) else { panic!("rank 0 has the state") };
         (correct, loss, logits, state)
     };
     let (correct, loss, logits, after) = load_and_train(&Plan::data(1));
@@ -282,11 +283,11 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
         staged(3, Plan::data(2)),
         Plan::data(2),
     ] {
-        let (shared_correct, shared_loss, shared_logits, shared) = load_and_train(&plan);
-        assert_eq!(shared_correct, correct, "{plan:?}");
-        assert!((shared_loss - loss).abs() < 1e-4, "{plan:?}: {shared_loss} instead of {loss}");
-        assert!(logits.iter().zip(&shared_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
-        let difference = max_difference(&shared.parameters, &after.parameters);
+        let (actual_correct, actual_loss, actual_logits, actual) = load_and_train(&plan);
+        assert_eq!(actual_correct, correct, "{plan:?}");
+        assert!((actual_loss - loss).abs() < 1e-4, "{plan:?}: loss {actual_loss} instead of {loss}");
+        assert!(logits.iter().zip(&actual_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
+        let difference = max_difference(&actual.parameters, &after.parameters);
         assert!(difference < 1e-3, "{plan:?}: {difference}");
     }
 }
@@ -306,22 +307,22 @@ fn other_settings_work_as_in_data_parallelism() {
     ] {
         let (losses, state) = train_with_plan(&network, &Plan::data(4), &config);
         for plan in [plan([2, 1, 2], shards), staged(2, Plan::data(4))] {
-            let (shared, shared_state) = train_with_plan(&network, &plan, &config);
+            let (actual, actual_state) = train_with_plan(&network, &plan, &config);
             let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
-            let loss = losses.iter().zip(&shared).map(relative).fold(0.0, f32::max);
-            let difference = max_difference(&shared_state.parameters, &state.parameters);
-            let frozen = network.frozen_norm;
+            let loss = losses.iter().zip(&actual).map(relative).fold(0.0, f32::max);
+            let difference = max_difference(&actual_state.parameters, &state.parameters);
+            let is_frozen = network.frozen_norm;
             assert!(
                 loss < 1e-4 && difference < 1e-2,
-                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {difference:e}"
+                "{config:?}, {plan:?}, frozen: {is_frozen}: losses differ by {loss:e}, weights by {difference:e}"
             );
         }
     }
     let (losses, _) = train_with_plan(&frozen, &Plan::data(1), &config(0));
-    let (shared, _) = train_with_plan(&frozen, &plan([1, 3, 1], &[]), &config(0));
+    let (actual, _) = train_with_plan(&frozen, &plan([1, 3, 1], &[]), &config(0));
     assert!(
-        losses.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
-        "{losses:?} {shared:?}"
+        losses.iter().zip(&actual).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
+        "losses {actual:?} instead of {losses:?}"
     );
 }
 
@@ -330,28 +331,28 @@ fn other_settings_work_as_in_data_parallelism() {
 fn a_shared_network_supports_other_image_sizes() {
     let network = network();
     let run = |plan: &Plan| {
-        let own = 16 / data_ranks(plan);
+        let count = 16 / data_ranks(plan);
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-            let from = data_rank(plan, &comm) * own;
+            let from = data_rank(plan, &comm) * count;
             let (rank, mesh) = (comm.rank() as usize, plan.mesh);
             let is_counted = mesh.height_rank(rank) == 0 && mesh.stage_rank(rank) + 1 == mesh.stage;
             let initial = init::initial_parameters(&network, false, 1);
-            let mut engine = build_cpu_with(network.clone(), &initial, config(own), comm, plan).unwrap();
+            let mut engine = build_cpu_with(network.clone(), &initial, config(count), comm, plan).unwrap();
             engine.add_image_sizes(&[13], &[11]).unwrap();
-            let of_size = |side: usize| {
+            let batch_of = |side: usize| {
                 let len = side * side * 3;
                 let images =
                     values(&format!("hybrid.sizes.{side}"), 16 * len)[from * len..][..own * len].to_vec();
-                let labels = labels("hybrid.sizes", 16, 10)[from..from + own].to_vec();
+                let labels = labels("hybrid.sizes", 16, 10)[from..from + count].to_vec();
                 part_of(16, Batch { images, labels, ..Batch::default() })
             };
             let mut losses = Vec::new();
             for side in [8, 13, 8] {
                 engine.set_image_size(side).unwrap();
-                losses.push(f64::from(engine.train_step(&[of_size(side)], LR).unwrap().loss) * own as f64);
+                losses.push(f64::from(engine.train_step(&[batch_of(side)], LR).unwrap().loss) * count as f64);
             }
             engine.set_image_size(11).unwrap();
-            losses.push(engine.eval_step(&of_size(11)).unwrap().loss_sum);
+            losses.push(engine.eval_step(&batch_of(11)).unwrap().loss_sum);
             is_counted.then_some(losses)
         });
         let sum = |index: usize| of_ranks.iter().flatten().map(|losses| losses[index]).sum::<f64>() / 16.0;
@@ -367,7 +368,7 @@ fn a_shared_network_supports_other_image_sizes() {
         let several = run(&plan);
         assert!(
             single.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
-            "{plan:?}: {several:?} {single:?}"
+            "{plan:?}: losses {several:?} instead of {single:?}"
         );
     }
 }
@@ -427,6 +428,7 @@ fn errors_for_impossible_splits_list_the_possible_splits() {
 #[test]
 fn random_networks_under_random_plans_train_as_one_rank() {
     for seed in 0..12_u64 {
+        // Knuth's linear congruential generator (MMIX).
         let mut state = seed + 1;
         let mut draw = |count: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -434,6 +436,7 @@ fn random_networks_under_random_plans_train_as_one_rank() {
         };
         let mut network = Network::new("random", SIDE, 3, 10);
         let mut shards = Vec::new();
+        // Splits a layer by `splits[drawn]`. The layer stays whole if `drawn` is not an index of `splits`.
         let mut pick = |name: &str, splits: &[Split], drawn: usize| {
             shards.extend(splits.get(drawn).map(|split| (name.to_owned(), *split)));
         };
@@ -459,13 +462,13 @@ fn random_networks_under_random_plans_train_as_one_rank() {
         let shards: Vec<_> = shards.iter().map(|(name, split)| (name.as_str(), *split)).collect();
         let (network, config) = (Arc::new(network), config(0));
         let (losses, state) = train_with_plan(&network, &Plan::data(1), &config);
-        let (shared, shared_state) = train_with_plan(&network, &plan(mesh, &shards), &config);
+        let (actual, actual_state) = train_with_plan(&network, &plan(mesh, &shards), &config);
         let case = format!("seed {seed}, {mesh:?}, {shards:?}, {:?}", network.ops);
         assert!(
-            losses.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 1e-4),
-            "{case}: {losses:?} {shared:?}"
+            losses.iter().zip(&actual).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{case}: losses {actual:?} instead of {losses:?}"
         );
-        let difference = max_difference(&shared_state.parameters, &state.parameters);
+        let difference = max_difference(&actual_state.parameters, &state.parameters);
         assert!(difference < 1e-2, "{case}: {difference}");
     }
 }

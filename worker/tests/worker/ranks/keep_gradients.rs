@@ -6,10 +6,10 @@ use super::*;
 fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
     for kind in [OptimizerKind::Momentum, OptimizerKind::Lamb] {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
-        let run = |ranks: u32, shared: bool| {
-            run_ranks(ranks, shared, |comm| {
-                let (rank, own) = (comm.rank(), 32 / ranks as usize);
-                let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
+        let run = |ranks: u32, has_shm: bool| {
+            run_ranks(ranks, has_shm, |comm| {
+                let (rank, per_rank) = (comm.rank(), 32 / ranks as usize);
+                let mut engine = engine(EngineConfig { optimizer, ..config(per_rank) }, comm);
                 let mut kept = Vec::new();
                 for step in 0..6 {
                     if step % 2 == 1 {
@@ -28,8 +28,8 @@ fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
         let single = run(1, true);
         let [(first, _), (second, _), _] = &single[..] else { panic!("three steps keep gradients") };
         assert!(first != second);
-        for (ranks, shared) in [(2, true), (2, false), (4, true)] {
-            assert!(run(ranks, shared) == single, "{kind:?}, {ranks} ranks, shared memory: {shared}");
+        for (ranks, has_shm) in [(2, true), (2, false), (4, true)] {
+            assert!(run(ranks, has_shm) == single, "{kind:?}, {ranks} ranks, shared memory: {has_shm}");
         }
     }
 }

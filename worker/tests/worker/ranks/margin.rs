@@ -69,7 +69,7 @@ fn gradients_with_a_margin_match_finite_differences() {
                 let expected: f32 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
                 assert!(
                     (measured - expected).abs() < 0.01 * length,
-                    "{kind:?} {name}: {measured} where the gradient says {expected}, of length {length}"
+                    "{kind:?} {name}: the slope is {measured}, but the gradient (of length {length}) gives {expected}"
                 );
             }
         }
@@ -77,22 +77,24 @@ fn gradients_with_a_margin_match_finite_differences() {
     }
 }
 
-/// The loss and the number of correct predictions of each step and of an evaluation, over all ranks; the final state.
+/// A run's results over all ranks, and its final state.
 struct Run {
+    /// Mean loss and number of correct predictions of each step.
     steps: Vec<(f32, u32)>,
+    /// Sum of losses and number of correct predictions of an evaluation.
     evaluated: (f64, u64),
     state: StateDict,
 }
 
 fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
-    let (network, own) = (plain_network(), GLOBAL / data_ranks(plan));
-    let config = EngineConfig { batch_size: own, ..with_margin(kind) };
-    let (shared, zero_init_residual) = (true, false);
-    let (of_ranks, state) = run_plan(shared, &network, plan, &config, zero_init_residual, |engine, part| {
-        let own = batch(part * own, (part + 1) * own);
-        let step = |_| engine.train_step(std::slice::from_ref(&own), 0.02).unwrap();
+    let (network, per_rank) = (plain_network(), GLOBAL / data_ranks(plan));
+    let config = EngineConfig { batch_size: per_rank, ..with_margin(kind) };
+    let (has_shm, zero_init_residual) = (true, false);
+    let (of_ranks, state) = run_plan(has_shm, &network, plan, &config, zero_init_residual, |engine, rank| {
+        let batch = batch(rank * per_rank, (rank + 1) * per_rank);
+        let step = |_| engine.train_step(std::slice::from_ref(&batch), 0.02).unwrap();
         let steps: Vec<StepResult> = (0..STEPS).map(step).collect();
-        (steps, engine.eval_step(&own).unwrap())
+        (steps, engine.eval_step(&batch).unwrap())
     });
     let of_step = |step: usize| {
         let all = || of_ranks.iter().map(|(steps, _)| &steps[step]);
@@ -110,11 +112,11 @@ fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
 fn ranks_that_share_the_classes_train_as_one_rank() {
     for kind in [LossKind::ArcFace, LossKind::CosFace] {
         let expected = train_with_plan(kind, &Plan::data(1));
-        let last = f64::from(expected.steps[STEPS - 1].0) * GLOBAL as f64;
+        let last_loss_sum = f64::from(expected.steps[STEPS - 1].0) * GLOBAL as f64;
         assert!(
-            last > expected.evaluated.0 + 1.0,
-            "an evaluation has no margin: {last} {:?}",
-            expected.evaluated
+            last_loss_sum > expected.evaluated.0 + 1.0,
+            "an evaluation has no margin, so its loss {} is lower than the last step's, {last_loss_sum}",
+            expected.evaluated.0
         );
         for plan in [Plan::data(2), plan([1, 1, 2], &[]), plan([2, 1, 2], &[])] {
             let Run { steps, evaluated, state } = train_with_plan(kind, &plan);
@@ -123,7 +125,7 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
                 assert_eq!(correct, expected_correct, "{kind:?} {plan:?}");
             }
             let (excess, name) = max_excess(&state.parameters, &expected.state.parameters);
-            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} by {excess:e}");
+            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} {excess:e}");
             let (loss, correct) = expected.evaluated;
             assert!(
                 (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,

@@ -73,11 +73,11 @@ fn part_of(global_samples: usize, batch: Batch) -> Batch {
     Batch { global_samples, ..batch }
 }
 
-/// The part of rank `rank` of `ranks` in a step's batch of `all` pictures.
-fn part_of_rank(step: usize, all: usize, (rank, ranks): (u32, u32)) -> Batch {
-    let own = all / ranks as usize;
-    let from = rank as usize * own;
-    part_of(all, pictures(step, from, from + own))
+/// The pictures of rank `rank`, of `ranks` ranks, in a step's batch of `global` pictures.
+fn part_of_rank(step: usize, global: usize, (rank, ranks): (u32, u32)) -> Batch {
+    let per_rank = global / ranks as usize;
+    let from = rank as usize * per_rank;
+    part_of(global, pictures(step, from, from + per_rank))
 }
 
 /// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
@@ -85,39 +85,39 @@ fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Syn
     run_ranks(ranks, true, body)
 }
 
-/// As [`on_ranks`]. Unless `shared`, the ranks have only a ring.
-fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
+/// As [`on_ranks`], but if `has_shm` is false, the ranks have only a ring.
+fn run_ranks<T: Send>(ranks: u32, has_shm: bool, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     if ranks == 1 {
         return vec![body(Arc::new(SingleRank))];
     }
     on_connected_ranks(ranks, TIMEOUT, |_, ring| {
-        body(if shared { ShmProcessGroup::meet(ring).unwrap() } else { ring })
+        body(if has_shm { ShmProcessGroup::meet(ring).unwrap() } else { ring })
     })
 }
 
 /// Runs `body` on every rank of a plan, with an engine and the rank's index among the ranks that read different pictures. Returns the
-/// results by rank, and the state for a checkpoint afterwards. Unless `shared`, the ranks have only a ring.
+/// results by rank, and the state for a checkpoint afterwards. If `has_shm` is false, the ranks have only a ring.
 fn run_plan<T: Send>(
-    shared: bool,
+    has_shm: bool,
     network: &Arc<Network>,
     plan: &Plan,
     config: &EngineConfig,
     zero_init_residual: bool,
     body: impl Fn(&mut dyn Engine, usize) -> T + Sync,
 ) -> (Vec<T>, StateDict) {
-    let of_ranks = run_ranks(plan.mesh.ranks() as u32, shared, |comm| {
-        let part = hybrid::data_rank(plan, &comm);
+    let of_ranks = run_ranks(plan.mesh.ranks() as u32, has_shm, |comm| {
+        let data_rank = hybrid::data_rank(plan, &comm);
         let initial = init::initial_parameters(network, zero_init_residual, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
-        let result = body(&mut *engine, part);
+        let result = body(&mut *engine, data_rank);
         (result, engine.state_dict(&Writers::default()).unwrap())
     });
     let (results, states): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
-    let Some(Some(state)) = states.into_iter().next() else { panic!("rank 0 has all") };
+    let Some(Some(state)) = states.into_iter().next() else { panic!("rank 0 has the state") };
     (results, state)
 }
 
-/// Each rank's losses of `steps` steps, and its parameters after them.
+/// Each rank's losses of `steps` steps of `global` pictures over all ranks, and its parameters after them.
 fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, NamedTensors)> {
     on_ranks(ranks, |comm| {
         let rank = comm.rank();
@@ -149,9 +149,12 @@ fn a_global_batch_of_64_gives_equal_results_on_1_2_and_4_ranks() {
     assert!(single[49] < 0.8 * single[0], "training reduces the loss: {single:?}");
     for of_ranks in &all[1..] {
         let ranks = of_ranks.len();
-        for (step, single) in single.iter().enumerate() {
-            let mean = of_ranks.iter().map(|(l, _)| l[step]).sum::<f32>() / ranks as f32;
-            assert!((mean - single).abs() < 1e-6 * single, "{ranks} ranks, step {step}: {mean} {single}");
+        for (step, expected) in single.iter().enumerate() {
+            let mean = of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
+            assert!(
+                (mean - expected).abs() < 1e-6 * expected,
+                "{ranks} ranks, step {step}: {mean}, not {expected}"
+            );
         }
         for (rank, (_, parameters)) in of_ranks.iter().enumerate() {
             for (name, tensor) in weights {
@@ -206,7 +209,7 @@ fn ranks_with_unequal_micro_batches_count_every_picture_once() {
 }
 
 #[test]
-fn a_batch_without_the_global_number_of_pictures_is_refused() {
+fn a_batch_with_more_pictures_than_all_ranks_have_is_refused() {
     let errors = on_ranks(2, |comm| {
         let mut engine = engine(config(8), comm);
         engine.train_step(&[part_of(7, pictures(0, 0, 8))], 0.1).unwrap_err().to_string()
@@ -238,14 +241,14 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
         engine.broadcast_parameters().unwrap();
         (before, engine.parameters().unwrap())
     });
-    let single = {
+    let rank_1_alone = {
         let mut engine = engine(config(8), Arc::new(SingleRank));
         engine.train_step(&[pictures(0, 8, 16)], 0.1).unwrap();
         engine.parameters().unwrap()
     };
     let [(before_0, after_0), (before_1, after_1)] = &ranks[..] else { panic!("two ranks") };
     let mean = "bn1.running_mean";
-    assert_eq!(before_1[mean], single[mean], "rank 1's own statistics");
+    assert_eq!(before_1[mean], rank_1_alone[mean], "rank 1's own statistics");
     assert_ne!(before_0[mean], before_1[mean]);
     assert_eq!(before_0["fc.weight"], before_1["fc.weight"], "the weights are equal nevertheless");
     assert_eq!(after_0, after_1, "a broadcast makes the statistics equal");
@@ -254,17 +257,17 @@ fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
 
 #[test]
 fn an_engine_uses_only_its_own_group_of_ranks() {
-    let weights = |comm: Arc<dyn ProcessGroup>, seed: usize| {
+    let weights = |comm: Arc<dyn ProcessGroup>, first: usize| {
         let rank = comm.rank();
         let mut engine = engine(config(8), comm);
         for step in 0..3 {
-            engine.train_step(&[part_of_rank(seed + step, 16, (rank, 2))], 0.05).unwrap();
+            engine.train_step(&[part_of_rank(first + step, 16, (rank, 2))], 0.05).unwrap();
         }
         engine.parameters().unwrap()
     };
-    for shared in [true, false] {
-        let separate = [0, 100].map(|seed| run_ranks(2, shared, |comm| weights(comm, seed)).remove(0));
-        let of_ranks = run_ranks(4, shared, |comm| {
+    for has_shm in [true, false] {
+        let separate = [0, 100].map(|first| run_ranks(2, has_shm, |comm| weights(comm, first)).remove(0));
+        let of_ranks = run_ranks(4, has_shm, |comm| {
             // Ranks 0 and 2 read other pictures than ranks 1 and 3.
             let color = comm.rank() % 2;
             let group = comm.split(color).unwrap();
@@ -274,7 +277,7 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
             weights
         });
         for (rank, weights) in of_ranks.iter().enumerate() {
-            assert!(*weights == separate[rank % 2], "rank {rank}, shared memory: {shared}");
+            assert!(*weights == separate[rank % 2], "rank {rank}, shared memory: {has_shm}");
         }
         assert!(separate[0] != separate[1]);
     }
@@ -282,20 +285,21 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
 
 #[test]
 fn shared_memory_and_rings_give_the_same_bits() {
-    let weights = |shared: bool| {
-        run_ranks(2, shared, move |comm| {
+    let train = |has_shm: bool| {
+        run_ranks(2, has_shm, move |comm| {
             let rank = comm.rank();
             let mut engine = engine(config(8), comm);
-            let response = engine.exchange();
-            assert_eq!(response.contains("share memory with one copy of the weights"), shared, "{response}");
+            let description = engine.exchange();
+            let is_shared = description.contains("share memory with one copy of the weights");
+            assert_eq!(is_shared, has_shm, "{description}");
             for step in 0..3 {
                 engine.train_step(&[part_of_rank(step, 16, (rank, 2))], 0.1).unwrap();
             }
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })
     };
-    let of_shared = weights(true);
-    assert_eq!(of_shared, weights(false));
+    let of_shared = train(true);
+    assert_eq!(of_shared, train(false));
     assert_eq!(of_shared[0], of_shared[1]);
 }
 

@@ -7,8 +7,8 @@ use super::{
 use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
 const STEPS: usize = 5;
-/// Number of pictures in a micro-batch over all ranks. Each of two ranks has eight, the size of the shares whose gradients an engine
-/// adds up in float64, so the sums equal those of one rank.
+/// Number of pictures in a micro-batch over all ranks. Each of two ranks has eight pictures: an engine adds up gradients in float64 over
+/// shares of eight pictures, so the sums equal those of one rank.
 const MICRO_BATCH: usize = 16;
 /// A low rate, because batch norms of few pictures amplify the rounding of sums over rows and channels.
 const LR: f32 = 0.002;
@@ -33,14 +33,14 @@ pub(super) fn train_with_plan(
     Run { micro_batch, accumulate, steps, zero_init_residual }: Run,
     batch: impl Fn(usize, usize, usize) -> Batch + Sync,
 ) -> (Vec<Vec<StepResult>>, StateDict) {
-    let own = micro_batch / data_ranks(plan);
-    let config = EngineConfig { accumulate, ..config(own) };
-    let shared = true;
-    run_plan(shared, network, plan, &config, zero_init_residual, |engine, part| {
-        let (from, to) = (part * own, (part + 1) * own);
+    let per_rank = micro_batch / data_ranks(plan);
+    let config = EngineConfig { accumulate, ..config(per_rank) };
+    let has_shm = true;
+    run_plan(has_shm, network, plan, &config, zero_init_residual, |engine, rank| {
+        let (from, to) = (rank * per_rank, (rank + 1) * per_rank);
         let step = |step| {
-            let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, to));
-            let micro_batches: Vec<Batch> = (0..accumulate).map(of_rank).collect();
+            let micro_batch_of = |number| part_of(micro_batch, batch(step * accumulate + number, from, to));
+            let micro_batches: Vec<Batch> = (0..accumulate).map(micro_batch_of).collect();
             let result = engine.train_step(&micro_batches, LR).unwrap();
             engine.update_average(0.9).unwrap();
             result
@@ -66,17 +66,17 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         (&grouped, staged(3, Plan::data(1)), 5),
         (&grouped, staged(3, plan([1, 2, 2], &[("*", Split::Out), ("block.conv2", Split::Groups)])), 2),
     ];
-    let (mut single, mut failures) = (Vec::new(), Vec::new());
+    let (mut references, mut failures) = (Vec::new(), Vec::new());
     for (network, plan, accumulate) in cases {
-        let is_case = |(other, count, ..): &(&Arc<Network>, usize, _, _)| {
-            Arc::ptr_eq(other, network) && count == accumulate
+        let is_same_run = |(known, count, ..): &(&Arc<Network>, usize, _, _)| {
+            Arc::ptr_eq(known, network) && count == accumulate
         };
-        if !single.iter().any(is_case) {
+        if !references.iter().any(is_same_run) {
             let (results, state) =
                 train_with_plan(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
-            single.push((*network, *accumulate, results, state));
+            references.push((*network, *accumulate, results, state));
         }
-        let (.., results, state) = single.iter().find(|result| is_case(result)).unwrap();
+        let (.., results, state) = references.iter().find(|run| is_same_run(run)).unwrap();
         let (pipelined, pipelined_state) =
             train_with_plan(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
@@ -103,14 +103,15 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             }
             let norm =
                 pipelined.iter().map(|results| (results[step].grad_norm / expected.grad_norm - 1.0).abs());
-            let norm = norm.fold(0.0, f32::max);
+            let norm_difference = norm.fold(0.0, f32::max);
             let expected_accuracy = expected.correct as f32 / expected.samples as f32;
             if (loss - expected.loss).abs() >= 1e-4
                 || (accuracy - expected_accuracy).abs() > 1e-6
-                || norm > 1e-4
+                || norm_difference > 1e-4
             {
                 failures.push(format!(
-                    "{case}, step {step}: loss {loss} {}, accuracy {accuracy} {expected_accuracy}, norm {norm:e}",
+                    "{case}, step {step}: loss {loss} instead of {}, accuracy {accuracy} instead of {expected_accuracy}, \
+                     gradient norms differ by {norm_difference:e}",
                     expected.loss
                 ));
             }
@@ -122,7 +123,7 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         ] {
             let (excess, name) = max_excess(pipelined, expected);
             if excess > 0.0 {
-                failures.push(format!("{case}: {kind} of {name} differ by {excess:e} more than 1e-6"));
+                failures.push(format!("{case}: {name} ({kind}) differs by 1e-6 + {excess:e}"));
             }
         }
         let difference = max_difference(&slots(&pipelined_state), &slots(state));

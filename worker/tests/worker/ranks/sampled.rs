@@ -12,8 +12,8 @@ const CLASSES: usize = 41;
 /// The share of the classes that a step samples.
 const SHARE: f64 = 0.25;
 const STEPS: usize = 3;
-/// Number of pictures in a step. Each of four ranks has eight, the size of the shares whose gradients an engine adds up in float64,
-/// so the sums equal those of one rank.
+/// Number of pictures in a step. Each of four ranks has eight pictures: an engine adds up gradients in float64 over shares of eight
+/// pictures, so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.05;
 
@@ -30,23 +30,23 @@ fn wide(classes: usize) -> Arc<Network> {
     Arc::new(network)
 }
 
-/// Pictures `own` of a step. Only six classes have pictures.
-fn part(number: usize, own: Range<usize>, global_samples: usize) -> Batch {
+/// The pictures `range` of a step. Only six classes have pictures.
+fn part(number: usize, range: Range<usize>, global_samples: usize) -> Batch {
     let all = labels(&format!("sampled.labels.{number}"), GLOBAL, 6);
     let images = values(&format!("sampled.images.{number}"), GLOBAL * PICTURE);
     Batch {
-        images: images[own.start * PICTURE..own.end * PICTURE].to_vec(),
-        labels: all[own].iter().map(|label| 7 * label).collect(),
+        images: images[range.start * PICTURE..range.end * PICTURE].to_vec(),
+        labels: all[range].iter().map(|label| 7 * label).collect(),
         global_samples,
         ..Batch::default()
     }
 }
 
-/// The parts of rank `rank` of `ranks` in a step's micro-batches.
+/// The pictures of rank `rank`, of `ranks` ranks, in each micro-batch of a step.
 fn step(number: usize, (rank, ranks): (usize, usize), accumulate: usize) -> Vec<Batch> {
-    let (all, own) = (GLOBAL / accumulate, GLOBAL / accumulate / ranks);
-    let from = |micro: usize| micro * all + rank * own;
-    (0..accumulate).map(|micro| part(number, from(micro)..from(micro) + own, all)).collect()
+    let (all, per_rank) = (GLOBAL / accumulate, GLOBAL / accumulate / ranks);
+    let from = |micro: usize| micro * all + rank * per_rank;
+    (0..accumulate).map(|micro| part(number, from(micro)..from(micro) + per_rank, all)).collect()
 }
 
 struct Run {
@@ -60,17 +60,17 @@ struct Run {
 /// Trains the steps `steps`, starting from `state` if it is given.
 fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&StateDict>) -> Run {
     let (network, ranks) = (wide(CLASSES), data_ranks(plan));
-    let own = GLOBAL / ranks;
+    let per_rank = GLOBAL / ranks;
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
         let rank = data_rank(plan, &comm);
         let accumulate = config.accumulate;
-        let config = EngineConfig { batch_size: own / accumulate, ..config.clone() };
+        let config = EngineConfig { batch_size: per_rank / accumulate, ..config.clone() };
         let initial = init::initial_parameters(&network, false, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
         if let Some(state) = state {
-            let own = part_of_state(&network, plan, comm.as_ref(), state);
+            let own_state = part_of_state(&network, plan, comm.as_ref(), state);
             comm.barrier().unwrap();
-            engine.load_state_dict(&own).unwrap();
+            engine.load_state_dict(&own_state).unwrap();
             comm.barrier().unwrap();
         }
         let mut of_steps = vec![(None, engine.state_dict(&Writers::default()).unwrap())];
@@ -78,7 +78,7 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
             let result = engine.train_step(&step(number, (rank, ranks), accumulate), LR).unwrap();
             of_steps.push((Some(result), engine.state_dict(&Writers::default()).unwrap()));
         }
-        let logits = engine.predict(&part(0, rank * own..(rank + 1) * own, GLOBAL)).unwrap();
+        let logits = engine.predict(&part(0, rank * per_rank..(rank + 1) * per_rank, GLOBAL)).unwrap();
         (of_steps, logits)
     });
     // Only the ranks of the last stage have results.
@@ -94,8 +94,8 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
     });
     let (results, logits) =
         (results.collect(), of_ranks.iter().flat_map(|(_, logits)| logits.clone()).collect());
-    let (of_first, _) = of_ranks.into_iter().next().unwrap();
-    let states = of_first.into_iter().map(|(_, state)| state.expect("rank 0 has all")).collect();
+    let (of_rank_0, _) = of_ranks.into_iter().next().unwrap();
+    let states = of_rank_0.into_iter().map(|(_, state)| state.expect("rank 0 has the state")).collect();
     Run { results, states, logits }
 }
 
@@ -131,7 +131,7 @@ fn select_classes(state: &StateDict, classes: &[usize]) -> StateDict {
     state
 }
 
-fn sampled(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
+fn config_with_sample(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
     let loss = LossConfig { sample_share: SHARE, seed: 3, ..LossConfig::default() };
     // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
     let optimizer =
@@ -154,14 +154,14 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
         (plan([1, 1, 4], &[("fc", Split::Out)]), OptimizerKind::AdamW, 1, none),
         (staged(2, plan([1, 1, 2], &[])), OptimizerKind::Momentum, 2, none),
     ] {
-        let mut config = sampled(kind, accumulate);
+        let mut config = config_with_sample(kind, accumulate);
         config.loss.margin = margin;
         let trained = run(&plan, &config, 0..STEPS, None);
         let loss = LossConfig { sample_share: 1.0, ..config.loss.clone() };
-        let all = EngineConfig { batch_size: GLOBAL / accumulate, loss, ..config.clone() };
+        let unsampled = EngineConfig { batch_size: GLOBAL / accumulate, loss, ..config.clone() };
         let ranks = plan.mesh.model;
         let drawn = ranks * (SHARE * (CLASSES / ranks) as f64).round() as usize;
-        let mut chosen = Vec::new();
+        let mut samples = Vec::new();
         for (number, states) in trained.states.windows(2).enumerate() {
             let case = format!("{plan:?}, {kind:?}, step {number}");
             let classes = changed_classes(&states[0], &states[1]);
@@ -170,22 +170,25 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
                 *label = classes.iter().position(|class| *class == *label as usize).expect("a label's class")
                     as u32;
             }
-            assert!((drawn..=drawn + 6).contains(&classes.len()), "{case}: {drawn} and labels: {classes:?}");
+            assert!(
+                (drawn..=drawn + 6).contains(&classes.len()),
+                "{case}: {drawn} random classes, and those of labels: {classes:?}"
+            );
 
             let (before, after) =
                 (select_classes(&states[0], &classes), select_classes(&states[1], &classes));
             let network = wide(classes.len());
-            let mut plain =
-                build_cpu(network, &before.parameters, all.clone(), Arc::new(SingleRank)).unwrap();
-            plain.load_state_dict(&before).unwrap();
-            let (expected, result) = (plain.train_step(&batches, LR).unwrap(), trained.results[number]);
+            let mut small =
+                build_cpu(network, &before.parameters, unsampled.clone(), Arc::new(SingleRank)).unwrap();
+            small.load_state_dict(&before).unwrap();
+            let (expected, result) = (small.train_step(&batches, LR).unwrap(), trained.results[number]);
             let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b;
             assert!(
                 near(result.loss, expected.loss) && near(result.grad_norm, expected.grad_norm),
-                "{case}: {result:?} {expected:?}"
+                "{case}: {result:?} instead of {expected:?}"
             );
             assert_eq!(result.correct, expected.correct, "{case}");
-            let expected = plain.own_state().unwrap();
+            let expected = small.own_state().unwrap();
             assert_eq!(
                 after.optimizer.as_ref().unwrap().updates,
                 expected.optimizer.as_ref().unwrap().updates
@@ -194,38 +197,38 @@ fn a_sampled_step_equals_a_step_with_only_the_sampled_classes() {
                 assert!(after == expected, "{case}: other bits");
             } else {
                 let (excess, name) = max_excess(&after.parameters, &expected.parameters);
-                assert!(excess <= 0.0, "{case}: {name} by {excess:e} more than 1e-6");
+                assert!(excess <= 0.0, "{case}: {name} differs by 1e-6 + {excess:e}");
             }
-            chosen.push(classes);
+            samples.push(classes);
         }
-        assert!(chosen[0] != chosen[1] && chosen[1] != chosen[2], "{chosen:?}");
+        assert!(samples[0] != samples[1] && samples[1] != samples[2], "{samples:?}");
 
         // All classes take part in a prediction.
         let last = trained.states.last().unwrap();
-        let mut plain = build_cpu(wide(CLASSES), &last.parameters, all, Arc::new(SingleRank)).unwrap();
-        let expected = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
+        let mut whole = build_cpu(wide(CLASSES), &last.parameters, unsampled, Arc::new(SingleRank)).unwrap();
+        let expected = whole.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
         assert_eq!(trained.logits.len(), expected.len());
         let difference = trained.logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(difference < 1e-4, "{plan:?}: {difference}");
+        assert!(difference < 1e-4, "{plan:?}: logits differ by {difference}");
     }
 }
 
 #[test]
 fn a_sample_is_the_same_after_a_resume() {
     for plan in [Plan::data(1), plan([1, 1, 2], &[])] {
-        let config = sampled(OptimizerKind::AdamW, 1);
+        let config = config_with_sample(OptimizerKind::AdamW, 1);
         let whole = run(&plan, &config, 0..3, None);
         let resumed = run(&plan, &config, 2..3, Some(&whole.states[2]));
         assert!(resumed.states[1] == whole.states[3], "{plan:?}");
-        let other = LossConfig { seed: 4, ..config.loss.clone() };
-        let other = run(&plan, &EngineConfig { loss: other, ..config }, 2..3, Some(&whole.states[2]));
+        let loss = LossConfig { seed: 4, ..config.loss.clone() };
+        let other = run(&plan, &EngineConfig { loss, ..config }, 2..3, Some(&whole.states[2]));
         assert!(other.states[1] != whole.states[3], "another seed draws another sample");
     }
 }
 
 #[test]
 fn a_head_that_is_split_over_its_inputs_is_refused() {
-    let sample = sampled(OptimizerKind::Momentum, 1);
+    let sample = config_with_sample(OptimizerKind::Momentum, 1);
     let margin = Margin::of(&LossSpec { kind: LossKind::CosFace, ..LossSpec::default() });
     let with_margin = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..sample.clone() };
     for (config, key) in [(sample, "loss.sample_share"), (with_margin, "loss.kind")] {

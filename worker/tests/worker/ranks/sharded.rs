@@ -7,8 +7,8 @@ use super::{
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 5;
-/// Number of pictures in a step. Each rank has a multiple of eight, the size of the shares whose gradients an engine adds up in
-/// float64, so the sums equal those of one rank.
+/// Number of pictures in a step. Each rank has a multiple of eight pictures: an engine adds up gradients in float64 over
+/// shares of eight pictures, so the sums equal those of one rank.
 const GLOBAL: usize = 32;
 const KINDS: [OptimizerKind; 5] = [
     OptimizerKind::Momentum,
@@ -33,7 +33,7 @@ fn wide() -> Arc<Network> {
     Arc::new(network)
 }
 
-fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
+fn config_of(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
     // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
     let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
     EngineConfig { optimizer, accumulate, ..config(GLOBAL) }
@@ -42,12 +42,12 @@ fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 /// Mean losses of the steps, and the state for a checkpoint after them. The ranks share no memory. Of three ranks, the first has half
 /// of the pictures.
 fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
-    let parts = plan.mesh.ranks() / plan.mesh.height;
-    let (shared, zero_init_residual) = (false, false);
-    let (losses, state) = run_plan(shared, network, plan, config, zero_init_residual, |engine, part| {
-        let bounds = [part, part + 1].map(|part| match parts {
-            3 => [0, 16, 24, 32][part],
-            parts => part * GLOBAL / parts,
+    let data_ranks = plan.mesh.ranks() / plan.mesh.height;
+    let (has_shm, zero_init_residual) = (false, false);
+    let (losses, state) = run_plan(has_shm, network, plan, config, zero_init_residual, |engine, rank| {
+        let bounds = [rank, rank + 1].map(|index| match data_ranks {
+            3 => [0, 16, 24, 32][index],
+            _ => index * GLOBAL / data_ranks,
         });
         let step = |step| {
             let micro_batch = |micro| part_of(GLOBAL, pictures(2 * step + micro, bounds[0], bounds[1]));
@@ -62,7 +62,7 @@ fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -
     ((0..STEPS).map(mean).collect(), state)
 }
 
-/// Describes how two runs differ, unless only by rounding.
+/// Describes how two runs differ. `None` if they differ at most by rounding.
 fn difference(divided: &(Vec<f32>, StateDict), whole: &(Vec<f32>, StateDict)) -> Option<String> {
     let ((losses, state), (whole_losses, whole_state)) = (divided, whole);
     let loss = losses.iter().zip(whole_losses).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
@@ -71,22 +71,24 @@ fn difference(divided: &(Vec<f32>, StateDict), whole: &(Vec<f32>, StateDict)) ->
     let slots = max_excess(&optimizer.slots, &whole_optimizer.slots);
     assert_eq!(optimizer.updates, whole_optimizer.updates);
     let is_near = loss < 1e-4 && weights.0 <= 0.0 && slots.0 <= 0.0;
-    (!is_near).then(|| format!("losses by {loss:e}, weights {weights:?}, optimizer state {slots:?}"))
+    (!is_near).then(|| {
+        format!("losses differ by {loss:e}; excess over 1e-6: weights {weights:?}, optimizer state {slots:?}")
+    })
 }
 
 #[test]
 fn ranks_that_divide_optimizer_state_train_as_one_rank() {
     let mut failures = Vec::new();
     for (number, kind) in KINDS.into_iter().enumerate() {
-        let config = of_kind(kind, 1 + number % 2);
+        let config = config_of(kind, 1 + number % 2);
         // The wide network is trained with only two of the optimizers, because float32 sums are slow.
-        let of_wide: &[u32] = [&[4][..], &[], &[], &[], &[3]][number];
-        for (network, of_ranks) in [(network(), &[2, 3, 4][..]), (wide(), of_wide)] {
-            if of_ranks.is_empty() {
+        let wide_ranks: &[u32] = [&[4][..], &[], &[], &[], &[3]][number];
+        for (network, rank_counts) in [(network(), &[2, 3, 4][..]), (wide(), wide_ranks)] {
+            if rank_counts.is_empty() {
                 continue;
             }
             let single = train_with_plan(&network, &Plan::data(1), &config);
-            for ranks in of_ranks {
+            for ranks in rank_counts {
                 let divided = train_with_plan(&network, &sharded(Plan::data(*ranks)), &config);
                 let case = format!("{}, {kind:?} on {ranks} ranks", network.arch);
                 failures
@@ -109,7 +111,7 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
         (OptimizerKind::AdamW, [2, 2, 1], &[]),
     ] {
         let plan = plan(mesh, shards);
-        let config = of_kind(kind, 1);
+        let config = config_of(kind, 1);
         let whole = train_with_plan(&network(), &plan, &config);
         let divided = train_with_plan(&network(), &sharded(plan), &config);
         failures.extend(
@@ -121,12 +123,12 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
 
 #[test]
 fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
-    let (network, config) = (network(), of_kind(OptimizerKind::AdamW, 1));
+    let (network, config) = (network(), config_of(OptimizerKind::AdamW, 1));
     let (_, state) = train_with_plan(&network, &sharded(Plan::data(3)), &config);
     let load_and_train = |plan: &Plan| {
-        let own = GLOBAL / plan.mesh.ranks();
+        let per_rank = GLOBAL / plan.mesh.ranks();
         let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {
-            let from = data_rank(plan, &comm) * own;
+            let from = data_rank(plan, &comm) * per_rank;
             let initial = init::initial_parameters(&network, false, 2);
             let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
             let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
@@ -135,9 +137,10 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
                 assert!(loaded == state, "the loaded state is saved unchanged");
             }
             engine.keep_gradients().unwrap();
-            engine.train_step(&[part_of(GLOBAL, pictures(99, from, from + own))], 0.002).unwrap();
+            engine.train_step(&[part_of(GLOBAL, pictures(99, from, from + per_rank))], 0.002).unwrap();
             let undone = engine.undo_unfinished_steps();
-            assert!(!plan.optimizer_sharding || plan.mesh.ranks() == 1 || undone.is_none());
+            let divides_state = plan.optimizer_sharding && plan.mesh.ranks() > 1;
+            assert!(!divides_state || undone.is_none(), "no rank has the whole state");
             (
                 engine.state_dict(&Writers::default()).unwrap(),
                 engine.parameters().unwrap(),
@@ -148,7 +151,7 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
             plan.mesh.model > 1 || (*parameters == of_ranks[0].1 && *gradients == of_ranks[0].2)
         });
         assert!(are_equal, "{plan:?}: every rank has all weights and kept gradients");
-        let (Some(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
+        let (Some(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0 has the state") };
         (state, gradients)
     };
     let (single, expected) = load_and_train(&Plan::data(1));
@@ -171,11 +174,11 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
 
 #[test]
 fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
-    let exchange = |plan: Plan, shared: bool| {
+    let exchange = |plan: Plan, has_shm: bool| {
         let network = wide();
-        run_ranks(plan.mesh.ranks() as u32, shared, |comm| {
+        run_ranks(plan.mesh.ranks() as u32, has_shm, |comm| {
             let initial = init::initial_parameters(&network, false, 1);
-            let config = of_kind(OptimizerKind::AdamW, 1);
+            let config = config_of(OptimizerKind::AdamW, 1);
             let engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), &plan).unwrap();
             comm.barrier().unwrap();
             engine.exchange()

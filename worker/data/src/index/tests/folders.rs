@@ -79,20 +79,20 @@ fn recently_changed_or_unknown_folders_are_checked() {
     let rewrite = |side: u32| {
         image::RgbImage::new(side, 3).save(&odd).unwrap();
     };
-    let first = || listing(&open_trusting_folders(&fixture).splits[0]).dimensions(1).0;
+    let width = || listing(&open_trusting_folders(&fixture).splits[0]).dimensions(1).0;
     // A folder that changed just now could change again with the same time, so it is not cached.
     rewrite(20);
-    assert_eq!(first(), 20);
+    assert_eq!(width(), 20);
     // Without a minimum age, the folders were stored. Now the index is rebuilt.
     rewrite(30);
-    assert_eq!(first(), 20, "the folder cache is used");
+    assert_eq!(width(), 20, "the folder cache is used");
     fixture.open().unwrap();
     let cache = fs::read(fixture.cached_file("folders").unwrap()).unwrap();
     rewrite(40);
-    for broken in [&b"nothing"[..], &cache[..cache.len() / 2], b""] {
-        fs::write(fixture.cached_file("folders").unwrap(), broken).unwrap();
-        assert_eq!(first(), 40);
+    for damaged in [&b"nothing"[..], &cache[..cache.len() / 2], b""] {
+        fs::write(fixture.cached_file("folders").unwrap(), damaged).unwrap();
+        assert_eq!(width(), 40);
     }
     fs::write(fixture.cached_file("folders").unwrap(), &cache).unwrap();
-    assert_eq!(first(), 40, "the folder cache belongs to another index");
+    assert_eq!(width(), 40, "the folder cache belongs to another index");
 }

@@ -10,13 +10,13 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     assert!(prepared.shards > 4, "{prepared:?}");
     // The disk is full while the third shard is written.
     let marker = to.path().join(".later");
-    let full = |progress: Progress| {
+    let fill_disk = |progress: Progress| {
         if progress.done > 12 && !marker.exists() {
             fs::write(&marker, "").unwrap();
             std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
         }
     };
-    let error = prepare(from.path(), to.path(), &small_shards(), full).unwrap_err().to_string();
+    let error = prepare(from.path(), to.path(), &small_shards(), fill_disk).unwrap_err().to_string();
     assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
     fs::remove_file(&marker).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
@@ -25,14 +25,14 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let message = open(to.path()).unwrap_err().to_string();
     assert!(message.contains("is an incomplete copy"), "{message}");
     let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
-    let first = fs::metadata(shard(0)).unwrap();
+    let metadata = fs::metadata(shard(0)).unwrap();
     // A finished shard has been truncated since.
     fs::write(shard(1), "").unwrap();
     let prepared = run(from.path(), to.path(), &small_shards()).unwrap();
     assert_eq!(prepared.kept_shards, 1);
     assert_eq!(
         fs::metadata(shard(0)).unwrap().modified().unwrap(),
-        first.modified().unwrap(),
+        metadata.modified().unwrap(),
         "not written again"
     );
     let shards = |dir: &Path| -> BTreeMap<_, _> {
@@ -55,8 +55,8 @@ fn finished_shards_are_checked_before_reuse() {
     let mut hollow = content.clone();
     let (half, all) = (hollow.len() / 2, hollow.len());
     hollow[half..].fill(0);
-    let other = vec![b'x'; all];
-    for damaged in [hollow, other, content[..half].to_vec()] {
+    let foreign = vec![b'x'; all];
+    for damaged in [hollow, foreign, content[..half].to_vec()] {
         fs::write(&shard, &damaged).unwrap();
         let again = run(from.path(), to.path(), &small_shards()).unwrap();
         assert_eq!((again.kept_shards, again.shards), (prepared.shards - 1, prepared.shards));
@@ -125,12 +125,12 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
 fn a_folder_is_locked_while_a_copy_is_written() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let refused = RefCell::new(0);
-    let second = |_: Progress| {
+    let write_again = |_: Progress| {
         let message = prepare_error(from.path(), to.path(), &small_shards());
         assert!(message.contains("is being written by another"), "{message}");
         *refused.borrow_mut() += 1;
     };
-    let prepared = prepare(from.path(), to.path(), &small_shards(), second).unwrap();
+    let prepared = prepare(from.path(), to.path(), &small_shards(), write_again).unwrap();
     assert!(*refused.borrow() >= prepared.shards);
     let again = run(from.path(), to.path(), &small_shards()).unwrap();
     assert_eq!(again.kept_shards, prepared.shards);

@@ -19,10 +19,10 @@ fn names_of_files_or_folders_determine_splits() {
     fs::remove_file(dir.path().join("imagenet1k-train-0000.tar")).unwrap();
     assert!(open(dir.path()).unwrap_err().to_string().contains("has no training split"));
     // A class that occurs only in the validation split.
-    let only = tempfile::tempdir().unwrap();
-    fs::copy(fixtures().join("names.tar"), only.path().join("train.tar")).unwrap();
-    write(&only.path().join("val.tar"), &[("a.png", &png()), ("a.cls", b"fox")]);
-    let message = open(only.path()).unwrap_err().to_string();
+    let other_dir = tempfile::tempdir().unwrap();
+    fs::copy(fixtures().join("names.tar"), other_dir.path().join("train.tar")).unwrap();
+    write(&other_dir.path().join("val.tar"), &[("a.png", &png()), ("a.cls", b"fox")]);
+    let message = open(other_dir.path()).unwrap_err().to_string();
     assert!(message.contains("split \"val\" has the class \"fox\""), "{message}");
 }
 

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Number of moments, from the step's beginning to its end, at which the step is interrupted.
+/// Number of tried moments. The last stands for no interruption; at the others, from its beginning to its end, a step is interrupted.
 const MOMENTS: u32 = 8;
 const KINDS: [OptimizerKind; 5] = [
     OptimizerKind::Momentum,
@@ -26,12 +26,13 @@ struct Rank {
     ring: Arc<Ring>,
     engine: Box<dyn Engine>,
     /// Two micro-batches, which both change running statistics.
-    step: [Batch; 2],
+    batches: [Batch; 2],
 }
 
 impl Rank {
+    /// Runs a step. Returns whether it has finished.
     fn step(&mut self) -> bool {
-        let is_done = self.engine.train_step(&self.step, 0.01).is_ok();
+        let is_done = self.engine.train_step(&self.batches, 0.01).is_ok();
         // As in training, only rank 0 averages the weights.
         if is_done && self.number == 0 {
             self.engine.update_average(0.9).unwrap();
@@ -54,10 +55,10 @@ fn on_two_ranks<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sy
             ..unfused::config(8)
         };
         let initial = unfused::initial(&network);
-        let step = [8, 6]
+        let batches = [8, 6]
             .map(|pictures| Batch { global_samples: 2 * pictures, ..unfused::batch(&network, pictures) });
         let engine = build_cpu(network, &initial, config, ring.clone()).unwrap();
-        work(&mut Rank { number: ring.rank(), ring, engine, step })
+        work(&mut Rank { number: ring.rank(), ring, engine, batches })
     })
 }
 
@@ -105,7 +106,6 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
         assert_ne!(whole[0][1], whole[0][2]);
         let mut interrupted_steps = 0;
         let mut rank_0_state = None;
-        // The last moment stands for no interruption.
         for moment in 0..MOMENTS {
             for (rank, (state, is_interrupted)) in interrupted(kind, moment).into_iter().enumerate() {
                 let steps = if is_interrupted { 2 } else { 3 };

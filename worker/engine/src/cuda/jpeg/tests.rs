@@ -105,8 +105,8 @@ impl DeviceDecoder for HostDecoder {
         for (number, picture) in pictures.iter().enumerate() {
             let planes = planes::decode(picture.bytes, picture.stored, &mut memory)?;
             let cropping = Cropping::new(picture, planes, number as u32, &mut tables);
-            let refused = self.refused_every.is_some_and(|every| number % every == 0);
-            outputs.push((!refused).then(|| crop(&memory, &tables, &cropping, size)));
+            let is_refused = self.refused_every.is_some_and(|every| number % every == 0);
+            outputs.push((!is_refused).then(|| crop(&memory, &tables, &cropping, size)));
         }
         use_results(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
         Ok(())

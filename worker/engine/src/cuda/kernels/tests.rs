@@ -48,6 +48,7 @@ fn every_kernel_compiles_for_hopper_in_every_number_format() {
     compile_each(&[90], QUICK, |_, _| Ok(())).unwrap();
 }
 
+/// `tests/run` skips these tests, except `tests/run full`.
 mod full {
     use super::*;
 

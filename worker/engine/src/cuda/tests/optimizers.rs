@@ -38,16 +38,18 @@ fn gpu_optimizers_match_the_cpu_engine() {
     for (name, optimizer, lr) in optimizers() {
         let network = operations().swap_remove(0);
         let config = EngineConfig { optimizer, ..config(32) };
-        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
-        let expected = losses(a.as_mut(), &network, 32, 5, lr);
-        let actual = losses(b.as_mut(), &network, 32, 5, lr);
+        let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+        let expected = losses(cpu.as_mut(), &network, 32, 5, lr);
+        let actual = losses(gpu.as_mut(), &network, 32, 5, lr);
         let start = initial(&network);
-        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
-        eprintln!("{name}: losses {actual:?} / {expected:?}; weights {distance:.1e} of their change apart");
+        let distance = relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &start);
+        eprintln!(
+            "{name}: losses {actual:?} / {expected:?}; weights apart by {distance:.1e} of their change"
+        );
         // Muon's matrices are bfloat16.
         let bound = if optimizer.is_muon() { 5e-2 } else { 1e-2 };
-        assert!(distance < bound, "{name}: {distance}");
-        assert_eq!(b.optimizer_state().unwrap().updates, 5);
+        assert!(distance < bound, "{name}: weights differ by {distance}");
+        assert_eq!(gpu.optimizer_state().unwrap().updates, 5);
     }
 }
 
@@ -61,33 +63,33 @@ fn gpu_optimizers_in_float16_are_close_to_the_cpu_engine_with_a_skipped_step() {
         let loss_scale = LossScale::Named("dynamic".into());
         let gpu = DeviceConfig { precision: Precision::Fp16, loss_scale, ..deterministic() };
         let initial = initial(&network);
-        let (mut a, mut b) = (cpu(&network, &config), cuda_as(&initial, &network, &config, gpu));
-        b.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
+        let (mut cpu, mut gpu) = (cpu(&network, &config), cuda_as(&initial, &network, &config, gpu));
+        gpu.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
         let mut skipped = 0;
         for step in 0..8 {
             if step == 3 {
                 // So large that the gradient of the logits overflows.
-                b.set_loss_scaling(LossScaling { scale: 8_388_608.0, growth_tracker: 0 }).unwrap();
+                gpu.set_loss_scaling(LossScaling { scale: 8_388_608.0, growth_tracker: 0 }).unwrap();
                 assert_eq!(
-                    b.optimizer_state().unwrap().updates,
+                    gpu.optimizer_state().unwrap().updates,
                     3,
                     "{name}: setting the scale keeps the updates"
                 );
             }
             let batch = [pictures(&network, 32, step)];
-            let result = b.train_step(&batch, lr).unwrap();
+            let result = gpu.train_step(&batch, lr).unwrap();
             if result.is_skipped() {
                 skipped += 1;
-                b.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
+                gpu.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
             } else {
-                a.train_step(&batch, lr).unwrap();
+                cpu.train_step(&batch, lr).unwrap();
             }
         }
         assert_eq!(skipped, 1, "{name}");
-        assert_eq!(b.optimizer_state().unwrap().updates, 7, "{name}");
-        let distance = relative_distance(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
-        eprintln!("{name}: weights {distance:.1e} of their change apart");
-        assert!(distance < 0.1, "{name}: {distance}");
+        assert_eq!(gpu.optimizer_state().unwrap().updates, 7, "{name}");
+        let distance = relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &initial);
+        eprintln!("{name}: weights apart by {distance:.1e} of their change");
+        assert!(distance < 0.1, "{name}: weights differ by {distance}");
     }
 }
 
@@ -203,8 +205,8 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
                 assert_eq!(after.updates, step as u64 + 1 - skipped, "{name}");
                 if after.updates == before.updates {
                     assert!(after == before, "{name}: a skipped step changes nothing");
-                    let is_kept = weights.iter().all(|(n, t)| n.contains("running") || *t == old_weights[n]);
-                    assert!(is_kept, "{name}");
+                    let is_same = weights.iter().all(|(n, t)| n.contains("running") || *t == old_weights[n]);
+                    assert!(is_same, "{name}");
                 } else {
                     let (weights, state) = ([&old_weights, &weights], [&before, &after]);
                     check_update(&name, &config.optimizer, lr, weights, state);
@@ -244,12 +246,12 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
         ahead.finish_steps().unwrap();
         let (expected, actual) = (expected.unwrap(), stepwise.averaged().unwrap().unwrap());
         let (worst, name) = worst_difference(&actual, &expected);
-        assert!(worst < 1e-6, "{precision:?}: {name} is {worst} apart");
+        assert!(worst < 1e-6, "{precision:?}: {name} differs by {worst}");
         assert!(ahead.averaged().unwrap().as_ref() == Some(&actual), "{precision:?}");
-        let mut other = cuda(&network, &config, precision);
-        assert!(!other.has_average());
-        other.set_averaged(&actual).unwrap();
-        assert!(other.averaged().unwrap() == Some(actual), "{precision:?}");
+        let mut restored = cuda(&network, &config, precision);
+        assert!(!restored.has_average());
+        restored.set_averaged(&actual).unwrap();
+        assert!(restored.averaged().unwrap() == Some(actual), "{precision:?}");
     }
 }
 
@@ -299,7 +301,7 @@ fn gpu_the_average_is_unbiased_for_any_decay() {
         *value = (f64::from(*value) * weight) as f32;
     }
     let (worst, name) = worst_difference(&engine.averaged().unwrap().unwrap(), &expected);
-    assert!(worst < 5e-5, "{name} is {worst} apart");
+    assert!(worst < 5e-5, "{name} differs by {worst}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ pub(super) struct Case {
     pub(super) mesh: [usize; 3],
     pub(super) stages: usize,
     pub(super) accumulate: usize,
-    /// The last micro-batch of each second step has fewer pictures.
+    /// Whether the last micro-batch of every second step has fewer pictures.
     pub(super) ragged: bool,
     pub(super) precision: Precision,
     pub(super) optimizer_sharding: bool,
@@ -188,11 +188,11 @@ pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();
     assert_eq!(logits.len(), expected.logits.len(), "{case:?}");
     let logits_distance = (difference(&logits, &expected.logits) / square(&expected.logits)).sqrt();
-    let evaluated = [0, 1].map(|of| sets.iter().map(|run| run.evaluated[of]).sum::<f64>());
+    let evaluated = [0, 1].map(|size| sets.iter().map(|run| run.evaluated[size]).sum::<f64>());
     let state = runs[0].state.as_ref().unwrap();
     let weights = relative_distance(&state.parameters, &expected.state.unwrap().parameters, &start);
     eprintln!(
-        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; evaluated {evaluated:?} / {:?}",
+        "{case:?}: logits {logits_distance:.1e}, weights {weights:.1e} of their change apart; losses of evaluations {evaluated:?} / {:?}",
         expected.evaluated
     );
     assert!(weights < bound && logits_distance < bound, "{case:?}");

@@ -56,9 +56,12 @@ fn gpu_two_runs_are_the_same_bit_for_bit() {
             let losses = losses(engine.as_mut(), &network, batch, 12, 0.05);
             (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         };
-        let (first, second) = (run(), run());
-        assert_eq!(first.0, second.0, "{arch:?} {precision:?}: losses");
-        assert!(first.1 == second.1 && first.2 == second.2, "{arch:?} {precision:?}: weights or momentum");
+        let [(losses, weights, state), (other_losses, other_weights, other_state)] = [run(), run()];
+        assert_eq!(losses, other_losses, "{arch:?} {precision:?}");
+        assert!(
+            weights == other_weights && state == other_state,
+            "{arch:?} {precision:?}: weights or momentum"
+        );
     }
 }
 

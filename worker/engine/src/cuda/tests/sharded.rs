@@ -42,8 +42,8 @@ fn trained(
         }
         let description = engine.exchange();
         assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
-        let both = Writers::divide(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
-        let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
+        let divided = Writers::divide(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
+        let states = [Writers::default(), divided].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
         (losses, checksum, states)
     };
@@ -51,12 +51,12 @@ fn trained(
     let (losses, checksum, states) = results.next().unwrap();
     let (other_losses, other_checksum, other_states) = results.next().unwrap();
     assert_eq!(checksum, other_checksum, "both ranks have the same weights");
-    let [Some(state), Some(mut part)] = states else { panic!("rank 0 has all") };
+    let [Some(state), Some(mut part)] = states else { panic!("rank 0 has the state") };
     let [None, Some(other_part)] = other_states else { panic!("rank 1 has a part") };
     part.parameters.extend(other_part.parameters);
     let other_slots = other_part.optimizer.unwrap().slots;
     part.optimizer.as_mut().unwrap().slots.extend(other_slots);
-    let missing = state.parameters.iter().filter(|of| part.parameters.get(of.0) != Some(of.1));
+    let missing = state.parameters.iter().filter(|(name, all)| part.parameters.get(*name) != Some(*all));
     let missing: Vec<_> = missing.map(|(name, _)| name).collect();
     assert!(
         part == state,
@@ -92,7 +92,7 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 [&state, &expected_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
             let slot = worst_difference(slots, expected_slots);
             eprintln!(
-                "{kind}, {precision:?}: losses {loss:.1e}, weights {distance:.1e} of their change, state {slot:?} apart"
+                "{kind}, {precision:?}: losses apart by {loss:.1e}, weights by {distance:.1e} of their change, optimizer state by {slot:?}"
             );
             let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
             assert!(distance < bound && f64::from(loss) < bound, "{kind}, {precision:?}: {loss} {distance}");
@@ -102,14 +102,14 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
             let (expected, _) = trained(&network, &config, &whole, lr, Some(&state));
             let (actual, _) = trained(&network, &config, &divided, lr, Some(&state));
             let loss = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(f64::from(loss) < bound, "{kind}, {precision:?}: continued {loss}");
+            assert!(f64::from(loss) < bound, "{kind}, {precision:?}: continued, losses differ by {loss}");
             if precision == Precision::Fp32 {
                 let mut cpu = cpu_from(&start, &network, &config);
                 for number in 0..STEPS {
                     cpu.train_step(&step(&network, number, config.accumulate, 0, 1), lr).unwrap();
                 }
                 let distance = relative_distance(&state.parameters, &cpu.parameters().unwrap(), &start);
-                eprintln!("{kind}: weights {distance:.1e} of their change from the CPU engine's");
+                eprintln!("{kind}: weights apart from the CPU engine's by {distance:.1e} of their change");
                 assert!(distance < 2e-2, "{kind}: {distance}");
             }
         }

@@ -52,8 +52,8 @@ fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
                         |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
                     assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
                     // After few steps, running statistics are inexact: values overflow float16 within fifty layers.
-                    let holds = precision != Precision::Fp16 || arch != Arch::ResNet50;
-                    assert!(a.loss_sum.is_finite() || !holds, "{arch:?} {precision:?} {side}: {a:?}");
+                    let is_checked = precision != Precision::Fp16 || arch != Arch::ResNet50;
+                    assert!(a.loss_sum.is_finite() || !is_checked, "{arch:?} {precision:?} {side}: {a:?}");
                 }
             }
             assert!(resized.set_image_size(48).is_err());
@@ -93,8 +93,9 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
                 reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }
             engine.set_image_size(data.shape.image_size).unwrap();
-            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
-            reported.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
+            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
+            let validation = data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
+            reported.push(engine.eval_step(&validation).unwrap().loss_sum as f32 / 64.0);
         }
         eprintln!("{format:?}: {reported:?}");
         results.push(reported);

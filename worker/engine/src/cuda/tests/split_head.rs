@@ -50,7 +50,7 @@ struct Case {
     accumulate: usize,
     /// Weight of a picture's own label, if pictures are mixed.
     lambda: Option<f32>,
-    /// The last micro-batch of every second step has fewer pictures, and only on ranks 0 and 1.
+    /// Whether the last micro-batch of every second step has fewer pictures, and only on ranks 0 and 1.
     ragged: bool,
     precision: Precision,
     sample_share: f64,
@@ -166,6 +166,7 @@ struct Run {
     steps: Vec<StepResult>,
     checksum: [u64; 2],
     logits: Vec<f32>,
+    /// Sum of losses, and number of correct predictions.
     evaluated: [f64; 2],
     state: Option<StateDict>,
 }
@@ -242,7 +243,7 @@ fn compare(case: Case, loss: f32, bound: f64) {
         all.filter(|(name, _)| name.contains("running")).collect()
     };
     let (statistics, name) = super::worst_difference(&running(&state), &running(&expected_state));
-    assert!(statistics < bound, "{case:?}: {name} is {statistics} apart");
+    assert!(statistics < bound, "{case:?}: {name} differs by {statistics}");
     assert!((evaluated[0] - expected_evaluated[0]).abs() < bound * expected_evaluated[0], "{case:?}");
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
@@ -407,7 +408,7 @@ fn check_continuation(case: Case) {
         let mut engine = case.engine(comm.clone());
         engine.train_step(&case.step(0, Some(rank)), LR).unwrap();
         let (parameters, slots) = match engine.state_dict(&Writers::default()).unwrap() {
-            Some(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
+            Some(state) => (Some(state.parameters), state.optimizer.map(|optimizer| optimizer.slots)),
             None => (None, None),
         };
         // Rank 0 sends the parameters and slots of rank 1 to rank 1.

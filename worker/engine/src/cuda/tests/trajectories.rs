@@ -218,9 +218,11 @@ fn gpu_early_validation_has_the_cpu_engine_s_distribution() {
         // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
-                while let Some(run) =
-                    Some(next_run.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < CPU_RUNS)
-                {
+                loop {
+                    let run = next_run.fetch_add(1, Ordering::Relaxed);
+                    if run >= CPU_RUNS {
+                        break;
+                    }
                     let result = train(job.cpu(1).as_mut(), &pictures, lr(run, CPU_RUNS));
                     results.lock().unwrap().push(result);
                 }

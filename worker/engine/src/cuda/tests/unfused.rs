@@ -46,7 +46,7 @@ fn gpu_unfused_operations_in_float32_match_pytorch() {
 fn gpu_unfused_operations_in_float32_match_the_cpu_engine() {
     for micro_batches in [1, 3] {
         for (arch, logits, gradient) in compare(Precision::Fp32, micro_batches) {
-            assert!(logits < 1e-4 && gradient < 1e-3, "{arch}: {logits} {gradient}");
+            assert!(logits < 1e-4 && gradient < 1e-3, "{arch}: logits {logits}, gradient {gradient}");
         }
     }
 }
@@ -57,7 +57,10 @@ fn gpu_unfused_operations_in_16_bits_are_close_to_the_cpu_engine() {
     for (precision, bound) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for (arch, logits, gradient) in compare(precision, 1) {
             // After rounding, values of a window are often equal, so the pooling may choose another maximum.
-            assert!(logits < bound && gradient < 0.3, "{arch} {precision:?}: {logits} {gradient}");
+            assert!(
+                logits < bound && gradient < 0.3,
+                "{arch} {precision:?}: logits {logits}, gradient {gradient}"
+            );
         }
     }
 }

@@ -59,7 +59,7 @@ fn the_least_recently_used_copy_without_a_job_is_removed_first() {
     copies.release(&a);
     add_copy(&copies, "c", &about("/c", 1), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"], "b was released first");
-    // `a` is used again and released: now `c` is the oldest, but in use.
+    // Attempt `d` uses copy `a` and ends: now copy `c` is the oldest, but in use.
     add_copy(&copies, "a", &about("/a", 40), &d).unwrap();
     copies.release(&d);
     add_copy(&copies, "b", &about("/b", 99), &b).unwrap();

@@ -119,12 +119,12 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     let dir = tempfile::tempdir().unwrap();
     let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
     complete(&entry);
-    let other = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+    let reader = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
     fs::write(entry.dir().join("uses/another-1"), "").unwrap();
     assert_eq!(entry.uses().len(), 2);
     fs::remove_file(entry.data().join("a")).unwrap();
     complete(&entry);
-    entry.record_read(&other).unwrap();
+    entry.record_read(&reader).unwrap();
     assert_eq!(begin(&entry).unwrap(), None, "the copy is complete");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
@@ -211,17 +211,17 @@ fn a_too_small_disk_is_reported_with_sizes_and_advice() {
 #[tokio::test]
 async fn a_too_large_copy_is_refused_and_existing_copies_stay() {
     let dir = tempfile::tempdir().unwrap();
-    let (copies, other) = entry(dir.path(), &[("a", 5)]);
-    fs::remove_dir_all(other.dir().join("uses")).unwrap();
-    fs::create_dir(other.dir().join("uses")).unwrap();
+    let (copies, existing) = entry(dir.path(), &[("a", 5)]);
+    fs::remove_dir_all(existing.dir().join("uses")).unwrap();
+    fs::create_dir(existing.dir().join("uses")).unwrap();
     let about =
         About { dataset: "large".into(), path: "/l".into(), within: String::new(), files: 1, bytes: 1 << 60 };
     let missing = Missing { files: 1, bytes: 1 << 60, disk_bytes: 1 << 60 };
-    match check_disk(&other, &about, &missing, &copies).await {
+    match check_disk(&existing, &about, &missing, &copies).await {
         Err(CopyError::NoSpace(why)) => {
             assert!(why.contains("1152921504606.9 MB more") && why.contains("--dataset-cache"), "{why}");
         }
         other => panic!("{other:?}"),
     }
-    assert!(other.dir().exists(), "an unused copy was removed, though that was not enough");
+    assert!(existing.dir().exists(), "an unused copy was removed, though that was not enough");
 }

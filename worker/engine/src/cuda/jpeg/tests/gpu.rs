@@ -54,17 +54,17 @@ fn gpu_crops_equal_the_host_s_bit_for_bit() {
             cropper.start_download(3).unwrap();
             cropper.stream.0.synchronize().unwrap();
             let actual = cropper.pixels(3 * expected.len());
-            let differ = actual
+            let differing = actual
                 .chunks_exact(expected.len())
                 .flatten()
                 .zip(expected.iter().cycle())
                 .filter(|(a, b)| a != b);
-            assert_eq!(differ.count(), 0, "{width} x {height} to {size:?}, {stored:?}");
+            assert_eq!(differing.count(), 0, "{width} x {height} to {size:?}, {stored:?}");
         }
     }
 }
 
-/// Compares batches of a GPU's decoder with those of the CPU. Returns the data, and the mean and largest difference.
+/// Compares batches of a GPU's decoder with those of the CPU. Returns the data, and the mean and largest difference, of 255.
 fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let expected = batches(&open(dir, spec, BatchFormat::Bytes));
     let mut data = open(dir, spec, BatchFormat::Bytes);
@@ -81,7 +81,7 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     assert_eq!(expected.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
     let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
     let largest = pairs().max().unwrap();
-    eprintln!("{}: apart {mean:.3} of 255 on average, {largest} at most", data.decoded().unwrap());
+    eprintln!("{}: values apart by {mean:.3} on average, {largest} at most", data.decoded().unwrap());
     (data, mean, largest)
 }
 

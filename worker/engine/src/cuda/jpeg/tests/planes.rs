@@ -77,7 +77,7 @@ pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Resul
 /// picture whose components are not upsampled, or only by copying.
 fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     let Subsampling { columns, rows } = stored.subsampling;
-    // Blocks of chroma.
+    // Number of blocks of chroma in each direction.
     let (across, down) = (stored.width.div_ceil(8 * columns), stored.height.div_ceil(8 * rows));
     let (unchanged, chroma) = (Decoded::new(file, ColorSpace::YCbCr)?, stored.chroma());
     let (cb, cr) = match (columns, rows) {
@@ -88,9 +88,9 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
             let decoded = Decoded::new(&in_a_row, ColorSpace::YCbCr)?;
             (decoded.plane(1, 4, chroma), decoded.plane(2, 4, chroma))
         }
-        // Two blocks of luma: each becomes a component, in addition to the two of chroma.
+        // Two blocks of luma per block of chroma: each becomes a component, in addition to the two components of chroma.
         _ => {
-            let one_more = |list: &mut Vec<u8>, first: usize, entry: usize| {
+            let repeat_entry = |list: &mut Vec<u8>, first: usize, entry: usize| {
                 list[first - 1] = 4;
                 let mut copy = list[first..first + entry].to_vec();
                 copy[0] = 99;
@@ -98,9 +98,9 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
             };
             let frame = |frame: &mut Vec<u8>| {
                 frame[7] = 0x11;
-                one_more(frame, 6, 3);
+                repeat_entry(frame, 6, 3);
             };
-            let of_four = with_frame(file, (across * 8, down * 8), frame, |scan| one_more(scan, 1, 2));
+            let of_four = with_frame(file, (across * 8, down * 8), frame, |scan| repeat_entry(scan, 1, 2));
             let decoded = Decoded::new(&of_four, ColorSpace::CMYK)?;
             (decoded.plane(2, 1, chroma), decoded.plane(3, 1, chroma))
         }
@@ -188,9 +188,9 @@ fn planes_become_the_pixels_that_cores_make() {
             for (number, (actual, expected)) in actual.iter().zip(expected.pixels.chunks_exact(3)).enumerate()
             {
                 let (x, y) = (number as u32 % width, number as u32 / width);
-                let at_the_border = (x + 1 == width && !decoders_agree(width, columns))
+                let is_ambiguous = (x + 1 == width && !decoders_agree(width, columns))
                     || (y + 1 == height && !decoders_agree(height, rows));
-                if !at_the_border {
+                if !is_ambiguous {
                     assert_eq!(actual, expected, "{sampling:?}, {width} x {height}, column {x}, row {y}");
                     compared += 1;
                 }
@@ -216,7 +216,7 @@ fn pixels_of_planes_are_close_to_pillow_s_except_at_the_border() {
         assert_eq!(expected.dimensions(), (stored.width, stored.height));
         let largest =
             actual.iter().flatten().zip(expected.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-        assert!(largest <= 4, "{name}: {largest} of 255 apart");
+        assert!(largest <= 4, "{name}: values differ by up to {largest} of 255");
     }
 }
 
@@ -243,7 +243,7 @@ fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
             let expected = Picture::decode(&file).unwrap();
             let actual = super::decode(decoder.as_ref(), &[&file], (width, height)).remove(0);
             let largest = actual.map(|pixels| max_difference(&pixels, &expected.pixels));
-            eprintln!("{sampling:?}, {width} x {height}: {largest:?} of 255 apart at most");
+            eprintln!("{sampling:?}, {width} x {height}: values apart by at most {largest:?} of 255");
             assert!(
                 largest.is_none_or(|largest| largest <= 12),
                 "{sampling:?}, {width} x {height}: {largest:?}"

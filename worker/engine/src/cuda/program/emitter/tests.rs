@@ -70,7 +70,7 @@ struct Setting {
     layout: Layout,
     norms: Vec<NormSite>,
     statistics: Option<Statistics>,
-    /// Present if ranks divide the optimizer's state.
+    /// This rank's share of the optimizer's state. `None` if ranks do not divide it.
     share: Option<Share>,
     capability: u32,
     optimizer: OptimizerKind,
@@ -138,7 +138,7 @@ impl Setting {
         })
     }
 
-    /// Emits the commands. Returns them with the result of their verification.
+    /// Emits the commands, with or without a second stream for weight gradients. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
         let stream = if side_stream { StreamId::Side } else { StreamId::Main };
         let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, stream)).unwrap();
@@ -227,6 +227,7 @@ fn the_commands_of_a_bottleneck_network_are_valid() {
     check_commands(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
 }
 
+/// `tests/run` skips this test, except `tests/run full`.
 mod full {
     use super::*;
 
@@ -326,11 +327,11 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
             assert!(!written, "{name}: {operand:?}");
         }
     }
-    let sent = match setting.statistics {
+    let expected_calls = match setting.statistics {
         Some(_) => setting.layout.buckets.len() + 1,
         None => 0,
     };
-    assert_eq!(collective_calls(commands).len(), sent, "{name}");
+    assert_eq!(collective_calls(commands).len(), expected_calls, "{name}");
 }
 
 /// A rank whose last batch is not full calls the same collectives and exchanges in the same order as ranks with a full batch.

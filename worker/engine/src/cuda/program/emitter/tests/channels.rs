@@ -71,7 +71,7 @@ fn commands_of_split_operators_are_valid_and_match_other_ranks() {
                     assert!(setting.plan.splits_operators);
                     setting.emit_valid(phase, false);
                     let commands = setting.emit_valid(phase, true).commands;
-                    // Between copies of the network, each rank adds its own part.
+                    // Calls between copies of the network differ, because each rank adds up the gradients of its own part.
                     let is_shared = |call: &String| !call.contains(" Data ");
                     collective_calls(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
                 };
@@ -141,7 +141,9 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
             }
             Command::Exchange { sends, .. } => {
                 for (peer, at) in sends {
-                    let Command::Exchange { receives, .. } = commands[*peer as usize] else { panic!() };
+                    let Command::Exchange { receives, .. } = commands[*peer as usize] else {
+                        panic!("no exchange on {peer}")
+                    };
                     let (_, to) = receives.iter().find(|(of, _)| *of as usize == rank).unwrap();
                     assert_eq!(at.bytes, to.bytes);
                     copy(memory, [(rank, place(at)), (*peer as usize, place(to))], at.bytes / 4);
@@ -239,6 +241,7 @@ fn activations_and_gradients_change_their_placement() {
                             .collect()
                     })
                     .collect();
+                // Not simulated: gradients of pictures, which do not exist, and lists that also add a shortcut.
                 let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add_forward");
                 if matches!(part, Part::Backward(_)) && network.is_pictures(input)
                     || lists[0].iter().any(adds)

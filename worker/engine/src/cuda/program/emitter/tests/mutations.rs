@@ -38,10 +38,10 @@ fn a_missing_wait_is_refused() {
     for setting in settings() {
         let commands = valid_commands(&setting);
         let waits = numbers(&commands, |c| matches!(c, Command::Wait { .. }));
-        let (needed, others): (Vec<usize>, Vec<usize>) =
+        let (needed, implied): (Vec<usize>, Vec<usize>) =
             waits.iter().partition(|number| refusal(&without(&commands, **number)).is_some());
-        assert!(needed.len() > 4 * others.len(), "{} of {}", needed.len(), waits.len());
-        for number in others {
+        assert!(needed.len() > 4 * implied.len(), "{} of {}", needed.len(), waits.len());
+        for number in implied {
             let Command::Wait { event, .. } = commands[number] else { unreachable!() };
             let is_single = setting.statistics.is_none();
             assert!(event == EventId::SideBegin || !is_single, "{event:?} is not needed");
@@ -75,6 +75,7 @@ fn a_missing_command_of_the_forward_pass_is_refused() {
 
 #[test]
 fn an_allocation_that_is_moved_is_refused() {
+    // Only a single rank and NCCL.
     for setting in settings().into_iter().step_by(3) {
         let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Alloc { .. })) {
@@ -110,6 +111,7 @@ fn allocations_that_overlap_are_refused() {
 
 #[test]
 fn memory_that_is_freed_too_early_or_twice_is_refused() {
+    // Only a single rank and NCCL.
     for setting in settings().into_iter().step_by(3) {
         let commands = valid_commands(&setting);
         for number in numbers(&commands, |c| matches!(c, Command::Free { .. })) {

@@ -278,7 +278,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
                 assert_eq!(*actual, expected, "{}, {index}, rank {rank} of {height}", network.arch);
             }
         }
-        assert!(halos > 4 && lowest_halos > 0, "{halos} {lowest_halos}");
+        assert!(halos > 4 && lowest_halos > 0, "{halos} halos, {lowest_halos} of them of poolings");
     }
 }
 

@@ -31,7 +31,7 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
                         if matches!(phase, Phase::Train(_)) {
                             let groups = ["Model", "Data"]
                                 .map(|group| all.iter().filter(|call| call.contains(group)).count());
-                            // Features, labels, records, the features' gradient, squares; gradients of matrix and bias.
+                            // Model: features, labels, records, the features' gradient, squares. Data: gradients of matrix and bias.
                             assert_eq!(groups, [5, if data_ranks > 1 { 2 } else { 0 }], "{all:?}");
                         }
                     }
@@ -95,12 +95,12 @@ fn the_backbone_equals_that_of_data_parallelism() {
         (setting.emit_valid(Phase::Train(ONLY), true), setting)
     };
     let (whole, setting) = emitted(&network);
-    let (split, of_split) = emitted(&part(&network, [1, 1, 2], 0, &[]));
+    let (split, split_setting) = emitted(&part(&network, [1, 1, 2], 0, &[]));
     let ops = setting.plan.ops.len() - 1;
     let [whole_backbone, split_backbone] = [&whole, &split].map(|emitted| backbone(&emitted.commands, ops));
     assert!(whole_backbone.len() > 200 && whole_backbone == split_backbone);
     // The logits are allocated once.
-    let logits = of_split.plan.network.logits();
+    let logits = split_setting.plan.network.logits();
     let of_logits = |content: &Content| matches!(content, Content::Activation(tensor) | Content::Gradient(tensor) if *tensor == logits);
     let allocated = |c: &&Command| matches!(c, Command::Alloc { content, .. } if of_logits(content));
     assert_eq!(split.commands.iter().filter(allocated).count(), 1);

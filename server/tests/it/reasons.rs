@@ -245,7 +245,7 @@ async fn a_list_has_the_documented_maximum_of_jobs() {
         .await;
     let (status, page) = server.get("/jobs?limit=1000").await;
     assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
-    assert_eq!(page["jobs"][0]["id"], one.id.as_str());
+    assert_eq!(page["jobs"][0]["id"], newest.id.as_str());
     let (_, last_page) =
         server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
     assert_eq!((last_page["jobs"].as_array().unwrap().len(), &last_page["next_cursor"]), (1, &Value::Null));

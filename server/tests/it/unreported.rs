@@ -3,7 +3,7 @@
 use crate::{
     agent::{checkpoint, losses, running, start_job},
     artifacts::write_checkpoint,
-    uploads::{manifest, sum},
+    uploads::{manifest, sha256_hex},
 };
 use lockstep_protocol::{
     agent::{Ending, Source},
@@ -60,7 +60,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
         "best": {"epoch": 1, "step": 60}});
     let state = state.to_string().into_bytes();
     let mut files: Value = serde_json::from_slice(&manifest(1, 60)).unwrap();
-    files["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sum(&state)});
+    files["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sha256_hex(&state)});
     fs::write(checkpoints.join("1-60/state.json"), state).unwrap();
     fs::write(checkpoints.join("1-60/MANIFEST.json"), files.to_string()).unwrap();
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();

@@ -546,7 +546,7 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
         "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 150) INSERT INTO webhook_deliveries \
          (id, webhook_id, event, payload, created_at) SELECT 'm' || n, '{id}', 'job.failed', '{{}}', {now} FROM n"
     );
-    assert_eq!(server.execute(&many).await, 150);
+    assert_eq!(server.execute(&insert).await, 150);
     assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
     let remaining = server.deliveries(&id, |_| true).await;
     assert_eq!((remaining.len(), &remaining[0]["event"]), (100, &json!("webhook.test")));

@@ -342,7 +342,7 @@ fn a_shared_network_supports_other_image_sizes() {
             let batch_of = |side: usize| {
                 let len = side * side * 3;
                 let images =
-                    values(&format!("hybrid.sizes.{side}"), 16 * len)[from * len..][..own * len].to_vec();
+                    values(&format!("hybrid.sizes.{side}"), 16 * len)[from * len..][..count * len].to_vec();
                 let labels = labels("hybrid.sizes", 16, 10)[from..from + count].to_vec();
                 part_of(16, Batch { images, labels, ..Batch::default() })
             };

@@ -28,7 +28,7 @@ pub struct SubmitPage {
     /// The content of the fields.
     pub form: Form,
     /// For a clone, how `form` differs from the cloned job. Empty otherwise.
-    pub origin: String,
+    pub differences: String,
     /// Mistakes in `form`, each shown next to its field.
     pub mistakes: Vec<SpecError>,
     pub datasets: Vec<Dataset>,
@@ -69,7 +69,7 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, origin: String::new(), mistakes: Vec::new(), datasets, slots, server_url, user }
+        Self { form, differences: String::new(), mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
     /// Returns, in groups, the fields under "More settings" or the fields that are always shown.

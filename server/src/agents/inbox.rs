@@ -57,7 +57,7 @@ impl ReportConnection {
     }
 
     /// Whether records of this attempt are missing. Later records must then not be stored, in particular the attempt's end.
-    pub(crate) fn is_incomplete(&self, attempt: &AttemptRef) -> bool {
+    pub(crate) fn lacks_records_of(&self, attempt: &AttemptRef) -> bool {
         lock(&self.incomplete).contains(attempt)
     }
 }

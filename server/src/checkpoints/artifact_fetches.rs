@@ -2,9 +2,9 @@
 //! prediction, a fork, or the next attempt of a job.
 
 use super::{
-    Checkpoints, Wait, artifact_checks,
+    Checkpoints, Wait,
     artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
-    folder_name_of,
+    disk_checks, folder_name_of,
     manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Prefix, describe},
 };
@@ -93,7 +93,7 @@ pub(crate) async fn check_if_incomplete(
         return None;
     }
     let folder = checkpoints.folder(row);
-    let has_sizes = tokio::task::spawn_blocking(move || artifact_checks::has_expected_sizes(&folder)).await;
+    let has_sizes = tokio::task::spawn_blocking(move || disk_checks::has_expected_sizes(&folder)).await;
     if has_sizes.unwrap_or(true) {
         return None;
     }
@@ -151,7 +151,7 @@ async fn ensure_undamaged(
         let _permit = store.check_permits.acquire().await.map_err(|_| stopping_error())?;
         // A disk error is not fatal here, because the process that reads the checkpoint reports the error.
         let consequence = "fetched from the object store";
-        if let Err(error) = artifact_checks::set_damaged_aside(checkpoints, row, consequence).await {
+        if let Err(error) = disk_checks::set_damaged_aside(checkpoints, row, consequence).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
         }
         if folder.exists() {

@@ -1,9 +1,9 @@
 //! Checkpoints: their copies on the server's disk and in the object store, uploads from agents, and the removal of old checkpoints.
 
-pub(crate) mod artifact_checks;
 pub(crate) mod artifact_fetches;
 pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
+pub(crate) mod disk_checks;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
 pub(crate) mod uploads;
@@ -210,10 +210,10 @@ impl Checkpoints {
         }))
     }
 
-    /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
+    /// Ignores reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
     /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them. Ranks on
     /// the server's disk remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
-    pub(crate) async fn drop_removals_of_kept(&self, report: &mut Report) -> Result<()> {
+    pub(crate) async fn ignore_removals_of_kept_checkpoints(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
         }

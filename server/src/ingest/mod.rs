@@ -50,15 +50,15 @@ async fn store_batch(scheduler: &Scheduler, batch: Vec<QueueItem>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut senders = Vec::with_capacity(batch.len());
     let mut flushes = Vec::new();
-    // Dropped when all reports are stored.
+    // Dropped, which frees the queue's space, when all reports are stored.
     let mut reservations = Vec::with_capacity(batch.len());
     for item in batch {
         match item {
             QueueItem::Report { agent, connection, mut report, reservation } => {
-                if connection.is_incomplete(&report.attempt) {
+                if connection.lacks_records_of(&report.attempt) {
                     continue;
                 }
-                if let Err(error) = checkpoints.drop_removals_of_kept(&mut report).await {
+                if let Err(error) = checkpoints.ignore_removals_of_kept_checkpoints(&mut report).await {
                     let job = &report.attempt.job;
                     let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
                     agents.refusals.note_disconnection(&agent, &why);

@@ -154,6 +154,7 @@ pub(super) fn pair_findings(pair: &Pair, fastest: f64) -> Vec<Finding> {
         }
     }
     if let (Ok(to_b), Ok(to_a)) = (&pair.to_b, &pair.to_a) {
+        // A connection from `a` to `b` measures data that `b` sends.
         findings.extend(speed_findings(pair, to_b, to_a, fastest));
     }
     findings.extend(clock_finding(pair));
@@ -164,7 +165,7 @@ pub(super) fn pair_findings(pair: &Pair, fastest: f64) -> Vec<Finding> {
             why.clone(),
             format!(
                 "The machines reach each other, but their GPUs do not. Name the interface for NCCL in the hostfile \
-                 (env:NCCL_SOCKET_IFNAME=eth1), and try env:NCCL_DEBUG=INFO; without a working InfiniBand env:NCCL_IB_DISABLE=1. \
+                 (env:NCCL_SOCKET_IFNAME=eth1), and try env:NCCL_DEBUG=INFO; if InfiniBand does not work, set env:NCCL_IB_DISABLE=1. \
                  The ranks were on the first GPU of {} and of {}.",
                 pair.a, pair.b
             ),
@@ -186,21 +187,25 @@ fn reach_advice(from: &str, to: &str, why: &str) -> String {
         );
     }
     format!(
-        "Open TCP from {from} to {to} in firewalls and security groups, to all ports that a kernel chooses \
-         (sysctl net.ipv4.ip_local_port_range on {to}). If ranks must use another address of {to}, name the interface of this \
+        "Open TCP from {from} to {to} in firewalls and security groups, to the ports that Linux on {to} assigns \
+         (sysctl net.ipv4.ip_local_port_range). If ranks must use another address of {to}, name the interface of this \
          address in the hostfile: env:NCCL_SOCKET_IFNAME=eth1."
     )
 }
 
-fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
+fn speed_findings(
+    pair: &Pair,
+    a_from_b: &LinkMeasurement,
+    b_from_a: &LinkMeasurement,
+    fastest: f64,
+) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // `to_b` measures data that `b` sends.
-    let (slower, slow_from, slow_to) = if to_b.bytes_per_second < to_a.bytes_per_second {
-        (to_b.bytes_per_second, &pair.b, &pair.a)
+    let (slower, slow_from, slow_to) = if a_from_b.bytes_per_second < b_from_a.bytes_per_second {
+        (a_from_b.bytes_per_second, &pair.b, &pair.a)
     } else {
-        (to_a.bytes_per_second, &pair.a, &pair.b)
+        (b_from_a.bytes_per_second, &pair.a, &pair.b)
     };
-    let faster = to_b.bytes_per_second.max(to_a.bytes_per_second);
+    let faster = a_from_b.bytes_per_second.max(b_from_a.bytes_per_second);
     // In a ring of many machines, each machine sends about twice the bytes of the gradients.
     let time = format_duration(2.0 * RESNET_50_BYTES / slower * 1e3);
     let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {time}");
@@ -238,7 +243,7 @@ fn speed_findings(pair: &Pair, to_b: &LinkMeasurement, to_a: &LinkMeasurement, f
             "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.",
         ));
     }
-    let round_trip_ms = to_b.round_trip_ms.min(to_a.round_trip_ms);
+    let round_trip_ms = a_from_b.round_trip_ms.min(b_from_a.round_trip_ms);
     if round_trip_ms > MAX_ROUND_TRIP_MS {
         findings.push(finding(
             "round trip",

@@ -13,20 +13,20 @@ const BLOCK: usize = 1 << 14;
 /// that names the tensor, the value and the value's index.
 ///
 /// Reads every value once, at about memory bandwidth.
-pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
+pub fn first_invalid(tensors: &NamedTensors) -> Option<String> {
     tensors.iter().find_map(|(name, tensor)| describe_invalid(name, &tensor.values))
 }
 
-/// [`Engine::first_not_finite`] on copies of all of the engine's tensors.
+/// [`Engine::first_invalid`] on copies of all of the engine's tensors.
 pub(super) fn first_of_engine(engine: &(impl Engine + ?Sized)) -> Result<Option<String>, EngineError> {
-    if let Some(found) = first_not_finite(&engine.parameters()?) {
+    if let Some(found) = first_invalid(&engine.parameters()?) {
         return Ok(Some(found));
     }
-    if let Some(found) = first_not_finite(&engine.optimizer_state()?.slots) {
+    if let Some(found) = first_invalid(&engine.optimizer_state()?.slots) {
         return Ok(Some(found));
     }
-    let of_average = engine.averaged()?.as_ref().and_then(first_not_finite);
-    Ok(of_average.map(|found| format!("of the average {found}")))
+    let invalid_average = engine.averaged()?.as_ref().and_then(first_invalid);
+    Ok(invalid_average.map(|found| format!("of the average {found}")))
 }
 
 /// Whether no value is NaN or infinite.
@@ -37,7 +37,7 @@ pub fn all_finite(values: &[f32]) -> bool {
         .all(|block| block.iter().fold(0, |largest, v| largest.max(v.to_bits() & EXPONENT)) < EXPONENT)
 }
 
-/// [`first_not_finite`] for one tensor.
+/// [`first_invalid`] for one tensor.
 fn describe_invalid(name: &str, values: &[f32]) -> Option<String> {
     if !all_finite(values) {
         let (index, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
@@ -79,26 +79,26 @@ mod tests {
                 let mut values = vec![-1.5; length];
                 values[index] = wrong;
                 assert!(!all_finite(&values));
-                let found = first_not_finite(&tensors("conv1.weight", values)).unwrap();
+                let found = first_invalid(&tensors("conv1.weight", values)).unwrap();
                 let expected = format!(
                     "conv1.weight contains {word} at index {index} (1 of its {length} values are not finite)"
                 );
                 assert_eq!(found, expected);
             }
         }
-        assert_eq!(first_not_finite(&tensors("conv1.weight", vec![f32::MIN, -0.0, 1e-45])), None);
-        assert_eq!(first_not_finite(&tensors("conv1.weight", Vec::new())), None);
+        assert_eq!(first_invalid(&tensors("conv1.weight", vec![f32::MIN, -0.0, 1e-45])), None);
+        assert_eq!(first_invalid(&tensors("conv1.weight", Vec::new())), None);
     }
 
     #[test]
     fn a_negative_running_variance_is_found() {
-        let found = first_not_finite(&tensors("bn1.running_var", vec![1.0, 0.0, -1e-45])).unwrap();
+        let found = first_invalid(&tensors("bn1.running_var", vec![1.0, 0.0, -1e-45])).unwrap();
         assert!(found.starts_with("bn1.running_var contains -0.00"), "{found}");
         assert!(found.contains("at index 2") && found.contains("variance"), "{found}");
-        assert_eq!(first_not_finite(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
-        assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be negative");
-        let found = first_not_finite(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
+        assert_eq!(first_invalid(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
+        assert_eq!(first_invalid(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be negative");
+        let found = first_invalid(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
         assert!(found.contains("fc.bias.exp_avg_sq contains -1 at index 1: a mean of squares"), "{found}");
-        assert_eq!(first_not_finite(&tensors("fc.bias.exp_avg", vec![-1.0])), None);
+        assert_eq!(first_invalid(&tensors("fc.bias.exp_avg", vec![-1.0])), None);
     }
 }

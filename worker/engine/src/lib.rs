@@ -36,7 +36,7 @@ pub use backend::{
 pub use cpu::MAX_CPU_SLOTS;
 pub use cuda::compile_kernels;
 pub use distribution::Distribution;
-pub use finite::{all_finite, first_not_finite};
+pub use finite::{all_finite, first_invalid};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 pub use loss::{LossConfig, Margin};
@@ -329,11 +329,11 @@ pub trait Engine: Send {
         }
         Ok(())
     }
-    /// [`first_not_finite`] for this rank's weights, biases, running statistics, optimizer state and average.
+    /// [`first_invalid`] for this rank's weights, biases, running statistics, optimizer state and average.
     ///
     /// # Errors
     /// The device fails.
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+    fn first_invalid(&self) -> Result<Option<String>, EngineError> {
         finite::first_of_engine(self)
     }
     /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split

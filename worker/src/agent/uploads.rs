@@ -33,8 +33,8 @@ const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(
 const ASK_EVERY: Duration = Duration::from_secs(5);
 /// The same interval for a job that the server's database lacks.
 const ASK_UNKNOWN_EVERY: Duration = Duration::from_secs(3600);
-/// An empty file in the folder of a damaged checkpoint. It prevents the folder's removal, because a user may still be
-/// able to save files from it.
+/// An empty file in the folder of a damaged checkpoint. It prevents the removal of the job's folder, because a user may
+/// still be able to save files from the checkpoint.
 const DAMAGED: &str = "DAMAGED";
 
 /// Whether the agent's own disk contains no job, so that nothing has to be uploaded.
@@ -46,7 +46,7 @@ pub(super) fn has_no_job(dir: &Path) -> bool {
 /// The state of uploads from a job's folder.
 #[derive(Default)]
 struct JobUploads {
-    /// For each checkpoint that the server has or refuses, the SHA-256 of its manifest.
+    /// For each checkpoint that the server has or refuses, or that is damaged here: the SHA-256 of its manifest.
     finished: HashMap<String, String>,
     /// When to try again after a failure, and the pauses after the next failures.
     retry: Option<(Instant, Backoff)>,
@@ -62,8 +62,8 @@ struct Uploads {
     jobs: HashMap<JobId, JobUploads>,
 }
 
-/// Uploads as long as the agent runs. `dir` is the agent's folder. Sets `uploaded` to a time whenever all checkpoints from
-/// before this time are on the server, or the server has refused them.
+/// Uploads as long as the agent runs. `dir` is the agent's folder. After each pass that left nothing to upload, sets
+/// `uploaded` to the time at which the pass began: all earlier checkpoints are on the server or were refused.
 pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, uploaded: Arc<Mutex<Option<Instant>>>) {
     let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
     loop {
@@ -137,7 +137,7 @@ impl Uploads {
         job_dir: &Path,
         job_uploads: &mut JobUploads,
     ) -> Result<bool, RequestError> {
-        // Checked before the folder is read: if the attempt is over, the folder then has its last checkpoint.
+        // Checked before the folder is listed. So if the attempt is over by now, the list includes its last checkpoint.
         let is_active = self.is_active(note);
         let mut is_done = true;
         let folder = job_dir.join("checkpoints");
@@ -147,16 +147,19 @@ impl Uploads {
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(manifest_json) = fs::read(&path) else { continue };
-            // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. They were
-            // reported before this attempt began, so a refusal of the server is final.
+            // Without rank 0 on this machine, a checkpoint older than the attempt was reported by an earlier attempt. No
+            // report about it is in flight, so the server's refusal is final. With rank 0, the agent asks again until the
+            // server has acknowledged all reports of the attempt.
             let is_earlier = !note.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
-            let may_be_reported = is_active && !is_earlier;
+            let report_may_be_in_flight = is_active && !is_earlier;
             let sum = hex::encode(Sha256::digest(&manifest_json));
             if job_uploads.finished.get(name) == Some(&sum) {
                 continue;
             }
             let client = self.remote.client(&note.attempt)?;
-            match upload(&client, &folder.join(name), name, &manifest_json, &sum, may_be_reported).await? {
+            match upload(&client, &folder.join(name), name, &manifest_json, &sum, report_may_be_in_flight)
+                .await?
+            {
                 UploadResult::Done => {
                     job_uploads.finished.insert(name.clone(), sum);
                 }
@@ -181,7 +184,7 @@ impl Uploads {
             return Ok(is_done);
         }
         job_uploads.last_asked = Some(Instant::now());
-        // Files are removed only if the server itself has responded.
+        // An error, or a response that is not the server's (a proxy's), removes no files.
         let needed = self.remote.client(&note.attempt)?.what_is_needed().await?;
         let is_unknown = needed == WhatIsNeeded::Unknown;
         if is_unknown && !job_uploads.is_unknown {
@@ -218,11 +221,11 @@ async fn upload(
     name: &str,
     manifest_json: &[u8],
     sum: &str,
-    may_be_reported: bool,
+    report_may_be_in_flight: bool,
 ) -> Result<UploadResult, RequestError> {
     let state = match client.upload_state(name).await {
         Ok(state) => state,
-        Err(failed) => return handle_refusal(failed, name, may_be_reported),
+        Err(failed) => return handle_refusal(failed, name, report_may_be_in_flight),
     };
     if state.stored.as_deref() == Some(sum) {
         return Ok(UploadResult::Done);
@@ -266,15 +269,15 @@ async fn upload(
     Ok(UploadResult::Done)
 }
 
-/// Handles the server's refusal to report the state of an upload. If `may_be_reported`, a report in flight may still
+/// Handles the server's refusal to report the state of an upload. If `report_may_be_in_flight`, a report in flight may still
 /// announce this checkpoint or end the attempt, so the refusal is not final.
 fn handle_refusal(
     failed: RequestError,
     name: &str,
-    may_be_reported: bool,
+    report_may_be_in_flight: bool,
 ) -> Result<UploadResult, RequestError> {
     match failed {
-        RequestError::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
+        RequestError::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if report_may_be_in_flight => {
             Ok(UploadResult::NotYet)
         }
         RequestError::Never(_, why) => {
@@ -329,14 +332,17 @@ mod tests {
             fs::write(folder.join(MANIFEST), br#"{"version":1,"epoch":1,"step":10,"files":{}}"#).unwrap();
             let written = fs::File::options().write(true).open(folder.join(MANIFEST)).unwrap();
             written.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
-            // The attempt's reports may still be in flight.
+            // This file marks the attempt as active: its reports may still be in flight.
             fs::create_dir(dir.path().join("attempts")).unwrap();
             fs::write(dir.path().join(format!("attempts/{}-2.json", attempt.job)), "").unwrap();
             let mut uploads =
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.upload_all().await;
             assert_eq!(*requests.lock().unwrap(), ["GET uploads/1-10"]);
-            assert_eq!(is_done, !has_rank_0, "without rank 0, no report of the attempt is in flight");
+            assert_eq!(
+                is_done, !has_rank_0,
+                "without rank 0, no report about an earlier checkpoint is in flight"
+            );
         }
     }
 
@@ -390,10 +396,11 @@ mod tests {
             handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true),
             Ok(UploadResult::Done)
         );
-        // Another machine uploads the same checkpoint. If that machine is lost, this machine uploads it.
-        for may_be_reported in [true, false] {
+        // The server answers 503 while another machine uploads the checkpoint. This machine asks again, in case that
+        // machine is lost.
+        for report_may_be_in_flight in [true, false] {
             let later = RequestError::Later("503".into());
-            assert_eq!(handle_refusal(later.clone(), "1-17", may_be_reported), Err(later));
+            assert_eq!(handle_refusal(later.clone(), "1-17", report_may_be_in_flight), Err(later));
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
     manifest::{check_file, read_manifest, size_of, validate},
     parts::{files_of, read_files},
 };
-use lockstep_engine::first_not_finite;
+use lockstep_engine::first_invalid;
 use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files};
 use std::{fs, path::Path};
@@ -40,7 +40,7 @@ fn read_tensors(folder: &Path, name: &str, kind: &str) -> Result<NamedTensors, C
     let tensors = files_of(folder, kind)
         .and_then(|files| read_files(&files))
         .map_err(|detail| CheckpointError::Damaged { name: name.into(), detail })?;
-    match first_not_finite(&tensors) {
+    match first_invalid(&tensors) {
         Some(found) => {
             Err(CheckpointError::NotFinite { name: name.into(), detail: format!("{kind}: {found}") })
         }

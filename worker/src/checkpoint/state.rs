@@ -1,7 +1,7 @@
 //! The content of a checkpoint, in memory.
 
 use crate::precision::SkippedSteps;
-use lockstep_engine::{LossScaling, first_not_finite};
+use lockstep_engine::{LossScaling, first_invalid};
 use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{
     agent::CheckpointInfo,
@@ -144,16 +144,13 @@ impl State {
 
 impl Snapshot {
     /// A description of the first value that is not finite. Training cannot continue from such a value.
-    pub fn first_not_finite(&self) -> Option<String> {
-        first_not_finite(&self.parameters)
+    pub fn first_invalid(&self) -> Option<String> {
+        first_invalid(&self.parameters)
             .or_else(|| {
-                self.average
-                    .as_ref()
-                    .and_then(first_not_finite)
-                    .map(|found| format!("of the average {found}"))
+                self.average.as_ref().and_then(first_invalid).map(|found| format!("of the average {found}"))
             })
             .or_else(|| {
-                first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
+                first_invalid(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
             })
     }
 }

@@ -140,7 +140,7 @@ fn averaged_weights_are_in_a_separate_file_and_verified() {
     let mut average = saved.parameters.clone();
     average.get_mut("fc.weight").unwrap().values[1] = f32::NAN;
     saved.average = Some(average);
-    assert!(saved.first_not_finite().unwrap().starts_with("of the average fc.weight contains NaN"));
+    assert!(saved.first_invalid().unwrap().starts_with("of the average fc.weight contains NaN"));
     write(dir.path(), &saved, None).unwrap();
     let error = load_average(&dir.path().join("1-5")).unwrap_err();
     assert!(matches!(&error, CheckpointError::NotFinite { .. }), "{error}");

@@ -145,7 +145,7 @@ impl CheckpointWriter {
     ) -> Result<Option<CheckpointEvent>, CheckpointError> {
         // The training thread checks the values itself, so that training does not continue with values that are not finite.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
-        if let Some(detail) = snapshot.first_not_finite() {
+        if let Some(detail) = snapshot.first_invalid() {
             return Err(CheckpointError::NotFinite { name, detail });
         }
         if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {

@@ -82,7 +82,7 @@ impl ModelFile {
                 checkpoint::read_selected(&files, &is_before_head)?
             }
         };
-        if let Some(found) = lockstep_engine::first_not_finite(&file.weights) {
+        if let Some(found) = lockstep_engine::first_invalid(&file.weights) {
             return Err(with_path(format!(
                 "{found}; its training has diverged, so it cannot predict: choose another checkpoint"
             )));

@@ -102,7 +102,7 @@ impl Run<'_> {
             checkpoint::remove_leftovers(directory)?;
         }
         let snapshot = self.snapshot(self.engine.own_state()?);
-        if let Some(detail) = snapshot.first_not_finite() {
+        if let Some(detail) = snapshot.first_invalid() {
             return Err(self.diverged(detail));
         }
         let write_began = Instant::now();

@@ -3,7 +3,7 @@
 
 use super::{TrainError, Training};
 use crate::checkpoint;
-use lockstep_engine::first_not_finite;
+use lockstep_engine::first_invalid;
 use lockstep_host::{
     cache,
     files::allowed,
@@ -55,7 +55,7 @@ pub(super) fn load(
             path.display()
         ))
     })?;
-    if let Some(found) = first_not_finite(&weights) {
+    if let Some(found) = first_invalid(&weights) {
         return Err(pretrained_error(format!(
             "{}: {found}; its training has diverged, give another file",
             path.display()

@@ -145,7 +145,7 @@ impl Run<'_> {
     /// Fails on all ranks if any rank has weights, running statistics or optimizer state that are not finite, or has
     /// weights that differ from those of the other ranks.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
-        let own = self.engine.first_not_finite()?;
+        let own = self.engine.first_invalid()?;
         if !any_rank(self.training.group.as_ref(), own.is_some())? {
             return self.check_replicas();
         }

@@ -16,7 +16,7 @@ use crate::{
     },
     auth::Auth,
     checkpoints::{
-        Checkpoints, artifact_checks,
+        Checkpoints, disk_checks,
         manifest::MANIFEST,
         uploads::{PIECE_BYTES, Upload, UploadError},
     },
@@ -149,9 +149,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let folder = checkpoints.folder(row);
     if folder.exists() {
         let consequence = "the job continues from the previous one";
-        artifact_checks::set_damaged_aside(checkpoints, row, consequence)
-            .await
-            .map_err(|e| disk_error(&e))?;
+        disk_checks::set_damaged_aside(checkpoints, row, consequence).await.map_err(|e| disk_error(&e))?;
     }
     if folder.exists() {
         // The folder is not damaged, or another folder has replaced it meanwhile.

@@ -119,7 +119,7 @@ pub(crate) async fn new_job(
         if let Some((key, value)) = setting {
             page.form.set(key, value);
         }
-        page.origin = page.form.differences(&cloned.0, &cloned.1);
+        page.differences = page.form.differences(&cloned.0, &cloned.1);
     } else if query.dataset.is_some() {
         let name = page.form.text("name").to_owned();
         if jobs_named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
@@ -164,14 +164,14 @@ pub(crate) async fn submit_job(
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit_views::Form::from_pairs(pairs);
-    let (key, launched) = (None, false);
-    match submit(&scheduler, &caller, &form.document(), key, launched).await {
+    let (idempotency_key, launched) = (None, false);
+    match submit(&scheduler, &caller, &form.document(), idempotency_key, launched).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
             let page = submit_views::SubmitPage {
                 form,
-                origin: String::new(),
+                differences: String::new(),
                 mistakes,
                 datasets,
                 slots: count_slots(&scheduler.agents),

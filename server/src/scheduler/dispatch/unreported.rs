@@ -2,7 +2,7 @@
 //! unreachable.
 
 use crate::checkpoints::{
-    artifact_checks::has_expected_sizes,
+    disk_checks::has_expected_sizes,
     manifest::{self, MANIFEST},
 };
 use lockstep_protocol::{

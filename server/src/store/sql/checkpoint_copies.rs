@@ -27,8 +27,8 @@ pub(super) async fn add_agent_copy(db: &mut Connection, checkpoint: &str, agent_
     Ok(())
 }
 
-/// Removes the damage mark of the server's copy of a checkpoint, and the agents' copies unless the stored checkpoint is of `attempt`, which
-/// has written it (again). `None`: the checkpoint was removed, so all copies of agents are removed.
+/// Removes the damage mark of the server's copy of a checkpoint. Also removes the agents' copies, unless the checkpoint's row says that
+/// `attempt` has written it. `attempt` is `None` if the checkpoint was removed; then all copies of agents are removed.
 pub(super) async fn delete_invalid_copies(
     db: &mut Connection,
     checkpoint: &str,
@@ -52,8 +52,8 @@ impl SqlStore {
         object_store: &str,
     ) -> Result<HashMap<String, Copies>> {
         let rows = sqlx::query(
-            "SELECT k.id, k.attempt, c.location, c.state FROM checkpoints k \
-             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1",
+            "SELECT checkpoints.id, checkpoints.attempt, location, checkpoint_copies.state FROM checkpoints \
+             JOIN checkpoint_copies ON checkpoint_id = checkpoints.id WHERE job_id = $1",
         )
         .bind(job.as_str())
         .fetch_all(&self.reader)
@@ -77,8 +77,8 @@ impl SqlStore {
         Ok(found)
     }
 
-    /// The agents with their own disks in the attempts that wrote a job's checkpoints, by attempt and agent id. Each attempt's places are
-    /// read once, because each agent of an attempt may have each checkpoint of the attempt.
+    /// The agents with their own disks that ran the attempts in which a job's checkpoints were written, by attempt and agent id. Each of
+    /// an attempt's agents may have any checkpoint of the attempt.
     async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
         let rows = sqlx::query(
             "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \

@@ -215,7 +215,7 @@ impl Engine for CudaEngine {
         })
     }
 
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+    fn first_invalid(&self) -> Result<Option<String>, EngineError> {
         self.device.wait_idle()?;
         if self.program.is_finite()? {
             return Ok(None);

@@ -127,14 +127,14 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
-    /// channels of the input and of the logits on the GPU. `is_folded` is as in [`super::program::StepPlan`]. Each range that is reduced
+    /// channels of the input and of the logits on the GPU. `has_folded_input` is as in [`super::program::StepPlan`]. Each range that is reduced
     /// together can be divided into `part_count` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
         padded_in: usize,
         padded_classes: usize,
-        is_folded: bool,
+        has_folded_input: bool,
         part_count: usize,
     ) -> Self {
         let parameters: BTreeMap<String, _> =
@@ -154,7 +154,7 @@ impl Layout {
             let Some((name, suffixes)) = op.parameters() else { continue };
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
-                    (Role::ConvWeight, [out, ..]) if is_folded && reads_pictures(op) => {
+                    (Role::ConvWeight, [out, ..]) if has_folded_input && reads_pictures(op) => {
                         (Order::Folded, out * FOLDED_LEN)
                     }
                     (Role::ConvWeight, [out, inputs, height, width]) => {

@@ -116,7 +116,7 @@ impl Engine for Scripted {
     fn precision(&self) -> Precision {
         self.precision
     }
-    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+    fn first_invalid(&self) -> Result<Option<String>, EngineError> {
         Ok(None)
     }
     fn checksum(&self) -> Result<[u64; 2], EngineError> {

@@ -139,11 +139,11 @@ fn errors_name_foreign_and_non_finite_optimizer_state() {
         assert!(error.contains(part), "{error}");
     }
     let mut state = engine.optimizer_state().unwrap();
-    assert_eq!(engine.first_not_finite().unwrap(), None);
+    assert_eq!(engine.first_invalid().unwrap(), None);
     let infinite = HostTensor { shape: vec![10], values: vec![f32::INFINITY; 10] };
     state.slots.insert("fc.bias.exp_avg_sq".into(), infinite);
     engine.set_optimizer_state(&state).unwrap();
-    let found = engine.first_not_finite().unwrap().unwrap();
+    let found = engine.first_invalid().unwrap().unwrap();
     assert!(found.starts_with("fc.bias.exp_avg_sq contains inf"), "{found}");
 }
 

@@ -43,7 +43,7 @@ impl Program {
             &plan.ops,
             plan.padded_input,
             plan.padded_classes,
-            plan.is_folded,
+            plan.has_folded_input,
             part_count,
         );
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
@@ -188,7 +188,8 @@ impl Program {
         evaluation: &[Arc<Network>],
     ) -> Result<(), EngineError> {
         let current = self.plan.network.clone();
-        let is_odd = |network: &&Arc<Network>| self.plan.is_folded && !network.image_size.is_multiple_of(2);
+        let is_odd =
+            |network: &&Arc<Network>| self.plan.has_folded_input && !network.image_size.is_multiple_of(2);
         if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
             let odd = odd.image_size;
             let text = format!(

@@ -106,7 +106,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) margin: Option<Margin>,
     /// Whether the first convolution, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels, because cuDNN is slow
     /// with few channels (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
-    pub(super) is_folded: bool,
+    pub(super) has_folded_input: bool,
 }
 
 /// The fused kernels of this engine. With `matrix_kernels`, kernels with their own matrix multiplication are included.
@@ -141,7 +141,7 @@ impl StepPlan {
         let padded_input = network.channels.next_multiple_of(INPUT_MULTIPLE);
         let redistributes_pictures =
             |op: &Op| matches!(op, Op::Redistribute { input, .. } if network.is_pictures(*input));
-        let is_folded = padded_input == 4
+        let has_folded_input = padded_input == 4
             && network.image_size.is_multiple_of(2)
             && network.rows(network.input()).is_none()
             && !network.ops.iter().any(redistributes_pictures)
@@ -174,7 +174,7 @@ impl StepPlan {
             head,
             splits_operators,
             margin: None,
-            is_folded,
+            has_folded_input,
         })
     }
 
@@ -283,7 +283,7 @@ impl StepPlan {
     /// Number of values per picture in memory, including padding.
     pub(super) fn values_per_picture(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];
-        if self.is_folded && tensor == self.network.input() {
+        if self.has_folded_input && tensor == self.network.input() {
             // In units of 2x2 pixels, the padding of 3 pixels on each side adds 3 to the side.
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
@@ -327,7 +327,7 @@ impl StepPlan {
             groups,
             sums: false,
         };
-        if reads_pictures(op) && self.is_folded {
+        if reads_pictures(op) && self.has_folded_input {
             let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
             return Some(Convolution {
                 in_h: side,

@@ -214,7 +214,7 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
                 (old_weights, before) = (weights, after);
             }
             assert_eq!(skipped > 0, precision == Precision::Fp16, "{name}: {skipped} skipped");
-            assert_eq!(engine.first_not_finite().unwrap(), None);
+            assert_eq!(engine.first_invalid().unwrap(), None);
         }
     }
 }
@@ -310,10 +310,10 @@ fn gpu_a_non_finite_second_moment_is_found() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let optimizer = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
     let mut engine = cuda(&network, &EngineConfig { optimizer, ..config(8) }, Precision::Fp32);
-    assert_eq!(engine.first_not_finite().unwrap(), None);
+    assert_eq!(engine.first_invalid().unwrap(), None);
     let mut state = engine.optimizer_state().unwrap();
     state.slots.get_mut("fc.bias.exp_avg_sq").unwrap().values[9] = f32::INFINITY;
     engine.set_optimizer_state(&state).unwrap();
-    let report = engine.first_not_finite().unwrap().unwrap();
+    let report = engine.first_invalid().unwrap().unwrap();
     assert!(report.starts_with("fc.bias.exp_avg_sq contains inf at index 9"), "{report}");
 }

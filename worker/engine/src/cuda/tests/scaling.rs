@@ -83,7 +83,7 @@ fn gpu_non_finite_values_are_reported_and_change_nothing() {
             let name = "layer2.0.conv1.weight";
             invalid.get_mut(name).unwrap().values[7] = value;
             let mut engine = cuda_as(&invalid, &network, &config, DeviceConfig { precision, ..dynamic() });
-            let report = engine.first_not_finite().unwrap().unwrap();
+            let report = engine.first_invalid().unwrap().unwrap();
             assert!(report.starts_with(name), "{report}");
             let before = engine.parameters().unwrap();
             let batch = pictures(&network, 16, 0);

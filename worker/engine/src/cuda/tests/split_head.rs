@@ -428,7 +428,7 @@ fn check_continuation(case: Case) {
         assert_eq!(engine.checksum().unwrap(), checksum);
         engine.broadcast_parameters().unwrap();
         assert_eq!(engine.checksum().unwrap(), checksum);
-        assert_eq!(engine.first_not_finite().unwrap(), None);
+        assert_eq!(engine.first_invalid().unwrap(), None);
         // The first average is a copy of the parameters.
         engine.update_average(0.9).unwrap();
         assert!(engine.averaged().unwrap().unwrap() == engine.parameters().unwrap());

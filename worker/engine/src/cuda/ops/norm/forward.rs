@@ -104,10 +104,10 @@ impl Ops {
     }
 
     /// Computes scale and bias from running statistics.
-    pub(in crate::cuda) fn norm_fold(&self, site: &NormSite) -> Kernel {
+    pub(in crate::cuda) fn norm_to_scale_and_bias(&self, site: &NormSite) -> Kernel {
         let channels = site.channels() as u32;
         let mut args = [site.gamma, site.beta, site.running_mean, site.running_var].map(Arg::In).to_vec();
         args.extend([Arg::Out(site.scale), Arg::Out(site.bias), Arg::U32(channels)]);
-        kernel("norm_fold", plain([channels.div_ceil(256), 1, 1], [256, 1, 1]), args)
+        kernel("norm_to_scale_and_bias", plain([channels.div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 }

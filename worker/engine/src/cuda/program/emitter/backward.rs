@@ -74,7 +74,7 @@ impl<'a> GraphEmitter<'a> {
         } else {
             self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
         }
-        if reads_pictures(op) && self.plan.is_folded {
+        if reads_pictures(op) && self.plan.has_folded_input {
             let values = weight.range.len();
             self.push_on(stream, facts.ops.fold_gradient(w, values as u32));
         }

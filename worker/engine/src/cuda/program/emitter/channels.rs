@@ -8,7 +8,7 @@ use crate::{cuda::ops::ChannelRows, net::Placement};
 
 impl GraphEmitter<'_> {
     /// If operators are split: gathers the control blocks of the group's ranks, and computes the group's control block.
-    pub(super) fn gather_group_control(&mut self) {
+    pub(super) fn gather_group_control_if_split(&mut self) {
         if self.plan.splits_operators {
             self.gather_controls();
             let pictures = (self.plan.model_ranks * self.plan.batch) as u32;

@@ -16,7 +16,7 @@ impl<'a> GraphEmitter<'a> {
         let tensor = self.plan.network.input();
         let pictures = self.alloc_activation(tensor);
         self.read_pictures(phase, input, pictures);
-        self.gather_group_control();
+        self.gather_group_control_if_split();
         Ok(())
     }
 
@@ -24,6 +24,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
+        // The same kernel keeps the running statistics from before the step.
         let copy = begins_step.then(|| facts.statistics_copy());
         self.push(facts.ops.fetch(rings::SLOTS as u32, self.control_words(), copy));
         self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
@@ -36,10 +37,11 @@ impl<'a> GraphEmitter<'a> {
         let (pictures, output) = (plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
-        if plan.is_folded {
+        if plan.has_folded_input {
             self.push(facts.ops.fold_border(output, pictures, side));
         }
-        let batch = ops::BatchInput { pictures, side, channels, output, padded, is_folded: plan.is_folded };
+        let batch =
+            ops::BatchInput { pictures, side, channels, output, padded, is_folded: plan.has_folded_input };
         let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 return self.push(facts.ops.pad_channels(batch));
@@ -66,7 +68,8 @@ impl<'a> GraphEmitter<'a> {
                 }
                 ConvForward::Plain { early_statistics: true } if trains => {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
-                    // Another convolution's sums would replace these sums before the batch norm uses them.
+                    // The statistics are computed now, because another convolution runs before the batch norm and replaces
+                    // the sums.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
                     self.compute_statistics(norm, node);
@@ -82,7 +85,8 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                // The loss adds the bias of the last layer, also to a sum over ranks.
+                // The loss adds the bias of the last layer. This includes logits that are first summed over ranks
+                // (`has_logits`).
                 if *is_head {
                     self.scale_to_cosines(op, name, [*input, *output], trains)?;
                 } else if !self.plan.network.has_logits(*output) {
@@ -163,9 +167,9 @@ impl<'a> GraphEmitter<'a> {
     /// A batch norm in training: computes the statistics of its input and applies them, as far as no other operation does so.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
-        let has_statistics = node.statistics != StatisticsIn::Norm;
+        let are_statistics_taken_earlier = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
-            if !has_statistics {
+            if !are_statistics_taken_earlier {
                 let norm = self.norm_without_fusion(node)?;
                 self.compute_statistics(norm, node);
             }
@@ -189,12 +193,12 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if node.forward == NormForward::InConvAndStored {
-            if !has_statistics {
+            if !are_statistics_taken_earlier {
                 self.compute_statistics(norm, node);
             }
             return Ok(());
         }
-        if has_statistics {
+        if are_statistics_taken_earlier {
             self.push(ops.norm_apply(norm));
             return Ok(());
         }
@@ -228,7 +232,8 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// If NCCL reduces the sums, and not the kernels: reduces the sums that a kernel has stored, and computes the statistics of all ranks.
+    /// Does nothing if the batch norm's kernel itself adds the sums of all ranks. Otherwise NCCL adds the stored sums, and a kernel
+    /// computes the statistics from them.
     pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::StoreSums { sums } = norm.reduce else { return };
         self.reduce_statistics(sums, node);
@@ -244,11 +249,11 @@ impl<'a> GraphEmitter<'a> {
         self.norm(&without_shortcut, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// A batch norm that applies running statistics: in evaluation, or frozen in training, which keeps the ReLU's mask for the backward
-    /// pass.
+    /// A batch norm that applies running statistics: in evaluation, or frozen in training. In training it keeps the ReLU's mask for the
+    /// backward pass.
     fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
-        self.push(ops.norm_fold(&self.facts.norms[node.norm]));
+        self.push(ops.norm_to_scale_and_bias(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }

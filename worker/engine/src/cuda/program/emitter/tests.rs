@@ -95,7 +95,8 @@ impl Setting {
         let plan = plan(network, batch, dtype, capability);
         let part_count = share.unwrap_or(Share::WHOLE).ranks;
         let (padded_in, padded_classes) = (plan.padded_input, plan.padded_classes);
-        let layout = Layout::new(network, &plan.ops, padded_in, padded_classes, plan.is_folded, part_count);
+        let layout =
+            Layout::new(network, &plan.ops, padded_in, padded_classes, plan.has_folded_input, part_count);
         let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
@@ -307,7 +308,7 @@ fn frozen_batch_norms_are_only_applied() {
 
 fn check_frozen(setting: &Setting, commands: &[Command]) {
     let (name, norms) = (&setting.plan.network.arch, setting.norms.len());
-    assert_eq!(count(commands, "norm_fold"), norms, "{name}");
+    assert_eq!(count(commands, "norm_to_scale_and_bias"), norms, "{name}");
     let kernels = |prefix: &str| {
         let starts =
             |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name.starts_with(prefix));

@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Folders that a path may lead to. The process that opens a file first follows the links in its path, on its own
-/// machine. A link may have another target there than on the server's machine, and may be newer than the server's check.
+/// Folders that a path may lead to. The server checks a path, and so does the process that opens the file, after it has
+/// followed the links in the path: on that process's machine a link may have another target, or may be newer than the
+/// server's check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct AllowedFolders {

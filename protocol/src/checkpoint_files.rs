@@ -74,7 +74,8 @@ pub fn kind_of(name: &str) -> Option<&'static str> {
     [MODEL, OPTIMIZER, AVERAGE].into_iter().find(is_of_kind)
 }
 
-/// The first required file that a checkpoint lacks. `has`: whether the checkpoint has a file of this name. An index replaces its file.
+/// The first required file that a checkpoint lacks. `has` says whether the checkpoint has a file of the given name. A file in parts is
+/// not missing if the checkpoint has its index.
 pub fn first_missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
     [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index_name(file)))
 }

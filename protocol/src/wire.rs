@@ -35,8 +35,8 @@ pub struct Part {
     pub bytes: Vec<u8>,
 }
 
-/// Encodes a message as one frame or, if it is longer than [`PART_BYTES`], as several frames, each a message that `wrap`
-/// makes from a part. `number` counts the messages that the connection has sent in parts.
+/// Encodes a message as one frame or, if it is longer than [`PART_BYTES`], as several frames. Each of these is a message
+/// that `wrap` makes from a part. `number` counts the messages that the connection has sent in parts.
 ///
 /// # Errors
 /// As [`encode`].

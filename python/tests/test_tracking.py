@@ -39,8 +39,8 @@ class FakeServer:
         self.requests: list[tuple[str, str, Any]] = []
         self.beats = 0
         # Uploads of files wait for this.
-        self.stores_files = threading.Event()
-        self.stores_files.set()
+        self.may_store_files = threading.Event()
+        self.may_store_files.set()
         this = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -90,7 +90,7 @@ class FakeServer:
             listed = [(path, len(content), modified_ms) for path, (content, modified_ms) in files.items()]
             return 200, {"files": [dict(zip(keys, file, strict=True)) for file in listed]}
         if method == "PUT":
-            self.stores_files.wait(20)
+            self.may_store_files.wait(timeout=20)
             query = parse_qs(urlsplit(path).query)
             files[query["path"][0]] = body, int(query["modified_ms"][0])
             return 200, {}
@@ -218,7 +218,7 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     assert (logged["tags"], logged["notes"]) == (["a", "g"], "n")
     assert logged["config"] == {"lr": 0.2, "net": {"depth": 20}, "epochs": 3, "seed": 7, "wd": 0}
     assert logged["state"] == "succeeded"
-    # At the run's end, the server has its files.
+    # All files are uploaded before the request that ends the run.
     ends = [method for method, _, body in server.requests if method == "PUT" or "state" in (body or {})]
     assert ends[-1] == "PATCH" and ends.count("PATCH") == 1
     alerts = [(alert["title"], alert["level"]) for alert in logged["summary"].pop("alerts")]
@@ -377,7 +377,7 @@ def test_a_long_upload_of_a_file_does_not_hide_the_end_of_its_run(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "FINISH_SECS", 0.1)
-    server.stores_files.clear()
+    server.may_store_files.clear()
     Path("weights").write_bytes(b"1")
     run = lockstep.init()
     run.save("weights")
@@ -387,7 +387,7 @@ def test_a_long_upload_of_a_file_does_not_hide_the_end_of_its_run(
     logged = server.runs[run.id]
     assert (logged["state"], logged["summary"], logged["files"]) == ("succeeded", {"best": 1}, {})
     assert "was not sent completely" in capsys.readouterr().err
-    server.stores_files.set()
+    server.may_store_files.set()
     wait_until(lambda: logged["files"])
 
 

@@ -266,8 +266,9 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
     Ok(predictions)
 }
 
-/// Asks the server for the predictions, one picture at a time. If a job that trains gets a better checkpoint in place of its best, the
-/// remaining pictures are classified with the better checkpoint. Embeddings of different checkpoints cannot be compared.
+/// Asks the server for the predictions, one picture at a time. If a job still trains and a better checkpoint replaces the best, the
+/// remaining pictures are classified with the better checkpoint. For embeddings this is an error, because embeddings of different
+/// checkpoints cannot be compared.
 async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<ModelPrediction>> {
     let api = args.server.api()?;
     let source = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();

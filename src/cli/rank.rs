@@ -10,8 +10,8 @@ pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
     #[arg(required_unless_present = "spare")]
     config: Option<PathBuf>,
-    /// Open this GPU (JSON: its index and the visible GPUs), and become the rank whose configuration file is named on
-    /// standard input
+    /// Open this GPU (JSON: its index and the visible GPUs), read the path of a configuration file from standard input,
+    /// and become its rank
     #[arg(long, value_name = "GPU", conflicts_with = "config")]
     spare: Option<String>,
     /// Shown in process lists; the configuration file has the same value

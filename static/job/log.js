@@ -12,7 +12,7 @@ const MAX_LINES = 1000;
 const EVENTS_PER_REQUEST = 400;
 /** Number of matching lines after which a search pauses, because they fill the panel. */
 const MIN_FOUND_LINES = 25;
-/** Distances in pixels: the log follows up to `FOLLOW_PIXELS` from its end, and reads more lines up to `READ_PIXELS` from either end. */
+/** At most `FOLLOW_PIXELS` from its end the log follows new lines, and at most `READ_PIXELS` from either end it reads more lines. */
 const FOLLOW_PIXELS = 24, READ_PIXELS = 400;
 /** Words of lines that are marked as warnings, and as errors. */
 const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
@@ -283,7 +283,7 @@ export class Log {
   }
 }
 
-/** Returns the index of the first of about `MAX_LINES` lines to show: the first line of an event, because older lines are read by events. */
+/** Returns the index of the first of about `MAX_LINES` lines to show. It begins an event, because older lines are read by whole events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - MAX_LINES);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;

@@ -5,7 +5,7 @@ import { writeShortened, NARROW } from "../cut.js";
 import { make, setText } from "../page.js";
 import { setting } from "../settings.js";
 
-/** The default order of jobs. Groups start with the group of the best job by default. */
+/** The default order of jobs: the newest job first. By default, groups are ordered by their best jobs instead. */
 export const DEFAULT_ORDER = "-created";
 export const defaultOrder = () => (readUrl("group_by") ? "-best" : DEFAULT_ORDER);
 export const order = () => readUrl("sort") || defaultOrder();
@@ -45,7 +45,7 @@ export function drawHeads(row, choose) {
   }
 }
 
-/** Puts the children `wanted` in this order, before `at` and the children after `at`. Children that are already in place do not move. */
+/** Inserts the nodes `wanted` into `parent` in this order, before the child `at`. Nodes that are already in place do not move. */
 export function arrange(parent, wanted, at = parent.firstElementChild) {
   for (const node of wanted) {
     if (node === at) at = at.nextElementSibling;

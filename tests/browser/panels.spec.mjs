@@ -235,13 +235,13 @@ describe("layers", () => {
     await agent.evaluate(async (id) => {
       const layer = (name, placement) => ({ name, kind: "linear", output_shape: [10], parameters: 650, time_us: 210.5, plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
       const plan = {
-        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out", pipeline: 1, data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
+        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs", pipeline: 1, data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
         predicted: { step_ms: 12.5, images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step" },
       };
       await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
     }, otherJob.id);
     const page = await open(`/jobs/${otherJob.id}?tab=network`);
-    await until("the plan is shown", async () => /fc split by out · limited by computing/.test(await page.locator("#plan-words").textContent()));
+    await until("the plan is shown", async () => /fc split by its outputs · limited by computing/.test(await page.locator("#plan-words").textContent()));
     const figures = await page.locator("#plan-rows tr").evaluateAll((rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ")));
     assert.deepEqual(figures, ["time of a step 12.5 ms 13.5 ms +8 %", "images a second 1,280 1,185 −7 %", "memory of a rank 3.0 GB 3.3 GB +10 %"]);
     assert.deepEqual(await page.locator("#mesh .mesh-rank").evaluateAll((all) => all.map((rank) => rank.title)), ["rank 0 · data 0 · model 0: part 1 of 2 of fc", "rank 1 · data 0 · model 1: part 2 of 2 of fc"]);

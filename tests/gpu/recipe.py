@@ -1,5 +1,5 @@
-"""Compares the `imagenet` recipe with PyTorch: ResNet-18 on CIFAR-10, written as JPEG files of 64 pixels, with the recipe shortened
-to 10 epochs, by `lockstep train`. Prints a line of JSON per seed. `torch_recipe.py` is PyTorch's counterpart.
+"""Trains ResNet-18 by `lockstep train` with the `imagenet` recipe, shortened to 10 epochs, on CIFAR-10 as JPEG files of 64 pixels.
+Prints a line of JSON per seed. `torch_recipe.py` does the same with PyTorch, for comparison.
 
     python3 recipe.py --program lockstep --archive data/cifar10-jpeg.tar.xz --work /tmp --seeds 1 2 3
 """
@@ -91,15 +91,15 @@ device = "{options.device}"
 [evaluate]
 every_epochs = 0
 """)
-        status, printed, text, secs = watched.train(options.program, home / "job.toml", home / "out")
-        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
+        status, printed, log, secs = watched.train(options.program, home / "job.toml", home / "out")
+        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
         row = {
             "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": options.epochs, "precision": options.precision,
             "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": secs["whole"],
         }
         print(json.dumps(row), flush=True)
         if status != 0 or not accuracy:
-            print(printed[-2000:] + text[-2000:], file=sys.stderr, flush=True)
+            print(printed[-2000:] + log[-2000:], file=sys.stderr, flush=True)
             failed = True
         shutil.rmtree(home)
     sys.exit(failed)

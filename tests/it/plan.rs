@@ -72,7 +72,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     let step = ordinary["predicted"]["step_ms"].as_f64().expect("a time");
     assert!(ms > 0.0 && ms <= step, "{ms} of {step}");
 
-    // With eight million classes, 16 G weights and the optimizer's state do not fit into the memory.
+    // With eight million classes, the last layer has 16 billion weights: with the optimizer's state they need more memory than a rank has.
     let wide = first_plan(&plan_on_machine(&["--classes", "8000000"]).json());
     assert_eq!(
         (&wide["predicted"]["limited_by"], &wide["shard"]),
@@ -87,7 +87,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     fs::write(folder.join("printed.json"), plan_on_machine(&["--classes", "1000"]).ok()).expect("figures");
     let several = plan(folder, &["--machine", "printed.json", "--classes", "8000000", "--ranks", "4,8"]);
     let table = several.ok();
-    for words in ["RANKS", "MACHINES", "4      256", "8      512", "fc split by out", "memory"] {
+    for words in ["RANKS", "MACHINES", "4      256", "8      512", "fc split by its outputs", "memory"] {
         assert!(table.contains(words), "{words}: {table}");
     }
     let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
@@ -98,8 +98,8 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     let height = "--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.height=2";
     let rows = plan(folder, &height.split(' ').collect::<Vec<_>>());
     assert!(rows.ok().contains("same pictures, up to 1/2 of the rows"), "{}", rows.stdout);
-    let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
-    let text = one.ok();
+    let unpinned = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
+    let text = unpinned.ok();
     for words in [
         "resnet50 of 25557032 parameters, 1000 classes, 224 x 224 pixels; CPU, 64 threads, 4 ranks a machine",
         "layer1.0.conv2 ",
@@ -121,9 +121,9 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
             .collect::<Vec<_>>(),
     );
     let text = printed.ok();
-    assert!(text.contains("x 2 (model) ranks, the last layer split by out"), "{text}");
+    assert!(text.contains("x 2 (model) ranks, the last layer split by its outputs"), "{text}");
     assert!(
-        !text.contains("2 (data) x 1 (height) x 2 (model) ranks, fc split by out\n"),
+        !text.contains("2 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs\n"),
         "the same plan: {text}"
     );
     let why = first_plan(&pinned.json())["predicted"]["why"].clone();
@@ -224,7 +224,7 @@ mod full {
         let others = others.ok();
         assert!(others.contains("RANKS") && others.contains("\n64 "), "{others}");
 
-        // With a dataset, its number of classes and the picture size are known.
+        // The number of classes and the size of the pictures are read from a dataset.
         let dataset = pictures::idx_dataset(folder.path(), 64, 16);
         let set = format!("data.dataset={}", dataset.display());
         let mut command = lockstep();

@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 
 // Scale and bias from the running statistics, for inference. One thread per channel.
 extern "C" __global__ void norm_to_scale_and_bias(const float* gamma, const float* beta, const float* running_mean,
-                                     const float* running_var, float* scale, float* bias, u32 channels) {
+                                                  const float* running_var, float* scale, float* bias, u32 channels) {
     pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;

@@ -1,9 +1,9 @@
 // Start and end of a step. Inputs are read from a ring in page-locked host memory, and results are written to another ring, so
 // the host only has to launch the replayed graph.
 
-// Copies the running statistics of the newest finished step, because the forward pass will change them. A refused step does
-// not count as finished, so after it `kept` is already up to date. Called by all blocks except the first. Each block stores in
-// `kept_steps` the number of finished steps at the time of its copy.
+// Copies the running statistics as the newest finished step left them, because the forward pass will change them. Called by all
+// blocks except the first. Each block stores in `kept_steps` the number of finished steps at the time of its copy. If this number is
+// unchanged (the previous step was refused), `kept` is up to date, and the block copies nothing.
 __device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
     bool is_kept = kept_steps[block] == step;
@@ -15,9 +15,9 @@ __device__ __forceinline__ void copy_running(const float4* running, float4* kept
     if (threadIdx.x == 0) kept_steps[block] = step; // the host reads `kept` only after it has read this number
 }
 
-// Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in page-locked host
-// memory, the number of slots read so far; the host may overwrite these. The first block does this; at the start of a step, other
-// blocks copy `length` float4 of running statistics.
+// The first block copies the ring's next slot of `words` u32 (a multiple of 4) to the control block. It stores in `taken`, in
+// page-locked host memory, the number of slots read so far, which the host may overwrite. At the start of a step, the other blocks
+// copy `length` float4 of running statistics.
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
           const float4* running, float4* kept, u32* kept_steps, const u32* finished, u32 length) {
@@ -30,12 +30,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     const volatile u64* from = (const volatile u64*)(ring + (u64)(count % slots) * (words / 4));
     u64* to = (u64*)control;
     for (u32 i = threadIdx.x; i < words / 2; i += blockDim.x) to[i] = from[i];
-    __syncthreads(); // all loads from the ring have completed, because stores depended on them
+    __syncthreads(); // every thread has stored its words, so its loads from the ring have completed
     if (threadIdx.x == 0) *taken = *counter = count + 1;
 }
 
-// Stores the GPU's clock, in nanoseconds, in *at, and sets *updating unless null. A later kernel of the update reads
-// Scaler::held (the host's request to stop updates), so the host can see *updating before that. One thread.
+// Stores the GPU's clock, in nanoseconds, in *at. Sets *updating, unless it is null, to show the host that an update begins. Later
+// kernels of the update read Scaler::held, the host's request to stop updates. One thread.
 extern "C" __global__ void stamp(u64* at, u32* updating) {
     pdl_wait();
     *at = globaltimer();

@@ -234,7 +234,7 @@ impl Planned {
         description
     }
 
-    /// A summary for the log, such as `plan: 2 (data) x 1 (height) x 2 (model) ranks, fc split by out; the prediction is
+    /// A summary for the log, such as `plan: 2 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs; the prediction is
     /// 12.3 ms per step, ...`.
     pub fn in_words(&self) -> String {
         let Candidate { plan, cost } = &self.chosen;

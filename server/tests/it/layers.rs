@@ -46,7 +46,7 @@ fn network(parameters: u64) -> AttemptEvent {
     let plan = PlanDescription {
         pipeline: 1,
         later_stages: Vec::new(),
-        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out".into(),
+        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs".into(),
         data: 1,
         height: 1,
         model: 2,

@@ -113,7 +113,7 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
     assert_eq!(sparse["exact"], true);
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
-    // Waits until most events are compacted into chunks. Each of the 40 reports is a row of two events (loss and val_loss).
+    // Waits until more than 50 of about 80 events are compacted into chunks (40 reports with at least two events each).
     let watermark =
         format!("SELECT COALESCE((SELECT watermark FROM metric_compaction WHERE job_id = '{id}'), 0)");
     wait_until("events are compacted", async || server.query_number(&watermark).await > 50).await;
@@ -153,9 +153,10 @@ async fn test_removal_of_points(database: Option<String>) {
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
-        let first = u64::from(rank == 0);
+        // Rank 0 has already sent its record 0.
+        let first_record = u64::from(rank == 0);
         let records = (1..=300).map(|step| points(rank, step, step)).collect();
-        agent.report(&attempt, Source::Rank(rank), first, records).await;
+        agent.report(&attempt, Source::Rank(rank), first_record, records).await;
     }
     let seq = server.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
@@ -181,7 +182,7 @@ async fn test_removal_of_points(database: Option<String>) {
     wait_until("points are removed from events", async || server.query_number(&rows).await == 0).await;
     assert_eq!(read_metrics(&server).await, before);
     assert_eq!(read_csv(&server, &id).await, lines);
-    // The stream begins after the removed points for every `since`. Other events stay.
+    // Whatever `since` is, the stream begins after the removed points. Other events stay.
     for since in [0, 3, seq] {
         let frames = server.stream(&id, since).await.until(|f| f["type"] == "live").await;
         assert_eq!((&frames[0]["first_seq"], &frames[0]["last_seq"]), (&json!(seq + 1), &json!(seq + 1)));

@@ -95,8 +95,8 @@ pub(super) fn clock_difference(pair: &Pair) -> Option<(f64, f64)> {
 }
 
 fn clock_finding(pair: &Pair) -> Option<Finding> {
-    let (ahead, within) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
-    let min_difference = ahead.abs() - within;
+    let (ahead_ms, uncertainty_ms) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
+    let min_difference = ahead_ms.abs() - uncertainty_ms;
     if min_difference <= CLOCK_NOTE_MS {
         return None;
     }
@@ -108,9 +108,9 @@ fn clock_finding(pair: &Pair) -> Option<Finding> {
     } else {
         (Grade::Note, "Lines of their logs are out of order.")
     };
-    let (fast, slow) = if ahead > 0.0 { (&pair.b, &pair.a) } else { (&pair.a, &pair.b) };
+    let (fast, slow) = if ahead_ms > 0.0 { (&pair.b, &pair.a) } else { (&pair.a, &pair.b) };
     let found =
-        format!("the clock of {fast} is {} ahead of the clock of {slow}", format_duration(ahead.abs()));
+        format!("the clock of {fast} is {} ahead of the clock of {slow}", format_duration(ahead_ms.abs()));
     Some(finding(
         "clocks",
         grade,

@@ -1,4 +1,4 @@
-//! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
+//! Ranks that together compute one copy of a network (`parallel.mode = "hybrid"`).
 
 use super::{
     Bench, assert_success,
@@ -57,6 +57,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let split = r#"parallel.shard=[{match="layer3.*", split="out"}, {match="layer3.*.conv2", split="in"}]"#;
     let split_layers = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
     let rows = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.model=2", "parallel.height=2"];
+    // One rank that continues with the average of the weights (`train.ema_decay`).
     let averaged = [&hybrid[3..], &["parallel.ranks=1"]].concat();
     let continued = [
         ("two", &split_layers[..]),
@@ -80,7 +81,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
     assert!(difference < 1e-3, "{difference}");
 
-    // Three ranks have 33, 33 and 34 of 100 validation pictures, so the last rank has one more batch, and 4, 3 and 3 of ten classes.
+    // Three ranks have 4, 3 and 3 of ten classes. They read 33, 33 and 34 of 100 validation pictures, so the last rank has one more batch.
     let uneven =
         ["train.global_batch_size=33", "parallel.ranks=3", "parallel.mode=hybrid", "parallel.model=3"];
     let output = assert_success(&run("uneven", &uneven, &[]));

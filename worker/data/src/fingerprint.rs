@@ -1,8 +1,8 @@
 //! Fingerprints of datasets: names, classes and contents of the pictures. They show whether a dataset has changed.
 //!
 //! The index has the content hashes of pictures in folders and shards, so a file is read only if its size or
-//! modification time differs. With [`ChangeDetection::Folders`], files in unchanged folders are not examined. CIFAR and
-//! IDX files are read. A copy of a dataset has the same fingerprint. New modification times do not change the
+//! modification time differs. With [`ChangeDetection::Folders`], files in unchanged folders are not examined. The
+//! files of CIFAR and IDX datasets are always read. A copy of a dataset has the same fingerprint. New modification times do not change the
 //! fingerprint.
 
 use super::{Catalog, ChangeDetection, DataError, IndexStore, Samples, pattern};

@@ -33,7 +33,7 @@ pub const CLASSES: usize = 10;
 /// Maximum time that a rank waits for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A case to measure, written `resnet20:32:64`: architecture, image size, pictures per step over all ranks.
+/// A case to measure, written `resnet20:32:64`: architecture, image size, batch size.
 ///
 /// `resnet18c` is ResNet-18 with the CIFAR stem. Without the `c`, torchvision's networks have their ImageNet stem.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,6 +42,7 @@ pub struct Case {
     pub name: String,
     model: ModelSpec,
     image_size: usize,
+    /// Pictures per step: of all ranks in [`run`], of each rank in [`run_on_device`].
     batch_size: usize,
 }
 
@@ -81,7 +82,7 @@ pub struct Measurement {
     pub case: String,
     /// Device of one rank, e.g. `CPU, 2 threads`.
     pub device: String,
-    /// Threads per rank.
+    /// Threads of each rank that compute. 1 on a GPU.
     pub threads: usize,
     /// Number of ranks, which divide the batch and synchronise batch norm's statistics.
     pub ranks: u32,
@@ -248,7 +249,7 @@ pub struct DeviceSetup {
     pub store: Option<Arc<Store>>,
 }
 
-/// Trains `case` as one rank of `comm` on its device; the case's batch size is per rank. Pictures are in device memory, where
+/// Trains `case` as one rank of `comm` on its device. Pictures are in device memory, where
 /// they are cropped, flipped, scaled and normalised.
 ///
 /// # Errors
@@ -289,7 +290,7 @@ pub fn run_on_device(
     let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
     // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
-    // The time of the first step may include the wait at the barrier.
+    // Leaves out the first step, whose time may include the wait at the barrier.
     let steps = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     let pictures = mesh.readers() * case.batch_size * accumulate;
     let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
@@ -380,7 +381,7 @@ mod tests {
         let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data_parallel, Precision::Fp32).is_err());
-        // Ranks that share rows have the same pictures.
+        // Ranks that share rows do not divide the batch, so it may be odd.
         let plan = Plan::on(Mesh { stage: 1, data: 1, height: 2, model: 1 }, Vec::new());
         let rows = Division { plan, accumulate: 2, ..data_parallel };
         assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows, Precision::Fp32).unwrap().step_ms > 0.0);

@@ -26,7 +26,8 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub mesh: Mesh,
-    /// Strategies: each says how the operators that match a pattern are split. If several match an operator, the last one applies.
+    /// Strategies (entries of `parallel.shard`). Each says how the operators that match a pattern are split. If several match an
+    /// operator, the last one applies.
     pub shards: Vec<ShardSpec>,
     /// Whether ranks that reduce the same gradients divide the optimizer's state (ZeRO-1).
     pub optimizer_sharding: bool,
@@ -130,7 +131,7 @@ impl Plan {
     }
 }
 
-/// `2 (data) x 1 (height) x 2 (model) ranks, fc split by out`.
+/// `2 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs`.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_data() {
@@ -139,10 +140,15 @@ impl fmt::Display for Plan {
             write!(f, "{}", self.mesh)?;
         }
         if self.mesh.model > 1 && self.shards.is_empty() {
-            write!(f, ", the last layer split by out")?;
+            write!(f, ", the last layer split by its outputs")?;
         }
         for ShardSpec { pattern, split } in &self.shards {
-            write!(f, ", {pattern} split by {}", split.as_str())?;
+            let part = match split {
+                Split::Out => "outputs",
+                Split::In => "inputs",
+                Split::Groups => "groups",
+            };
+            write!(f, ", {pattern} split by its {part}")?;
         }
         if self.optimizer_sharding {
             write!(f, ", optimizer state divided")?;

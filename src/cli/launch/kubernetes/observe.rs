@@ -20,9 +20,9 @@ use tokio::{
 const WATCH_SECS: u32 = 240;
 /// Time without data after which a connection counts as lost.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
-/// The pauses between watches grow while watches end before this time.
+/// If a watch ends before this time, the pause before the next watch is longer.
 const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
-/// HTTP status of a response if the API server no longer has the version that it has just listed, which happens under load (Gone).
+/// HTTP status (Gone) with which the API server refuses a watch from the version of its last list. This happens under load.
 const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
@@ -65,7 +65,7 @@ async fn list_and_watch(
     let api = cluster.api(kind);
     let list = cluster.with_time_limit(api.list(params)).await?;
     cluster.report_restored();
-    // The receiver lives as long as this call.
+    // The receiver outlives this call, so sending does not fail.
     let send = async |observation| drop(sender.send((kind, observation)).await);
     send(Observation::Listed(list.items.into_iter().map(to_json).collect())).await;
     let watch_params = WatchParams {

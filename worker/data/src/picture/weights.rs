@@ -57,8 +57,8 @@ impl ScaleTable {
             counts.push(weights.len() - first_weight);
         }
         let largest = weights.iter().fold(0.0f64, |a, b| a.max(*b));
-        // The largest number of bits for which every weight is below 2^15, at most 21, because sums of bytes must fit
-        // in 32 bits.
+        // As many fraction bits as possible with every weight below 2^15, but at most 21, because the sum of an output's
+        // bytes times their weights must fit in 32 bits.
         let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
         let taps = counts.iter().copied().max().unwrap_or(1);
         let mut entries = Vec::with_capacity(starts.len() * (2 + taps));
@@ -75,11 +75,12 @@ impl ScaleTable {
     /// The maximum number of inputs that `band` neighbouring outputs (starting at a multiple of `band`) need.
     pub fn span(&self, band: u32) -> u32 {
         let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();
-        let spans =
-            outputs.chunks(band.max(1) as usize).filter_map(|band| match (band.first()?, band.last()?) {
+        let spans = outputs.chunks(band.max(1) as usize).filter_map(|neighbours| {
+            match (neighbours.first()?, neighbours.last()?) {
                 ([first, ..], [last, count, ..]) => Some((last + count - first) as u32),
                 _ => None,
-            });
+            }
+        });
         spans.max().unwrap_or(1)
     }
 

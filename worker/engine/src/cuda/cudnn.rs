@@ -92,7 +92,9 @@ impl Cudnn {
         unsafe {
             let handle = self.handle(plan.convolution.direction);
             check(sys::cudnnSetStream(handle, stream.0.cast()), || "choosing cuDNN's stream".into())?;
-            check(sys::cudnnBackendExecute(handle, plan.plan.0, pack.0), || "running a convolution".into())
+            check(sys::cudnnBackendExecute(handle, plan.descriptor.0, pack.0), || {
+                "running a convolution".into()
+            })
         }
     }
 
@@ -167,7 +169,12 @@ impl Cudnn {
         plan.finalize("a plan")?;
         let mut bytes = [0i64];
         plan.get(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, Type::CUDNN_TYPE_INT64, &mut bytes)?;
-        Ok(Plan { plan, convolution: *convolution, workspace_bytes: bytes[0].max(0) as usize, choice })
+        Ok(Plan {
+            descriptor: plan,
+            convolution: *convolution,
+            workspace_bytes: bytes[0].max(0) as usize,
+            choice,
+        })
     }
 
     /// The operation graph of one convolution. cuDNN derives the number of groups from the channels of x and w.
@@ -260,7 +267,7 @@ impl Drop for Cudnn {
 
 /// An execution plan of one convolution.
 pub(super) struct Plan {
-    plan: Descriptor,
+    descriptor: Descriptor,
     convolution: Convolution,
     pub(super) workspace_bytes: usize,
     pub(super) choice: Choice,
@@ -322,8 +329,8 @@ fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descri
 /// The engine of a configuration.
 fn engine_of(config: &Descriptor) -> Result<Descriptor, CudaError> {
     let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
-    let mut handles = [engine.0];
-    config.get(Name::CUDNN_ATTR_ENGINECFG_ENGINE, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut handles)?;
+    let mut descriptors = [engine.0];
+    config.get(Name::CUDNN_ATTR_ENGINECFG_ENGINE, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut descriptors)?;
     Ok(engine)
 }
 

@@ -6,8 +6,8 @@ use lockstep_host::tensors::fit::shapes;
 use lockstep_protocol::spec::{ShardSpec, Split};
 
 const STEPS: usize = 5;
-/// Number of pictures in a step. Each of four ranks has eight pictures: an engine adds up gradients in float64 over shares of eight
-/// pictures, so the sums equal those of one rank.
+/// Number of pictures in a step. An engine adds up gradients in float64 over blocks of eight pictures. Four ranks have one block each, so
+/// their sums equal the sums of one rank.
 const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
@@ -39,9 +39,9 @@ pub(super) fn part_of_state(
     StateDict { parameters: part(&state.parameters), optimizer, ..StateDict::default() }
 }
 
-/// The number of ranks that read different pictures.
+/// The number of parts into which ranks divide a batch. Ranks that share rows or stages read the same part.
 pub(super) fn data_ranks(plan: &Plan) -> usize {
-    plan.mesh.data * plan.mesh.model
+    plan.mesh.readers()
 }
 
 /// A residual network with grouped convolutions, a max pooling and numbers of channels with few divisors.
@@ -83,7 +83,7 @@ fn large_windows() -> Arc<Network> {
     Arc::new(network)
 }
 
-/// This rank's index among the ranks that read different pictures.
+/// The index of the part of a batch that this rank reads, less than [`data_ranks`].
 pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
     let (rank, mesh) = (comm.rank() as usize, plan.mesh);
     mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)
@@ -137,8 +137,8 @@ fn ranks_that_share_a_network_train_as_one_rank() {
         (&grouped, [2, 1, 2], &[("block.conv2", Groups)]),
         (&grouped, [1, 1, 4], &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
         (&grouped, [1, 1, 2], &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
-        // Three ranks have 3, 3 and 2 rows, and in the network's last layers 1, 1 and 0.
         (&resnet, [1, 2, 1], &[]),
+        // The three ranks have 3, 3 and 2 rows of the pictures, and 1, 1 and 0 rows in the network's last layers.
         (&resnet, [1, 3, 1], &[]),
         (&resnet, [2, 2, 1], &[]),
         (&resnet, [1, 2, 2], &[("layer3.*", Out), ("fc", Out)]),
@@ -172,7 +172,7 @@ fn ranks_that_share_a_network_train_as_one_rank() {
 #[test]
 fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
     let network = network();
-    // By step: the bounds of four ranks' parts of two micro-batches.
+    // For each step: where the four ranks' pictures begin and end, in the first micro-batch (entries 0 to 4) and in the second (4 to 8).
     let parts = [[0, 3, 8, 9, 12, 14, 14, 15, 16], [0, 0, 1, 5, 5, 5, 6, 6, 8]];
     let batch = |step: usize, from: usize, to: usize, all: usize| Batch {
         mixed_labels: labels("hybrid.mixed", 16, 10)[from..to].to_vec(),
@@ -292,7 +292,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
     }
 }
 
-/// Compares with data parallelism: local batch norm statistics, summed gradients, and frozen batch norms.
+/// Local batch norm statistics, summed gradients, and frozen batch norms give the same results in hybrid plans as in data parallelism.
 #[test]
 fn other_settings_work_as_in_data_parallelism() {
     let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });

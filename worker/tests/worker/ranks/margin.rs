@@ -90,12 +90,13 @@ fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
     let (network, per_rank) = (plain_network(), GLOBAL / data_ranks(plan));
     let config = EngineConfig { batch_size: per_rank, ..with_margin(kind) };
     let (has_shm, zero_init_residual) = (true, false);
-    let (of_ranks, state) = run_plan(has_shm, &network, plan, &config, zero_init_residual, |engine, rank| {
-        let batch = batch(rank * per_rank, (rank + 1) * per_rank);
-        let step = |_| engine.train_step(std::slice::from_ref(&batch), 0.02).unwrap();
-        let steps: Vec<StepResult> = (0..STEPS).map(step).collect();
-        (steps, engine.eval_step(&batch).unwrap())
-    });
+    let (of_ranks, state) =
+        run_plan(has_shm, &network, plan, &config, zero_init_residual, |engine, data_rank| {
+            let batch = batch(data_rank * per_rank, (data_rank + 1) * per_rank);
+            let step = |_| engine.train_step(std::slice::from_ref(&batch), 0.02).unwrap();
+            let steps: Vec<StepResult> = (0..STEPS).map(step).collect();
+            (steps, engine.eval_step(&batch).unwrap())
+        });
     let of_step = |step: usize| {
         let all = || of_ranks.iter().map(|(steps, _)| &steps[step]);
         let loss = all().map(|result| result.loss * result.samples as f32).sum::<f32>() / GLOBAL as f32;
@@ -118,6 +119,7 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
             "an evaluation has no margin, so its loss {} is lower than the last step's, {last_loss_sum}",
             expected.evaluated.0
         );
+        // A mesh is [data, height, model]. The ranks of a model group share the classes.
         for plan in [Plan::data(2), plan([1, 1, 2], &[]), plan([2, 1, 2], &[])] {
             let Run { steps, evaluated, state } = train_with_plan(kind, &plan);
             for ((loss, correct), (expected, expected_correct)) in steps.iter().zip(&expected.steps) {
@@ -125,7 +127,7 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
                 assert_eq!(correct, expected_correct, "{kind:?} {plan:?}");
             }
             let (excess, name) = max_excess(&state.parameters, &expected.state.parameters);
-            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} {excess:e}");
+            assert!(excess <= 1e-6, "{kind:?} {plan:?}: {name} exceeds the tolerance by {excess:e}");
             let (loss, correct) = expected.evaluated;
             assert!(
                 (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,

@@ -42,6 +42,7 @@ fn trained(
         }
         let description = engine.exchange();
         assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
+        // The state as rank 0 writes it alone, and as both ranks write parts of it.
         let divided = Writers::divide(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), divided].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
@@ -92,7 +93,8 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 [&state, &expected_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
             let slot = worst_difference(slots, expected_slots);
             eprintln!(
-                "{kind}, {precision:?}: losses apart by {loss:.1e}, weights by {distance:.1e} of their change, optimizer state by {slot:?}"
+                "{kind}, {precision:?}: losses differ by {loss:.1e}, weights by {distance:.1e} of their change in training, \
+                 optimizer state by {slot:?}"
             );
             let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
             assert!(distance < bound && f64::from(loss) < bound, "{kind}, {precision:?}: {loss} {distance}");
@@ -109,7 +111,9 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                     cpu.train_step(&step(&network, number, config.accumulate, 0, 1), lr).unwrap();
                 }
                 let distance = relative_distance(&state.parameters, &cpu.parameters().unwrap(), &start);
-                eprintln!("{kind}: weights apart from the CPU engine's by {distance:.1e} of their change");
+                eprintln!(
+                    "{kind}: the weights differ from the CPU engine's by {distance:.1e} of their change in training"
+                );
                 assert!(distance < 2e-2, "{kind}: {distance}");
             }
         }

@@ -1,4 +1,4 @@
-//! Compares operations that cannot be fused with the CPU engine and with PyTorch (`unfused.rs`).
+//! Compares networks whose operations cannot be fused (`unfused.rs`) with the CPU engine and with PyTorch.
 
 use super::*;
 use crate::unfused::{self, Tolerance, check_against_pytorch};
@@ -19,6 +19,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
         let logits = (difference(&actual, &expected) / square(&expected)).sqrt();
         cuda.train_step(&step, 0.1).unwrap();
         cpu.train_step(&step, 0.1).unwrap();
+        // After the first step, the momentum is the gradient.
         let (actual, expected) =
             (cuda.optimizer_state().unwrap().slots, cpu.optimizer_state().unwrap().slots);
         let (gradient, name) = worst_difference(&actual, &expected);

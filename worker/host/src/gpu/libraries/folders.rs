@@ -61,7 +61,7 @@ pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
                 }
             }
         }
-        // Conda keeps libraries next to Python's.
+        // In a Conda environment, `lib` also has the CUDA libraries.
         if prefix.join("conda-meta").is_dir() {
             usual.push(prefix.join("lib"));
         }
@@ -81,8 +81,8 @@ fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> 
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
     let path = variable("PATH").unwrap_or_default();
     let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
-    // A link on the path may point into an environment, in which `python3` is a link to the system's Python. At most
-    // 8 links are followed.
+    // `python3` may be a link into an environment, in which `python3` is again a link, to the system's Python. Each of
+    // these folders counts, for at most 8 links.
     let mut next = program;
     for _ in 0..8 {
         let Some(program) = next else { break };

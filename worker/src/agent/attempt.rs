@@ -228,7 +228,7 @@ async fn check_with_files(
         let registered_path = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
         if stored.start.dataset_path != registered_path {
-            // The copy has the server's present files, which may have changed since they were registered.
+            // The copy is not compared with the registration, because the server's files may have changed since.
             stored.start.files.registered = None;
         }
     }

@@ -94,7 +94,7 @@ impl Agent {
         }
         let (mut stored, created) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
-            // The ranks read the server's own files, which may have changed since they were registered.
+            // The server's own files are not compared with the registration, because they may have changed since.
             stored.start.files.registered = None;
         }
         // Ranks without a record on disk could not be adopted after this process ends.

@@ -25,14 +25,15 @@ use std::{
 use tokio::{net::TcpStream, sync::watch, task::JoinSet, time};
 use tokio_tungstenite::tungstenite::{self, Message};
 
-/// Interval between two reads of the ranks' files. A point is sent at most this long after it was written.
+/// Interval between two reads of the ranks' files. While somebody watches the job, a point is sent at most this long after it was
+/// written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
 /// Time limit for sending a message while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum silence after which a connection counts as lost. It is longer if three heartbeat intervals are longer.
 const MIN_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum time after a `Stop` in which acknowledgements may arrive that the server sent before the `Stop`.
+/// Time after a `Stop` for which the server may still acknowledge reports that crossed the `Stop` on the way.
 const MAX_CROSSING: Duration = Duration::from_secs(5);
 
 /// Why a session ended.
@@ -141,8 +142,8 @@ struct AttemptState {
     outbox: Option<Outbox>,
     /// Whether the server has given the attempt to other agents. Its ranks are ended, and its records are not reported.
     is_revoked: bool,
-    /// When the server ordered the end of the attempt, if the attempt had already ended: either the order crossed the last
-    /// report, or the server accepts no more reports of the attempt.
+    /// When a `Stop` arrived after the attempt had already ended here. Either the `Stop` crossed the last report, or the server
+    /// accepts no more reports of the attempt.
     stopped_late: Option<Instant>,
     /// Whether this agent has reported that it is ready for the start on several machines.
     has_reported_ready: bool,

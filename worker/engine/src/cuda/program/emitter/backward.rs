@@ -223,9 +223,10 @@ impl<'a> GraphEmitter<'a> {
     /// The gradients of a batch norm's output for its backward pass: one, or two that its kernels add. Adds further gradients first.
     fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
-        // A gradient through a convolution comes first.
+        // A gradient through a convolution comes first, so that it is not one of the gradients that are added below.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));
-        // Kernels with a ReLU add two gradients. The pooled kernel adds in place, so no gradient may be shared.
+        // The kernels of a batch norm with ReLU add two gradients themselves. The kernels of a pooled batch norm add in place, so they do
+        // this only if no gradient has a second owner.
         let kernel_adds = node.relu
             && !(node.pooled
                 && incoming.iter().any(|other| self.shared_allocations.contains(&other.allocation())));
@@ -272,7 +273,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// If NCCL reduces the backward pass's sums, and not the kernels: reduces the sums over all ranks, and returns them.
+    /// Returns `None` if the batch norm's kernel itself adds the sums of all ranks. Otherwise NCCL adds the stored sums, which are returned.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::StoreSums { sums } = reduce else { return None };
         self.reduce_statistics(sums, node);

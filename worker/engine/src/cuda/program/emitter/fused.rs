@@ -85,7 +85,7 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.bottleneck_backward(bottleneck));
         let has_other_ranks = facts.statistics.is_some();
         if has_other_ranks {
-            // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
+            // This weight gradient is on the main stream. Buckets are sent after the side stream's commands, so the side stream waits.
             self.fork();
             self.send_completed_bucket(&conv.name, micro_batch);
         }

@@ -58,7 +58,7 @@ impl GraphEmitter<'_> {
         let dx = self.gradient(self.plan.network.input())?;
         let to = self.input_gradient();
         let values = (to.bytes / self.plan.dtype.size()) as u64;
-        // A copy: the factor is 1.
+        // Scaling by 1 copies the values.
         self.push(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
         self.free(dx);
         if is_last {

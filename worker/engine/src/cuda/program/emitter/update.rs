@@ -32,7 +32,7 @@ impl GraphEmitter<'_> {
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
     fn send_bucket(&mut self, bucket: usize, producer: StreamId, at: Operand, dtype: DType) {
-        // One group of ranks must not be used from two streams at once.
+        // NCCL must not use one group of ranks from two streams at once.
         if self.facts.statistics.is_some_and(Statistics::uses_main_stream) {
             return self.reduce(producer, at, dtype);
         }

@@ -210,9 +210,9 @@ impl Checkpoints {
         }))
     }
 
-    /// Ignores reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
-    /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them. Ranks on
-    /// the server's disk remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
+    /// Ignores reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but
+    /// the server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::remove_old_after_upload`] removes them.
+    /// Ranks on the server's disk remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
     pub(crate) async fn ignore_removals_of_kept_checkpoints(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());

@@ -113,7 +113,7 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
     assert_eq!(sparse["exact"], true);
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
-    // Waits until more than 50 of about 80 events are compacted into chunks (40 reports with at least two events each).
+    // Waits until more than 50 of 80 events are compacted into chunks: 40 reports with two events each (loss and val_loss).
     let watermark =
         format!("SELECT COALESCE((SELECT watermark FROM metric_compaction WHERE job_id = '{id}'), 0)");
     wait_until("events are compacted", async || server.query_number(&watermark).await > 50).await;

@@ -127,8 +127,8 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
-    /// channels of the input and of the logits on the GPU. `has_folded_input` is as in [`super::program::StepPlan`]. Each range that is reduced
-    /// together can be divided into `part_count` equal parts.
+    /// channels of the input and of the logits on the GPU. `has_folded_input` is as in [`super::program::StepPlan`]. Each range that is
+    /// reduced together can be divided into `part_count` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],

@@ -273,7 +273,8 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// Returns `None` if the batch norm's kernel itself adds the sums of all ranks. Otherwise NCCL adds the stored sums, which are returned.
+    /// Returns `None` if the batch norm's kernel itself adds the sums of all ranks. Otherwise NCCL adds the stored sums, which are
+    /// returned.
     fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::StoreSums { sums } = reduce else { return None };
         self.reduce_statistics(sums, node);

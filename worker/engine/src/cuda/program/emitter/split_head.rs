@@ -1,6 +1,6 @@
-//! The last layer, if each rank of a model group has some of the classes, and the loss, also of a rank that has all of many classes. Every
-//! rank multiplies the features of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits
-//! are not exchanged.
+//! The last layer if the ranks of a model group divide the classes, and its loss. The loss is also used by a rank that alone has all
+//! classes, if they are many. Every rank multiplies the features of the whole group's pictures with the weights of its own classes, one
+//! chunk of classes at a time. Logits are not exchanged.
 
 use super::{loss::unsplit_logits, *};
 

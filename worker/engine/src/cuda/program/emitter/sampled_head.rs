@@ -124,7 +124,7 @@ impl GraphEmitter<'_> {
         // The parameter's values in the flat layout.
         let range = |suffix: &str| facts.layout.parameter(name, suffix).range.clone();
         let [weight, bias] = ["weight", "bias"].map(range);
-        for (range, is_matrix, sampled_rows, gradient) in
+        for (range, is_matrix, own, gradient) in
             [(weight, true, memory.weights, gradient), (bias, false, memory.bias, bias_gradient)]
         {
             let width = if is_matrix { self.row_values() } else { 1 };
@@ -142,13 +142,9 @@ impl GraphEmitter<'_> {
                 rows.push(self.gather_rows(memory.sample, trained, row_bytes));
             }
             rows.push(if is_matrix {
-                GatheredRows {
-                    all: facts.matrix(name),
-                    sampled: sampled_rows,
-                    row_bytes: plan.dtype.size() * width,
-                }
+                GatheredRows { all: facts.matrix(name), sampled: own, row_bytes: plan.dtype.size() * width }
             } else {
-                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: sampled_rows, row_bytes: 4 }
+                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
             });
             let weights = rows[0].sampled.operand();
             let mut optimizer_slots = [Operand::NONE; 2];

@@ -255,7 +255,7 @@ describe("several jobs at once", () => {
     assert.equal(await status(), "", "a new selection clears the status");
     asked.length = 0;
     await press("Delete");
-    const confirmButton = page.locator("#confirm-confirmButton");
+    const confirmButton = page.locator("#confirm-yes");
     await confirmButton.click();
     await until("the dialog names the failure", async () => /^Not done for 1 of 2 jobs\. anna: /.test(await page.locator("#confirm-error").innerText()));
     refuses = false;

@@ -85,7 +85,7 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let job = server.folder().write("job.toml", job);
     let checked = server.cli(&["validate", job.to_str().expect("UTF-8")]);
     assert!(checked.ok().contains("has no mistake"), "{}", checked.stdout);
-    assert!(checked.stderr.contains("note: 1 file of cifar10 cannot be read"), "{}", checked.stderr);
+    assert!(checked.stderr.contains("note: 1 file of cifar10 cannot be used"), "{}", checked.stderr);
     let spec = |policy: &str| {
         let spec = specs::short(policy, "cifar10", 2, 3);
         specs::with(spec, json!({"data": {"broken_files": policy}}))

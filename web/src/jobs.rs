@@ -291,7 +291,9 @@ mod tests {
         assert_eq!(html.matches("aria-current=\"true\"").count(), 2, "two states are chosen");
         // The heading of the sort column reverses the order; other headings sort in their usual direction.
         for (order, sort) in [(" aria-sort=\"ascending\"", "-loss"), ("", "-best"), ("", "name")] {
-            let head = format!("{order}><a href=\"/jobs?state=lost,failed&#38;{others}&#38;sort={sort}\"");
+            let head = format!(
+                "{order}><a class=\"sort\" href=\"/jobs?state=lost,failed&#38;{others}&#38;sort={sort}\""
+            );
             assert!(html.contains(&head), "{head}: {html}");
         }
         assert_eq!(html.matches("aria-sort").count(), 1);

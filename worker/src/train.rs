@@ -211,6 +211,8 @@ fn train_with<'a>(
     let outcome = run.run_epochs();
     if outcome.is_ok() {
         run.data.close_decoder();
+        // A rank must not end while another rank still reads its buffers.
+        let _ = training.group.barrier();
     }
     if outcome.as_ref().is_err_and(TrainError::has_lost_ranks) {
         run.keep_last_step();

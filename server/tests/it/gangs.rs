@@ -168,7 +168,10 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let next = next_attempt(&mut a, &mut b).await;
     let states = server.stored_events(&id).await;
     let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
-    assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
+    assert_eq!(
+        restart["reason"],
+        "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the beginning"
+    );
 
     // A restarted server knows which machine has ended, and tells the other machine.
     a.end(&next, rank_killed(1)).await;

@@ -105,7 +105,7 @@ fn inspections_and_jobs_name_the_same_unusable_files_without_blocking() {
         ("unreadable.jpg", "cannot be read: Input/output error"),
         ("IMG_1.HEIC", "has the format HEIC, which is not supported; convert it to JPEG, PNG"),
         ("heic by another name.jpg", "has the format HEIF or AVIF, which is not supported"),
-        ("drawing.svg", "is a svg file, which is not supported"),
+        ("drawing.svg", "has the format SVG, which is not supported"),
         ("cat/more", "is a folder inside a class folder (1 file in it)"),
         ("contact sheet.png", "is not in a class folder"),
         ("train/caf\u{fffd}", "is a class folder whose name is not UTF-8 (1 file in it); rename it"),

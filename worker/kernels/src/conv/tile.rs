@@ -167,7 +167,9 @@ impl Tiles {
     pub(super) fn of(instructions: Instructions, format: Format) -> Option<&'static Tiles> {
         match (instructions, format) {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            (Instructions::Amx, Format::Bfloat16) => amx::is_available().then_some(&x86::AMX_BF16),
+            (Instructions::Amx, Format::Bfloat16) => Self::of(Instructions::Avx512, format)
+                .filter(|_| amx::is_available())
+                .and(Some(&x86::AMX_BF16)),
             #[cfg(target_arch = "x86_64")]
             (Instructions::Avx512, Format::Float32) => {
                 is_x86_feature_detected!("avx512f").then_some(&x86::AVX512)

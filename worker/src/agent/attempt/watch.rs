@@ -45,11 +45,15 @@ pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
+    /// Whether the rank has recorded the results of a step.
+    is_training: bool,
 }
 
 impl RecordSink for RecordSummary {
     fn record(&mut self, event: AttemptEvent) {
         self.reported.record(&event);
+        // Every rank reports this metric for each step. Metrics of the machine are reported before the first step, too.
+        self.is_training |= matches!(&event, AttemptEvent::Metrics { columns, .. } if columns.iter().any(|c| c.name == "step_ms"));
         if let AttemptEvent::Log { lines, .. } = event {
             self.lines = lines.iter().map(|line| line.number).fold(self.lines, u64::max);
         }
@@ -61,7 +65,8 @@ pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
-    /// When to start spares for the next attempt. `None` after they were started.
+    /// From when on spares for the next attempt are started, once a rank trains: then it has the GPU memory that it needs. `None` after
+    /// they were started.
     next_spares: Option<(Instant, Arc<Spares>)>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
@@ -204,7 +209,9 @@ impl Policy for Watch {
                 // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
             }
-            if let Some((_, spares)) = self.next_spares.take_if(|(at, _)| Instant::now() >= *at) {
+            if ranks.ranks.iter().any(|rank| rank.sink.is_training)
+                && let Some((_, spares)) = self.next_spares.take_if(|(at, _)| Instant::now() >= *at)
+            {
                 spares.fill();
             }
         }

@@ -35,7 +35,7 @@ pub struct Suggestion {
 const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
 pub const USUAL_SIDE: u32 = 224;
-/// If the pictures are at least this many times as long as they are short, most of each picture is cut away.
+/// If the longer side is at least this many times the shorter side, most of each picture is cut away.
 const ELONGATED: u32 = 3;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY_PICTURES: u64 = 100_000;
@@ -130,8 +130,8 @@ fn data(
     let mut data = vec![validation];
     let (short, long) = (info.height.min(info.width), info.height.max(info.width));
     let cut = if short > 0 && long / short >= ELONGATED {
-        " That is a square, so most of each picture is cut away, and no key changes this: if the whole picture matters, pad the files to \
-         squares."
+        " The crop is square, so most of each picture is cut away. If the whole picture matters, pad the pictures to squares; no key \
+         does this."
     } else {
         ""
     };
@@ -261,8 +261,7 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
         )
     } else if is_small {
         (
-            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling. A step takes longer than with \
-             pictures of 120 pixels and the usual stem.",
+            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
             "resnet18",
         )
     } else if prefers_large_network {
@@ -270,8 +269,8 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
     } else {
         (
             "A small network for photographs, which suits this number of pictures. With trained weights, a few hundred pictures suffice: \
-             write pretrained = \"resnet18\" here (`lockstep weights get resnet18` downloads the weights) and recipe = \"finetune\" under \
-             [train], and delete the lines epochs, schedule, lr, momentum and weight_decay there, which would replace the recipe's values.",
+             1. Run `lockstep weights get resnet18`. 2. Write pretrained = \"resnet18\" here. 3. Write recipe = \"finetune\" under \
+             [train]. 4. Delete the lines epochs, schedule, lr, momentum and weight_decay there, which would replace the recipe's values.",
             "resnet18",
         )
     };

@@ -80,8 +80,7 @@ impl Suggestion {
             return Err(mistake);
         }
         // The network's input is no larger than usual pictures of the dataset. `None`: it has the effort's size.
-        let own_side = info.height.min(info.width).max(info.median_side);
-        let side = Some(own_side)
+        let side = Some(info.short_side())
             .filter(|side| (1..effort.side).contains(side))
             .map(|side| side.max(*SIDES.start()));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
@@ -97,7 +96,7 @@ impl Suggestion {
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
-            data: data(info, side.map(|side| (side, own_side)), effort.side, validation),
+            data: data(info, side, effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
             train: train(train_samples, !is_counted, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
@@ -118,15 +117,8 @@ impl Suggestion {
     }
 }
 
-/// `sides`: if the network's input is as large as the dataset's usual pictures, the input's size and the pictures' shorter side, which is
-/// smaller if it is below the smallest input. `None`: the input has `input` x `input` pixels.
-fn data(
-    info: &DatasetInfo,
-    sides: Option<(u32, u32)>,
-    input: u32,
-    validation: CommentedKeys,
-) -> Vec<CommentedKeys> {
-    let side = sides.map(|(side, _)| side);
+/// `side`: the size of the network's input, if it is as large as the dataset's usual pictures; otherwise the size is `input`.
+fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
     let (short, long) = (info.height.min(info.width), info.height.max(info.width));
     let cut = if short > 0 && long / short >= ELONGATED {
@@ -158,10 +150,10 @@ fn data(
         }
     };
     data.push(CommentedKeys { comment: size + cut, toml: format!("image_size = {}", side.unwrap_or(input)) });
-    data.push(match sides {
-        Some((side, own_side)) if side < SMALL_SIDE => {
+    data.push(match side {
+        Some(side) if side < SMALL_SIDE => {
             // About an eighth of a side. CIFAR's usual padding is 4.
-            let padding = ((own_side + 4) / 8).min(4);
+            let padding = ((info.short_side() + 4) / 8).min(4);
             let shifted = if padding == 0 { "Pictures are too small to be shifted" } else { "Pictures are shifted a little" };
             CommentedKeys {
                 comment: format!(

@@ -99,10 +99,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let training_pictures = job.steps_per_epoch * spec.global_batch_size();
     let is_from_scratch = spec.model.pretrained.is_none() && job.parent.is_none();
     let dataset = store.dataset(&spec.data.dataset).await?;
-    let pictures_side = dataset.as_ref().map_or(0, |dataset| {
-        let info = &dataset.info;
-        info.height.min(info.width).max(info.median_side)
-    });
+    let pictures_side = dataset.as_ref().map_or(0, |dataset| dataset.info.short_side());
     let trained_validation = if is_from_scratch {
         None
     } else {

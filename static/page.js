@@ -178,6 +178,7 @@ export function confirmThen({ title, detail, yes, act }) {
   setText(byId("confirm-title"), title);
   setText(byId("confirm-text"), detail);
   setText(byId("confirm-yes"), yes);
+  byId("confirm-yes").hidden = false;
   openForm("confirm", act);
 }
 

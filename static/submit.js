@@ -197,14 +197,19 @@ byId("spec-text").addEventListener("blur", async () => {
 const sweepField = byId("sweep-parameters");
 const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() });
 
+/** The key that a mistake is about, such as `train.lr`. */
+const pathOf = ({ pointer }) => pointer.replace(/^\//, "").replaceAll("/", ".");
+/** Whether `path` is the key, or below it. */
+const isAt = (path, key) => path === key || path.startsWith(`${key}.`);
+
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const detailsOf = new Map([...fields, sweepField].map((f) => [f, []])), listed = [], swept = sweptKeys(), wrongLine = lineMistake();
-  // The server gets the parsed parameters and not the lines, so it cannot report a wrong line. It reports that the line's words are no key.
-  if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter(({ pointer }) => fields.some(({ name }) => pointer.slice(1).replaceAll("/", ".").startsWith(name)))];
+  // The server does not see the lines. For a wrong line it reports an unknown key, which is replaced by the line's mistake.
+  if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter((error) => fields.some(({ name }) => isAt(pathOf(error), name)))];
   for (const error of errors) {
-    const path = error.pointer.replace(/^\//, "").replaceAll("/", "."), isAt = (key) => path === key || path.startsWith(`${key}.`);
-    const key = swept.find(isAt), field = isAt("sweep") || key ? sweepField : fields.find((f) => isAt(f.name));
+    const path = pathOf(error), key = swept.find((name) => isAt(path, name));
+    const field = isAt(path, "sweep") || key ? sweepField : fields.find(({ name }) => isAt(path, name));
     if (field) detailsOf.get(field).push(key ? `${key}: ${error.detail}` : error.detail);
     const message = make("span");
     setMessage(message, error.detail);

@@ -55,6 +55,11 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// Shorter side of the pictures in pixels, or its median if the pictures differ in size; 0 if it is unknown.
+    pub fn short_side(&self) -> u32 {
+        self.height.min(self.width).max(self.median_side)
+    }
+
     /// Number of pictures that a job with this validation holds out, if an inspection has counted them. `None` also if there are broken
     /// files, because the job may find fewer or more of them.
     pub fn count_held_out(&self, validation: &Validation, validation_seed: u64) -> Option<u64> {

@@ -35,7 +35,7 @@ pub struct Suggestion {
 const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
 pub const USUAL_SIDE: u32 = 224;
-/// If the pictures are at least this many times as long as they are short, most of each picture is cut away.
+/// If the longer side is at least this many times the shorter side, most of each picture is cut away.
 const ELONGATED: u32 = 3;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY_PICTURES: u64 = 100_000;
@@ -80,8 +80,7 @@ impl Suggestion {
             return Err(mistake);
         }
         // The network's input is no larger than usual pictures of the dataset. `None`: it has the effort's size.
-        let own_side = info.height.min(info.width).max(info.median_side);
-        let side = Some(own_side)
+        let side = Some(info.short_side())
             .filter(|side| (1..effort.side).contains(side))
             .map(|side| side.max(*SIDES.start()));
         let is_small = side.is_some_and(|side| side < SMALL_SIDE);
@@ -97,7 +96,7 @@ impl Suggestion {
         let epochs = (effort.training_pictures / train_samples).clamp(effort.min_epochs, effort.max_epochs);
         let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
-            data: data(info, side.map(|side| (side, own_side)), effort.side, validation),
+            data: data(info, side, effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
             train: train(train_samples, !is_counted, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
@@ -118,20 +117,13 @@ impl Suggestion {
     }
 }
 
-/// `sides`: if the network's input is as large as the dataset's usual pictures, the input's size and the pictures' shorter side, which is
-/// smaller if it is below the smallest input. `None`: the input has `input` x `input` pixels.
-fn data(
-    info: &DatasetInfo,
-    sides: Option<(u32, u32)>,
-    input: u32,
-    validation: CommentedKeys,
-) -> Vec<CommentedKeys> {
-    let side = sides.map(|(side, _)| side);
+/// `side`: the size of the network's input, if it is as large as the dataset's usual pictures; otherwise the size is `input`.
+fn data(info: &DatasetInfo, side: Option<u32>, input: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
     let (short, long) = (info.height.min(info.width), info.height.max(info.width));
     let cut = if short > 0 && long / short >= ELONGATED {
-        " That is a square, so most of each picture is cut away, and no key changes this: if the whole picture matters, pad the files to \
-         squares."
+        " The crop is square, so most of each picture is cut away. If the whole picture matters, pad the pictures to squares; no key \
+         does this."
     } else {
         ""
     };
@@ -158,10 +150,10 @@ fn data(
         }
     };
     data.push(CommentedKeys { comment: size + cut, toml: format!("image_size = {}", side.unwrap_or(input)) });
-    data.push(match sides {
-        Some((side, own_side)) if side < SMALL_SIDE => {
+    data.push(match side {
+        Some(side) if side < SMALL_SIDE => {
             // About an eighth of a side. CIFAR's usual padding is 4.
-            let padding = ((own_side + 4) / 8).min(4);
+            let padding = ((info.short_side() + 4) / 8).min(4);
             let shifted = if padding == 0 { "Pictures are too small to be shifted" } else { "Pictures are shifted a little" };
             CommentedKeys {
                 comment: format!(
@@ -261,8 +253,7 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
         )
     } else if is_small {
         (
-            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling. A step takes longer than with \
-             pictures of 120 pixels and the usual stem.",
+            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
             "resnet18",
         )
     } else if prefers_large_network {
@@ -270,8 +261,8 @@ fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> Co
     } else {
         (
             "A small network for photographs, which suits this number of pictures. With trained weights, a few hundred pictures suffice: \
-             write pretrained = \"resnet18\" here (`lockstep weights get resnet18` downloads the weights) and recipe = \"finetune\" under \
-             [train], and delete the lines epochs, schedule, lr, momentum and weight_decay there, which would replace the recipe's values.",
+             1. Run `lockstep weights get resnet18`. 2. Write pretrained = \"resnet18\" here. 3. Write recipe = \"finetune\" under \
+             [train]. 4. Delete the lines epochs, schedule, lr, momentum and weight_decay there, which would replace the recipe's values.",
             "resnet18",
         )
     };

@@ -34,8 +34,19 @@ const TOKEN_FILE_BYTES: u64 = 4 << 10;
 /// An access token.
 pub(crate) struct Token {
     pub(crate) secret: String,
-    /// Says where the command found the token.
+    /// Where the command found the token, such as `the environment variable LOCKSTEP_TOKEN`.
     pub(crate) source: String,
+}
+
+impl Token {
+    /// Reads a token from a file. `option`: how the file was named.
+    ///
+    /// # Errors
+    /// As [`read_token_file`].
+    pub(crate) fn read(path: &Path, option: &str) -> anyhow::Result<Self> {
+        let source = format!("the file {}{option}", path.display());
+        Ok(Self { secret: read_token_file(path)?, source })
+    }
 }
 
 /// Options that say where a command finds its access token.
@@ -154,15 +165,11 @@ impl AccessArgs {
     /// # Errors
     /// The named file, or the server's own token file, cannot be read.
     pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<Token>> {
-        let read = |path: &Path, option: &str| {
-            let source = format!("the token is in {}{option}", path.display());
-            read_token_file(path).map(|secret| Some(Token { secret, source }))
-        };
         if let Some(path) = &self.token_file {
-            return read(path, " (--token-file or LOCKSTEP_TOKEN_FILE)");
+            return Token::read(path, " (--token-file or LOCKSTEP_TOKEN_FILE)").map(Some);
         }
         if let Some(token) = std::env::var("LOCKSTEP_TOKEN").ok().filter(|token| !token.trim().is_empty()) {
-            let source = "the token is in the environment variable LOCKSTEP_TOKEN".to_owned();
+            let source = "the environment variable LOCKSTEP_TOKEN".to_owned();
             return Ok(Some(Token { secret: token.trim().to_owned(), source }));
         }
         if !is_this_machine(server) {
@@ -172,11 +179,11 @@ impl AccessArgs {
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Ok(metadata) => {
-                let token = read(&path, "")?;
-                check_listener(server, metadata.uid(), &path).map(|()| token)
+                let token = Token::read(&path, "")?;
+                check_listener(server, metadata.uid(), &path).map(|()| Some(token))
             }
             // Reading fails, too, with an error that says what to do.
-            Err(_) => read(&path, ""),
+            Err(_) => Token::read(&path, "").map(Some),
         }
     }
 }

@@ -7,7 +7,7 @@ mod stream;
 
 use super::{
     WrongRequest,
-    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
+    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, Token, is_loopback, with_scheme},
     output, unknown_name_message, usage_error,
 };
 use anyhow::{Chain, Context, anyhow};
@@ -62,11 +62,11 @@ impl ServerArgs {
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         self.access.check_data_dir()?;
         let server = self.address();
-        let (secret, token_source) =
-            self.access.token(&server)?.map(|token| (token.secret, token.source)).unzip();
-        let api = Api::new(&server, self.ca_file.as_deref(), secret)?;
-        let start_command = if self.is_named() { None } else { self.access.start_command() };
-        Ok(Api { start_command, token_source, ..api })
+        let mut api = Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)?;
+        if !self.is_named() {
+            api.start_command = self.access.start_command();
+        }
+        Ok(api)
     }
 
     /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
@@ -98,7 +98,7 @@ pub(crate) struct Api {
     proxy: Option<&'static str>,
     /// Command that starts the server, if its data directory is on this machine and the server was stopped.
     start_command: Option<String>,
-    /// Says where the command found its token, if it has one.
+    /// See [`Token::source`]; `None` without a token.
     token_source: Option<String>,
 }
 
@@ -111,7 +111,7 @@ impl Api {
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
-    pub(crate) fn new(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
+    pub(crate) fn new(server: &str, ca_file: Option<&Path>, token: Option<Token>) -> anyhow::Result<Self> {
         let base = with_scheme(server).trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
@@ -126,15 +126,16 @@ impl Api {
             }
         };
         let tls = tls.map_err(usage_error)?;
-        let token = token.map(|token| bearer_header(&token)).transpose()?;
+        let header = token.as_ref().map(|token| bearer_header(&token.secret)).transpose()?;
         let client = Client::builder()
-            .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
+            .default_headers(header.map(|header| (AUTHORIZATION, header)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
         let proxy = proxy_variable(&url);
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
-        Ok(Self { base, client: client.build()?, proxy, start_command: None, token_source: None })
+        let token_source = token.map(|token| token.source);
+        Ok(Self { base, client: client.build()?, proxy, start_command: None, token_source })
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -437,7 +438,12 @@ impl Api {
         if status == StatusCode::UNAUTHORIZED {
             // Cuts off the server's advice for a request without a token, which is about headers and the sign-in page.
             let problem = message.split_once(": send it as ").map_or(&*message, |(problem, _)| problem);
-            message = format!("{problem}\n{}", self.token_source.as_deref().unwrap_or(NO_TOKEN));
+            message = match &self.token_source {
+                Some(source) => {
+                    format!("{problem}\nthe token in {source} was refused: replace it, or remove it there")
+                }
+                None => format!("{problem}\n{NO_TOKEN}"),
+            };
         }
         match status {
             s if s.is_server_error() || s == StatusCode::REQUEST_TIMEOUT => anyhow!(message),

@@ -1,7 +1,7 @@
 //! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
 use super::{
-    access::{demo_data_dirs, read_token_file},
+    access::{Token, demo_data_dirs},
     api::Api,
     browser::SignInFile,
     bundled::PICTURES,
@@ -85,7 +85,7 @@ async fn run_on(
     args: &Args,
     outcome: &mut anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
+    let api = Api::new(&server.url(), None, Some(Token::read(&data_dir.join("token"), "")?))?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
     server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
@@ -105,7 +105,7 @@ async fn run_on(
         server.running.url(),
     ))?;
     let as_json = false;
-    *outcome = watch::show_to_end(&api, job, as_json).await.map(drop);
+    *outcome = watch::follow_to_end(&api, job, as_json).await.map(drop);
     if args.exit_when_done {
         return Ok(());
     }

@@ -44,7 +44,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
             watch::announce(&job);
-            return watch::follow_to_end(&api, job, args.server.json).await;
+            let job = watch::follow_to_end(&api, job, args.server.json).await?;
+            watch::print_next_steps(&job, args.server.json);
+            return Ok(());
         }
         output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))
     })

@@ -9,7 +9,7 @@ use clap::{
 use std::{error::Error as _, ffi::OsString};
 
 /// Names of commands in other tools, each with the equivalent command of this program.
-const EQUIVALENTS: [(&str, &str); 11] = [
+const EQUIVALENTS: &[(&str, &str)] = &[
     ("stop", "cancel"),
     ("kill", "cancel"),
     ("status", "list"),
@@ -20,38 +20,39 @@ const EQUIVALENTS: [(&str, &str); 11] = [
     ("rm", "delete"),
     ("remove", "delete"),
     ("run", "submit"),
-    ("clone", "fork"),
 ];
 
-/// Arguments that a command does not have, each with its right form: the command, the start of the argument, and the advice.
-const RIGHT_FORMS: [(&[&str], &str, &str); 11] = [
-    (&["token", "create"], "", "give the token's name with --name, as in `lockstep token create --name ci`"),
-    (&["fork"], "--name", "give the new job's name with --set, as in `lockstep fork JOB --set name=NAME`"),
+/// Arguments that commands do not have: the commands, the starts of the arguments, and the advice.
+const RIGHT_FORMS: &[(&[&str], &[&str], &str)] = &[
+    (&["token create"], &[""], "give the token's name with --name, as in `lockstep token create --name ci`"),
     (
         &["evaluate"],
-        "--model",
+        &["--model"],
         "name a job, or a version of a model, without an option, as in `lockstep evaluate models:/shoes@champion`",
     ),
-    (&["metrics"], "--metric", "name the metric after the job, as in `lockstep metrics JOB loss`"),
-    (&["submit"], "--priority", "set a key of the job file with --set, as in `--set priority=5`"),
-    (&["submit"], "--name", "set a key of the job file with --set, as in `--set name=NAME`"),
-    (&["submit"], "--ranks", "set a key of the job file with --set, as in `--set parallel.ranks=2`"),
-    (&["fork"], "--ranks", "set a key of the job file with --set, as in `--set parallel.ranks=2`"),
-    (&["edit"], "--name", "a job keeps its name; `lockstep fork JOB --set name=NAME` starts a new job"),
-    (&["serve"], "--port", "give the port with --listen, as in `lockstep serve --listen 127.0.0.1:8080`"),
-    (&["logs"], "--tail", "print the last lines with `lockstep logs JOB | tail`"),
+    (&["metrics"], &["--metric"], "name the metric after the job, as in `lockstep metrics JOB loss`"),
+    (
+        &["submit", "fork"],
+        &["--name", "--priority", "--ranks"],
+        "set the job's key with --set, as in `--set name=NAME`, `--set priority=5` or `--set parallel.ranks=2`",
+    ),
+    (&["edit"], &["--name"], "a job keeps its name; `lockstep fork JOB --set name=NAME` starts a new job"),
+    (&["serve"], &["--port"], "give the port with --listen, as in `lockstep serve --listen 127.0.0.1:8080`"),
+    (&["logs"], &["--tail"], "print the last lines with `lockstep logs JOB | tail`"),
 ];
 
 /// Returns the advice for an argument that a command does not have.
 fn right_form(argument: &str, arguments: &[OsString]) -> Option<&'static str> {
-    let is_command = |command: &[&str]| {
-        arguments.len() > command.len()
-            && arguments[1..].iter().zip(command).all(|(given, name)| given == name)
+    let is_command = |command: &str| {
+        let mut names = command.split(' ').enumerate();
+        names.all(|(index, name)| arguments.get(index + 1).is_some_and(|given| given == name))
     };
-    let found = RIGHT_FORMS.iter().find(|(command, start, _)| {
-        // An empty start stands for every argument that is not an option.
-        let fits = if start.is_empty() { !argument.starts_with('-') } else { argument.starts_with(start) };
-        fits && is_command(command)
+    // An empty start stands for every argument that is not an option.
+    let begins = |start: &str| {
+        if start.is_empty() { !argument.starts_with('-') } else { argument.starts_with(start) }
+    };
+    let found = RIGHT_FORMS.iter().find(|(commands, starts, _)| {
+        starts.iter().any(|start| begins(start)) && commands.iter().any(|command| is_command(command))
     });
     found.map(|(_, _, advice)| *advice)
 }

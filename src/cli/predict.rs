@@ -117,21 +117,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     // With a model file there is no job, so the first argument is a picture.
     let paths = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
     let images = paths.map(|path| expand_folder(path)).collect::<anyhow::Result<Vec<_>>>();
-    let picture = args.job.as_deref().filter(|path| path.is_file());
-    let images = match images {
-        // The picture and the job are in the wrong order.
-        Err(_) if args.model.is_none() && picture.is_some() => Vec::new(),
-        images => images?.concat(),
-    };
+    let images = images.map(|images| images.concat());
+    // The picture and the job are in the wrong order, or there is no job.
+    if images.as_deref().unwrap_or_default().is_empty()
+        && let Some(picture) = args.job.as_deref().filter(|path| args.model.is_none() && path.is_file())
+    {
+        return Err(usage_error(format!(
+            "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
+            picture.display()
+        )));
+    }
+    let images = images?;
     if images.is_empty() {
-        return Err(usage_error(match picture {
-            Some(picture) => format!(
-                "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
-                picture.display()
-            ),
-            None => "no picture is given: name its file after the job, as in `lockstep predict JOB shoe.png`"
-                .into(),
-        }));
+        return Err(usage_error(
+            "no picture is given: name its file after the job, as in `lockstep predict JOB shoe.png`",
+        ));
     }
     let results: Vec<ModelPrediction> = match &args.model {
         Some(model) => {

@@ -128,14 +128,12 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         let reason = reason.map(|words| format!(": {words}")).unwrap_or_default();
         format!("place {}{reason}", queue.place)
     });
-    let mut spec = job.spec.clone();
-    let ranks = match job.rank_count_now() {
+    let fewer = Some(job.rank_count_now()).filter(|ranks| *ranks < job.ranks);
+    let spec = fewer.map_or_else(|| job.spec.clone(), |ranks| job.spec.clone().on_ranks(ranks));
+    let ranks = match fewer {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
-        fewer if fewer < job.ranks => {
-            spec = spec.on_ranks(fewer);
-            format!("{fewer} of {}", job.ranks)
-        }
-        ranks => ranks.to_string(),
+        Some(fewer) => format!("{fewer} of {}", job.ranks),
+        None => job.ranks.to_string(),
     };
     let parallel = &spec.parallel;
     let (mut pictures, mut pipeline) = (None, None);

@@ -86,7 +86,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             return Ok(());
         }
         watch::announce(&job);
-        watch::follow_to_end(&api, job, as_json).await
+        let job = watch::follow_to_end(&api, job, as_json).await?;
+        watch::print_next_steps(&job, as_json);
+        Ok(())
     })
 }
 

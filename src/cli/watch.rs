@@ -35,7 +35,9 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         announce(&job);
-        follow_to_end(&api, job, args.server.json).await
+        let job = follow_to_end(&api, job, args.server.json).await?;
+        print_next_steps(&job, args.server.json);
+        Ok(())
     })
 }
 
@@ -49,19 +51,14 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// As [`show_to_end`], then prints the diagnosis of a job that succeeded, and a command that uses its network.
-///
-/// # Errors
-/// As [`show_to_end`].
-pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
-    let job = show_to_end(api, job, as_json).await?;
+/// Prints the diagnosis of a job that succeeded, and a command that uses its network.
+pub(crate) fn print_next_steps(job: &Job, as_json: bool) {
     if !as_json && job.external.is_none() {
         if let Some(diagnosis) = &job.diagnosis {
             output::warn(diagnosis);
         }
         output::warn(format_args!("next: `lockstep predict {} IMAGE` classifies pictures", job.id));
     }
-    Ok(())
 }
 
 /// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
@@ -69,7 +66,7 @@ pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow:
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
-pub(crate) async fn show_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<Job> {
+pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<Job> {
     let mut progress = Progress::new(&job, as_json);
     progress.show_place(&job)?;
     let job = follow(api, job, &mut progress).await?;

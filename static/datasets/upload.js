@@ -10,8 +10,8 @@ const PIECE_BYTES = 8 * 2 ** 20;
 /** Maximum number of attempts to send a request. */
 const MAX_TRIES = 6;
 
-/** Sends a request again after a temporary failure. A browser without a connection waits for its return. */
-async function persist(send, showActivity) {
+/** Sends a request again after a temporary failure. Offline, it waits for the connection without counting attempts. */
+async function sendWithRetries(send, showActivity) {
   for (let tries = 1; ;) {
     try { return await send(); } catch (error) {
       const isTemporary = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
@@ -52,21 +52,21 @@ export function offerUpload(form) {
         bar.value = offset / Math.max(1, file.size);
         showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
         const body = file.slice(offset, offset + PIECE_BYTES);
-        await persist(() => ask(`${path}/archive?offset=${offset}`, { method: "PUT", body }), showActivity);
+        await sendWithRetries(() => ask(`${path}/archive?offset=${offset}`, { method: "PUT", body }), showActivity);
       }
       bar.value = 1;
       showActivity("Unpacking the files …");
-      await persist(() => postUntilInspected(path, { body: {}, onProgress: showActivity }), showActivity);
-      removeEventListener("beforeunload", keepPage);
-      // With `for=job` in the URL, the reader came from the form for a new job.
-      if (readUrl("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
+      await sendWithRetries(() => postUntilInspected(path, { body: {}, onProgress: showActivity }), showActivity);
     } catch (error) {
-      removeEventListener("beforeunload", keepPage);
       button.disabled = false;
       bar.hidden = true;
       showActivity("");
       // 409: the name is taken. Only mistakes in the name are in `errors`.
-      showErrors([{ pointer: error.status === 409 || error.errors?.length ? "/name" : "/file", detail: errorText(error) }]);
+      return showErrors([{ pointer: error.status === 409 || error.errors?.length ? "/name" : "/file", detail: errorText(error) }]);
+    } finally {
+      removeEventListener("beforeunload", keepPage);
     }
+    // With `for=job` in the URL, the reader came from the form for a new job.
+    if (readUrl("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
   });
 }

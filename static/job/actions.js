@@ -3,7 +3,6 @@
 import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { frontPriority } from "../jobs/queue.js";
-import { allVersions, namesOf } from "./register.js";
 import { APPLIES, isActive, isWaiting } from "./states.js";
 
 /**
@@ -85,16 +84,18 @@ export class Actions {
   async #delete() {
     const job = this.page.job(), { checkpoints } = this.page;
     const { size_bytes } = await ask(`/api/v1/jobs/${job.id}/size`).catch(() => ({ size_bytes: checkpoints.bytes }));
-    const registered = (await allVersions().catch(() => [])).filter((version) => version.job === job.id);
     confirmThen({
       title: `Delete ${job.name}?`, yes: "Delete the job",
-      detail: registered.length
-        ? `Its checkpoints are registered as ${namesOf(registered)}. Remove ${registered.length === 1 ? "this version" : "these versions"} on the page Models first.`
-        : `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
+      detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
       act: async () => {
         // The page must not report the deletion that it requested itself.
         this.page.beforeDelete();
-        try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.deleteFailed(); throw error; }
+        try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) {
+          this.page.deleteFailed();
+          // For example, checkpoints of the job are registered as versions of a model: the same request would be refused again.
+          byId("confirm-yes").hidden = error.status === 409;
+          throw error;
+        }
         location.href = "/jobs";
       },
     });

@@ -2,29 +2,21 @@
 
 import { ask, byId, openForm, setText } from "../page.js";
 
-/** Returns the versions of all models; of each model, the newest first. */
-export async function allVersions() {
-  const { models } = await ask("/api/v1/models?fields=name");
-  return (await Promise.all(models.map(({ name }) => ask(`/api/v1/models/${encodeURIComponent(name)}`)))).flatMap(({ versions }) => versions);
-}
-
-/** Names versions: `shoes 1, shoes 2`. */
-export const namesOf = (versions) => versions.map(({ model, version }) => `${model} ${version}`).join(", ");
-
 export function register(checkpoint) {
   const field = byId("register-name");
-  let versions = [];
+  let models = [];
   const describe = () => {
-    const newest = versions.find(({ model }) => model === field.value.trim()), same = versions.filter((version) => version.checkpoint === checkpoint.id);
-    setText(byId("register-note"), `${newest ? `${newest.model} exists: the checkpoint becomes its next version, after ${newest.version}. ` : ""}${same.length ? `This checkpoint is registered already: ${namesOf(same)}.` : ""}`);
+    const { newest } = models.find(({ name }) => name === field.value.trim()) ?? {};
+    const next = newest?.checkpoint === checkpoint.id ? `Its version ${newest.version} is this checkpoint.` : `The checkpoint becomes its next version, after ${newest?.version}.`;
+    setText(byId("register-note"), newest ? `${newest.model} exists. ${next}` : "");
   };
   setText(byId("register-title"), `Register checkpoint ${checkpoint.epoch}-${checkpoint.step}`);
   field.oninput = describe;
   describe();
   // Without a response, the reader types the name.
-  allVersions().then((all) => {
-    versions = all;
-    byId("register-names").replaceChildren(...[...new Set(versions.map(({ model }) => model))].map((model) => new Option(model)));
+  ask("/api/v1/models?fields=name,newest").then((all) => {
+    ({ models } = all);
+    byId("register-names").replaceChildren(...models.map(({ name }) => new Option(name)));
     describe();
   }).catch(() => {});
   openForm("register", async () => {

@@ -231,7 +231,7 @@ describe("a page that stays open", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     runningJob = null;
     await agent.endAttempt(await agent.attempt(job.id), { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
-    await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "Clone the job with train.lr = 0.001. · try train.lr = 0.001");
+    await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "Start the job again with train.lr = 0.001. · try train.lr = 0.001");
     assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
     assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
     await page.end();

@@ -44,7 +44,7 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")])
         .assert_usage_error(&["does not know that token", "the environment variable LOCKSTEP_TOKEN"]);
     server.folder().write("other", "lockstep_of-another");
-    list(&["--token-file", "other"], &[]).assert_usage_error(&["the token is in other (--token-file"]);
+    list(&["--token-file", "other"], &[]).assert_usage_error(&["the token in the file other (--token-file"]);
     list(&["--token-file", "none"], &[]).assert_usage_error(&["the token file none does not exist"]);
     let empty = server.folder().write("empty", "\n");
     list(&["--token-file", &empty.display().to_string()], &[]).assert_usage_error(&["empty"]);

@@ -351,9 +351,7 @@ fn commands_of_other_tools_suggest_the_right_command() {
         command.args(args).env("LOCKSTEP_SERVER", "http://127.0.0.1:1").env("LOCKSTEP_TOKEN_FILE", "token");
         Finished::of(&mut command)
     };
-    for (typed, meant) in
-        [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs"), ("clone", "fork")]
-    {
+    for (typed, meant) in [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs")] {
         run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
         run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
     }
@@ -363,6 +361,7 @@ fn commands_of_other_tools_suggest_the_right_command() {
         (&["evaluate", "--model", "x"], "models:/shoes@champion"),
         (&["metrics", "x", "--metric", "loss"], "`lockstep metrics JOB loss`"),
         (&["submit", "x.toml", "--ranks", "2"], "`--set parallel.ranks=2`"),
+        (&["fork", "x", "--ranks", "2"], "`--set parallel.ranks=2`"),
         (&["logs", "x", "--tail", "3"], "`lockstep logs JOB | tail`"),
         (&["edit", "x", "--priority", "high"], "give a whole number"),
         (&["edit", "x"], "--priority <N> or --project <PROJECT>"),

@@ -108,7 +108,7 @@ pub struct MachineWarning {
     pub text: String,
 }
 
-/// A machine.
+/// A machine, as its agent reports it.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Agent {
     pub id: String,

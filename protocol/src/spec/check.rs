@@ -5,7 +5,7 @@ use super::{
     Arch, DataSpec, ImageSize, JobSpec, KNOWN_WEIGHTS, OptimizerKind, Recipe,
     document::toml_document,
     fewer_ranks,
-    foreign::equivalent,
+    foreign::{equivalent_key, key_advice},
     keys::{KEYS, MAX_LR, Section},
     loss,
     mistake::{SpecError, escaped, shortened, type_of},
@@ -198,11 +198,10 @@ pub(super) fn check_section(
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
     let others = || KEYS.iter().filter(move |s| s.name != section);
     let mut detail = format!("no key is called {:?} here", shortened(key));
-    let suggestion = equivalent(&[], key);
-    if let Some(sentence) = suggestion.filter(|suggestion| suggestion.contains(' ')) {
-        return format!("{detail}; {sentence}");
+    if let Some(advice) = key_advice(key) {
+        return format!("{detail}; {advice}");
     }
-    let foreign = suggestion.and_then(|path| path.split_once('.'));
+    let foreign = equivalent_key(key);
     if key == "sweep" && section.is_empty() {
         detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` \
                   or POST /api/v1/sweeps"

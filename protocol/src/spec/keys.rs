@@ -3,7 +3,7 @@
 use super::{
     Arch, Augment, BrokenFiles, Device, LossKind, OptimizerKind, Precision, Recipe, ScheduleKind, Stem,
     SweepMethod,
-    foreign::equivalent,
+    foreign::word_suggestion,
     image_size, loss,
     mistake::{describe_value, shortened},
     nearest::nearest,
@@ -443,7 +443,7 @@ impl Kind {
 
 /// The end of the error for an unknown word: the valid word that its writer most likely meant. Empty if no valid word is similar.
 pub(super) fn suggest_word(words: &[&str], word: &str) -> String {
-    match (equivalent(words, word), nearest(word, words.iter().copied())) {
+    match (word_suggestion(words, word), nearest(word, words.iter().copied())) {
         (Some(suggestion), _) => format!("; {suggestion}"),
         (None, Some(near)) => format!("; did you mean {near:?}?"),
         (None, None) => String::new(),

@@ -29,7 +29,7 @@ _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 class Token(httpx.Auth):
-    """An access token. `source` says where it was found."""
+    """An access token. `source` is the place where it was found."""
 
     def __init__(self, secret: str, source: str) -> None:
         self.header, self.source = f"Bearer {secret}", source

@@ -139,7 +139,8 @@ def _problem(response: httpx.Response, auth: httpx.Auth | None) -> Problem:
     with contextlib.suppress(ValueError):
         if isinstance(body := response.json(), dict):
             if body.get("code") == "unauthorized":
-                hint = f"the token is {auth.source}" if isinstance(auth, Token) else NO_TOKEN
+                refused = "the token in {} was refused: replace it, or remove it there"
+                hint = refused.format(auth.source) if isinstance(auth, Token) else NO_TOKEN
                 body["detail"] = f"{body.get('detail')}\n{hint}"
             return Problem(response.status_code, body)
     return Problem(response.status_code, {"detail": f"{response.url} answered with status {response.status_code}"})

@@ -21,6 +21,13 @@ pub(crate) struct SharedRequests<K, T> {
     requests: Mutex<HashMap<K, SharedRequest<T>>>,
 }
 
+/// A request that a client has joined.
+pub(crate) enum Joined<T> {
+    Ended(Result<T, RequestError>),
+    /// The request did not end while the client waited.
+    Running(Sent),
+}
+
 #[derive(Clone)]
 struct SharedRequest<T> {
     sent: Sent,
@@ -37,26 +44,25 @@ where
     }
 
     /// Joins the running or recent request for `key`, or starts `work`, and waits for the outcome for at most `max_wait`.
-    ///
-    /// # Errors
-    /// The request is still running.
     pub(crate) async fn join_or_start<W>(
         self: &Arc<Self>,
         key: K,
         max_wait: Duration,
         work: impl FnOnce(Sent) -> W,
-    ) -> Result<Result<T, RequestError>, Sent>
+    ) -> Joined<T>
     where
         W: Future<Output = Result<T, RequestError>> + Send + 'static,
     {
         let SharedRequest { sent, mut outcome } = self.find_or_start(&key, work);
         let ended =
             async { outcome.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone()) };
-        let Ok(outcome) = tokio::time::timeout(max_wait, ended).await else { return Err(sent) };
+        let Ok(outcome) = tokio::time::timeout(max_wait, ended).await else {
+            return Joined::Running(sent);
+        };
         self.forget(&key);
         // A request has no outcome if the server stops.
-        Ok(outcome
-            .unwrap_or_else(|| Err(RequestError::Unavailable("the server is stopping; ask again".into()))))
+        let stopping = || Err(RequestError::Unavailable("the server is stopping; ask again".into()));
+        Joined::Ended(outcome.unwrap_or_else(stopping))
     }
 
     fn find_or_start<W>(self: &Arc<Self>, key: &K, work: impl FnOnce(Sent) -> W) -> SharedRequest<T>
@@ -105,13 +111,15 @@ mod tests {
         let running = requests
             .join_or_start("/data", Duration::ZERO, |_| async move { Ok(ended.await.unwrap()) })
             .await;
-        assert!(running.is_err());
+        assert!(matches!(running, Joined::Running(_)));
         end.send(1).unwrap();
-        assert!(matches!(requests.join_or_start("/data", life, |_| ready(Ok(2))).await, Ok(Ok(1))));
-        assert!(matches!(requests.join_or_start("/data", life, |_| ready(Ok(3))).await, Ok(Ok(3))));
+        for (new, expected) in [(2, 1), (3, 3)] {
+            let joined = requests.join_or_start("/data", life, |_| ready(Ok(new))).await;
+            assert!(matches!(joined, Joined::Ended(Ok(outcome)) if outcome == expected));
+        }
         requests.tasks.stopping.cancel();
         let interrupted = requests.join_or_start("/data", life, |_| pending()).await;
-        assert!(matches!(interrupted, Ok(Err(RequestError::Unavailable(_)))));
+        assert!(matches!(interrupted, Joined::Ended(Err(RequestError::Unavailable(_)))));
         assert!(lock(&requests.requests).is_empty());
     }
 }

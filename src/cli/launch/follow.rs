@@ -88,9 +88,10 @@ pub(super) async fn follow(
         return wait_until_online(launch, &mut processes, explain).await;
     }
     watch::announce(&launch.job);
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let as_json = launch.args.server.json;
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result,
+        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
         failure = wait_for_failure(launch, &mut processes, explain) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
@@ -244,9 +245,10 @@ pub(super) async fn follow_until_over(
     how_to_end: &str,
 ) -> anyhow::Result<(anyhow::Result<()>, bool)> {
     watch::announce(&launch.job);
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let as_json = launch.args.server.json;
+    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result,
+        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
         error = early_end => Err(error),
     };
     let why = match final_state(launch).await {

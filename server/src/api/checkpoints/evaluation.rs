@@ -3,7 +3,10 @@
 
 use crate::api::prelude::*;
 use crate::{
-    agents::{Agents, QueuePosition, RequestError, requests, shared_requests::Sent},
+    agents::{
+        Agents, QueuePosition, RequestError, requests,
+        shared_requests::{Joined, Sent},
+    },
     api::{
         checkpoints::{self, Weights},
         datasets,
@@ -206,9 +209,9 @@ async fn find(
     };
     let evaluations = &scheduler.checkpoints.evaluations;
     match evaluations.join_or_start(file.clone(), scheduler.config.evaluation_wait, work).await {
-        Ok(Ok(())) => Ok(response(regular_files::read(&file).await?)),
-        Ok(Err(error)) => Err(error.without_pointer()),
-        Err(sent) => {
+        Joined::Ended(Ok(())) => Ok(response(regular_files::read(&file).await?)),
+        Joined::Ended(Err(error)) => Err(error.without_pointer()),
+        Joined::Running(sent) => {
             let progress = UnderWay::of(&sent, &scheduler.agents, &row);
             Ok((StatusCode::ACCEPTED, Json(progress)).into_response())
         }

@@ -46,21 +46,21 @@ pub(crate) async fn file(
     mut request: Request<Body>,
 ) -> Result<Response> {
     let name = file.as_str();
+    conditional::keep_one_range(request.headers_mut());
+    let row = find(&*checkpoints.store, &id).await?;
     let onnx_weights = match name {
         "model.onnx" => Some(Weights::Model),
         "ema.onnx" => Some(Weights::Ema),
         _ => None,
     };
-    if onnx_weights.is_none() && !is_checkpoint_file(name) {
-        let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
-                      and ema.safetensors or their parts";
-        return Err(Error::NotFound(detail.into()));
-    }
-    conditional::keep_one_range(request.headers_mut());
-    let row = find(&*checkpoints.store, &id).await?;
     if let Some(weights) = onnx_weights {
         let response = send_onnx(&checkpoints, &row, weights, request).await?;
-        return name_download(&checkpoints, &row, name, response).await;
+        return set_download_headers(&checkpoints, &row, name, response).await;
+    }
+    if !is_checkpoint_file(name) {
+        let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
+                      and ema.safetensors or their parts; and model.onnx and ema.onnx";
+        return Err(Error::NotFound(detail.into()));
     }
     let checksum = check_file(&checkpoints, &row, name).await?.map(|entry| entry.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
@@ -109,11 +109,11 @@ pub(crate) async fn file(
             response.headers_mut().insert(key, value);
         }
     }
-    name_download(&checkpoints, &row, name, response).await
+    set_download_headers(&checkpoints, &row, name, response).await
 }
 
 /// Sets a file's media type, and the name under which browsers save the file.
-async fn name_download(
+async fn set_download_headers(
     checkpoints: &Checkpoints,
     row: &CheckpointRow,
     name: &str,
@@ -154,6 +154,7 @@ async fn send_onnx(
     if !output.status.success() {
         let reason = String::from_utf8_lossy(&output.stderr);
         let reason = reason.lines().next_back().unwrap_or("the process ended without a message");
+        let reason = reason.strip_prefix("error: ").unwrap_or(reason);
         return Err(Error::unprocessable(format!("the weights cannot be converted to ONNX: {reason}")));
     }
     // The opened file can be read after its folder is removed.

@@ -2,7 +2,10 @@
 //! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
 use crate::{
-    agents::{OnlineAgent, RequestError, requests, shared_requests::Sent},
+    agents::{
+        OnlineAgent, RequestError, requests,
+        shared_requests::{Joined, Sent},
+    },
     datasets::Datasets,
     http::error::{Error, Result},
 };
@@ -118,8 +121,8 @@ pub(crate) async fn inspect(
         }
     };
     match datasets.inspections.join_or_start(path.clone(), max_wait, work).await {
-        Ok(outcome) => Ok(outcome?),
-        Err(sent) => Err(NotInspected::UnderWay(progress_of(datasets, sent.get(), path).await)),
+        Joined::Ended(outcome) => Ok(outcome?),
+        Joined::Running(sent) => Err(NotInspected::UnderWay(progress_of(datasets, sent.get(), path).await)),
     }
 }
 

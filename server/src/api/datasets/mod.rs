@@ -77,8 +77,8 @@ pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Resu
 /// Register a dataset
 ///
 /// An agent inspects the files and detects their format. The first inspection of many pictures takes minutes. A response 202 contains the
-/// progress; repeat the request until the response is 201. If the folder of a registered dataset was moved, its name with the new path
-/// changes the dataset's path, provided that the pictures are the same.
+/// progress; repeat the request until the response is 201. If a dataset's folder no longer exists, a request with its name and a new path
+/// changes the path. The pictures must be the same. The status is 201 also then.
 #[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]

@@ -49,7 +49,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let has_diverged =
         job.cause.as_ref().is_some_and(|cause| matches!(cause.kind(), ReasonKind::Diverged { .. }));
     if job.state == JobState::Failed && has_diverged {
-        return Ok(Some(format!("Clone the job with train.lr = {}.", lowered_lr(&job.spec))));
+        return Ok(Some(format!("Start the job again with train.lr = {}.", lowered_lr(&job.spec))));
     }
     let is_running = job.state == JobState::Running;
     let has_course = is_running || job.state == JobState::Succeeded;
@@ -61,8 +61,8 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let has_exploded = |loss: &f64| *loss > EXPLODED * start_loss.max(MIN_START_LOSS);
     if is_running && let Some(loss) = job.last.loss.filter(has_exploded) {
         return Ok(Some(format!(
-            "The training loss has exploded ({} at the start, {} now): the learning rate is too high. Cancel the job and clone it with \
-             train.lr = {}.",
+            "The training loss has exploded ({} at the start, {} now): the learning rate is too high. Cancel the job, and start it again \
+             with train.lr = {}.",
             value(start_loss),
             value(loss),
             lowered_lr(&job.spec)
@@ -95,19 +95,11 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let highest_loss = job.sparkline.iter().copied().reduce(f32::max).map(f64::from);
     let exploded_loss = highest_loss.filter(has_exploded);
     let pictures = job.last.val_pictures;
-    let training_pictures = job.steps_per_epoch * job.spec.global_batch_size();
-    let is_from_scratch = job.spec.model.pretrained.is_none() && job.parent.is_none();
-    let needs_weights = is_from_scratch && training_pictures < FEW_TRAINING_PICTURES;
     let spec = &job.spec;
+    let training_pictures = job.steps_per_epoch * spec.global_batch_size();
+    let is_from_scratch = spec.model.pretrained.is_none() && job.parent.is_none();
     let dataset = store.dataset(&spec.data.dataset).await?;
-    let pictures_side = dataset.as_ref().map_or(0, |dataset| {
-        let info = &dataset.info;
-        info.height.min(info.width).max(info.median_side)
-    });
-    let larger_side = spec.data.image_size.as_ref().map(ImageSize::last).and_then(|side| {
-        let usual = pictures_side.min(USUAL_SIDE);
-        (2 * side <= usual).then_some([side, pictures_side, usual])
-    });
+    let pictures_side = dataset.as_ref().map_or(0, |dataset| dataset.info.short_side());
     let trained_validation = if is_from_scratch {
         None
     } else {
@@ -117,8 +109,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         spec,
         training,
         is_augmented,
-        needs_weights,
-        larger_side,
+        causes: causes(spec, is_from_scratch && training_pictures < FEW_TRAINING_PICTURES, pictures_side),
         epochs: job.step / job.steps_per_epoch.max(1),
         chance: dataset.as_ref().map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
         majority: dataset.as_ref().and_then(|dataset| majority(spec, &dataset.info, pictures?)),
@@ -214,11 +205,8 @@ struct Course<'a> {
     training: Option<f64>,
     /// Whether the training pictures are strongly augmented, which lowers the training accuracy.
     is_augmented: bool,
-    /// Whether the job has few pictures and began with random weights, so that it should begin with trained weights.
-    needs_weights: bool,
-    /// If the network sees far fewer pixels than the pictures have: the side of the network's input, the median side of the pictures, the
-    /// suggested side.
-    larger_side: Option<[u32; 3]>,
+    /// See [`causes`].
+    causes: Vec<String>,
     /// Number of epochs that the job has trained.
     epochs: u64,
     /// Accuracy of a guess; 0 if the dataset is no longer registered.
@@ -277,7 +265,7 @@ impl Course<'_> {
         let exploded_loss = self.exploded_loss.filter(|_| !is_learned);
         let may_rise = !is_learned && exploded_loss.is_none();
         if exploded_loss.is_none() && (overfitted.is_some() || last < LOW_ACCURACY) {
-            findings.extend(self.causes());
+            findings.extend(self.causes.iter().cloned());
         }
         let rise = late_rise(&self.validations).filter(|rise| may_rise && is_best && *rise > min_rise);
         if let Some(rise) = rise {
@@ -285,50 +273,33 @@ impl Course<'_> {
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
                 100.0 * rise
             ));
-        }
-        if let Some(loss) = exploded_loss {
+        } else if let Some(loss) = exploded_loss {
             findings.push(format!(
-                "The training loss rose far above its start, to {}: the learning rate is too high. Clone the job with train.lr = {}.",
+                "The training loss rose far above its start, to {}: the learning rate is too high. Start the job again with train.lr = {}.",
                 value(loss),
                 lowered_lr(self.spec)
             ));
-        } else if let Some(training) = self.training
-            && rise.is_none()
-            && self.is_augmented
-            && training < last
-            && last < GOOD_ACCURACY
-        {
-            findings.push(format!(
-                "Training accuracy on augmented pictures ({}) is below validation accuracy ({}): the network has not overfitted. Train \
-                 more epochs (train.epochs).",
-                percent(training),
-                percent(last)
-            ));
-        } else if let Some(training) = self.training
-            && rise.is_none()
-            && has_hardly_trained
-            && training - last > USUAL_GAP
-        {
-            findings.push(format!(
-                "Training accuracy is {}, validation accuracy {}: the network has hardly trained yet. Train more epochs (train.epochs).",
-                percent(training),
-                percent(last)
-            ));
-        } else if let Some(training) = self.training
-            && rise.is_none()
-            && overfitted.is_none()
-            && training < LOW_ACCURACY
-            && last < LOW_ACCURACY
-        {
-            let raise = raised_lr(self.spec)
-                .map(|lr| format!("raise the learning rate (train.lr = {lr}) or "))
-                .unwrap_or_default();
-            findings.push(format!(
-                "Training accuracy is low ({}), and so is validation accuracy ({}): {raise}train more epochs (train.epochs); a larger \
-                 network may help.",
-                percent(training),
-                percent(last)
-            ));
+        } else if let Some(training) = self.training {
+            let [trained, validated] = [training, last].map(percent);
+            if self.is_augmented && training < last && last < GOOD_ACCURACY {
+                findings.push(format!(
+                    "Training accuracy on augmented pictures ({trained}) is below validation accuracy ({validated}): the network has not \
+                     overfitted. Train more epochs (train.epochs)."
+                ));
+            } else if has_hardly_trained && training - last > USUAL_GAP {
+                findings.push(format!(
+                    "Training accuracy is {trained}, validation accuracy {validated}: the network has hardly trained yet. Train more \
+                     epochs (train.epochs)."
+                ));
+            } else if overfitted.is_none() && training < LOW_ACCURACY && last < LOW_ACCURACY {
+                let raise = raised_lr(self.spec)
+                    .map(|lr| format!("raise the learning rate (train.lr = {lr}) or "))
+                    .unwrap_or_default();
+                findings.push(format!(
+                    "Training accuracy is low ({trained}), and so is validation accuracy ({validated}): {raise}train more epochs \
+                     (train.epochs); a larger network may help."
+                ));
+            }
         }
         let measured = accuracy_of(last, self.pictures);
         if let Some(training) = overfitted {
@@ -364,25 +335,28 @@ impl Course<'_> {
         }
         Some(findings.join(" ")).filter(|text| !text.is_empty())
     }
+}
 
-    /// Properties of the job that usually lower the accuracy.
-    fn causes(&self) -> impl Iterator<Item = String> {
-        let weights = self.needs_weights.then(|| {
-            let arch = self.spec.model.arch.as_str();
-            let arch = KNOWN_WEIGHTS.into_iter().find(|known| *known == arch).unwrap_or(KNOWN_WEIGHTS[0]);
-            format!(
-                "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: start from trained \
-                 weights (model.pretrained = \"{arch}\")."
-            )
-        });
-        let side = self.larger_side.map(|[side, pictures_side, usual]| {
-            format!(
-                "The network sees {side} x {side} pixels of pictures whose median side has {pictures_side} pixels: set data.image_size = \
-                 {usual}."
-            )
-        });
-        weights.into_iter().chain(side)
-    }
+/// Properties of a job that usually lower the accuracy. `needs_weights`: the job has few pictures and began with random weights.
+/// `pictures_side`: the median of the pictures' shorter sides, in pixels.
+fn causes(spec: &JobSpec, needs_weights: bool, pictures_side: u32) -> Vec<String> {
+    let weights = needs_weights.then(|| {
+        let arch = spec.model.arch.as_str();
+        let arch = KNOWN_WEIGHTS.into_iter().find(|known| *known == arch).unwrap_or(KNOWN_WEIGHTS[0]);
+        format!(
+            "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: start from trained weights \
+             (model.pretrained = \"{arch}\")."
+        )
+    });
+    let usual = pictures_side.min(USUAL_SIDE);
+    let side = spec.data.image_size.as_ref().map(ImageSize::last).filter(|side| 2 * side <= usual);
+    let size = side.map(|side| {
+        format!(
+            "The network sees {side} x {side} pixels of pictures whose shorter side has a median of {pictures_side} pixels: set \
+             data.image_size = {usual}."
+        )
+    });
+    weights.into_iter().chain(size).collect()
 }
 
 /// The mean of the last fifth of the values minus the mean of the fifth before it; `None` for fewer than three values.
@@ -409,8 +383,7 @@ mod tests {
             spec,
             training,
             is_augmented,
-            needs_weights: false,
-            larger_side: None,
+            causes: Vec::new(),
             epochs: 10,
             chance: 0.1,
             majority: None,
@@ -565,15 +538,15 @@ mod tests {
                 10,
                 0.1,
                 "The network began with random weights and has fewer than 5000 training pictures: start from trained weights \
-                 (model.pretrained = \"resnet18\"). The network sees 32 x 32 pixels of pictures whose median side has 300 pixels: set \
-                 data.image_size = 224. Training accuracy is 31.0 %, validation accuracy 0.0 % (at most 22.8 %) of 13 pictures: the \
-                 network overfits",
+                 (model.pretrained = \"resnet18\"). The network sees 32 x 32 pixels of pictures whose shorter side has a median of \
+                 300 pixels: set data.image_size = 224. Training accuracy is 31.0 %, validation accuracy 0.0 % (at most 22.8 %) of 13 \
+                 pictures: the network overfits",
             ),
         ] {
-            let spec = JobSpec::default();
+            let mut spec = JobSpec::default();
+            spec.data.image_size = Some(ImageSize::Fixed(32));
             let course = course(&spec, Some(0.31), false, &[0.0], Some(13));
-            let causes = Course { needs_weights: true, larger_side: Some([32, 300, 224]), ..course };
-            let found = Course { epochs, chance, ..causes }.diagnosis();
+            let found = Course { causes: causes(&spec, true, 300), epochs, chance, ..course }.diagnosis();
             assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{epochs}: {found:?}");
         }
         // An accuracy that equals the share of the largest class.
@@ -597,7 +570,8 @@ mod tests {
         for (training, expected) in [
             (
                 0.4,
-                "The training loss rose far above its start, to 350.0: the learning rate is too high. Clone the job with train.lr = 0.001.",
+                "The training loss rose far above its start, to 350.0: the learning rate is too high. Start the job again with train.lr = \
+                 0.001.",
             ),
             (0.99, "no sign of overfitting"),
         ] {

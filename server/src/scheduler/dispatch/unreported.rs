@@ -66,14 +66,15 @@ pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo>
     tokio::task::spawn_blocking(work).await.unwrap_or_default()
 }
 
-/// The records that a rank would have sent about an unreported checkpoint. The checkpoint's validation is among them, unless the ranks have
-/// reported it: it is the newest validation, or they have reported later steps.
+/// The records that a rank would have sent about an unreported checkpoint. Leaves out the validation if it was reported: the job has later
+/// steps, or its last accuracy and loss are the same.
 pub(super) fn report(job: &Job, checkpoint: CheckpointInfo) -> Vec<AttemptEvent> {
     let mut events = Vec::new();
+    let is_reported = job.step > checkpoint.step
+        || (job.last.val_accuracy, job.last.val_loss) == (checkpoint.val_accuracy, checkpoint.val_loss);
     if let (Some(accuracy), Some(loss), Some(validation)) =
         (checkpoint.val_accuracy, checkpoint.val_loss, &checkpoint.validation)
-        && checkpoint.step >= job.step
-        && (job.last.val_accuracy, job.last.val_loss) != (Some(accuracy), Some(loss))
+        && !is_reported
     {
         let CheckpointInfo { epoch, step, .. } = checkpoint;
         let columns = [("val_loss", loss), ("val_accuracy", accuracy)].map(|(name, value)| MetricColumn {

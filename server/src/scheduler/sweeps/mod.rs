@@ -77,14 +77,17 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
         }
     };
     let rows = store.trials(&sweep.id).await?;
+    let failed: Vec<&Job> = rows.iter().map(|row| &row.job).filter(|job| failed_by_dataset(job)).collect();
     if sweep.state != SweepState::Cancelled
-        && let Some(job) = rows.iter().map(|row| &row.job).find(|job| failed_by_dataset(job))
+        && let Some(job) = failed.first()
     {
-        // The other trials would fail, too. A person must solve the problem, retry this trial and resume the sweep.
+        // The other trials would fail, too.
         let reason = job.reason.as_deref().unwrap_or_default();
-        let (name, id) = (&job.name, &job.id);
+        let ids: Vec<&str> = failed.iter().map(|job| job.id.as_str()).collect();
         let why = format!(
-            "the job {name} failed: {reason}. Before you resume the sweep, run `lockstep retry {id}`"
+            "the job {} failed: {reason}; solve the problem, run `lockstep retry {}`, then resume the sweep",
+            job.name,
+            ids.join(" ")
         );
         return pause(scheduler, sweep, &why).await;
     }

@@ -314,7 +314,7 @@ impl Pass {
                             w_block,
                             y: job.dst.pointer().add(first),
                             y_picture: dst_h * dst_w * dst_c,
-                            lanes: dst_c % LANES,
+                            lanes: LANES.min(dst_c - block * LANES),
                             sums: sums
                                 .filter(|_| job.computes_sums)
                                 .map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),

@@ -39,7 +39,7 @@ pub(super) struct Product<'a> {
     pub(super) y: *mut f32,
     /// Floats from one picture's output to the next picture's.
     pub(super) y_picture: usize,
-    /// Number of lanes of the block, if it is not full.
+    /// Number of lanes of the block: 16, or less for a single block that is not full.
     pub(super) lanes: usize,
     /// Null, or for every block of channels: 16 pivots, 16 sums of (output - pivot), and 16 sums of
     /// (output - pivot)^2. A pivot keeps the squares small if a channel's mean is far from zero.
@@ -385,12 +385,8 @@ mod x86 {
     #[cfg(target_os = "linux")]
     pub(super) static AMX_BF16: super::Tiles = {
         use super::amx::{outer, product};
-        const PRODUCT: [Option<super::ProductFn>; 4] = [
-            Some(product::<1, false>),
-            Some(product::<2, false>),
-            Some(product::<4, false>),
-            Some(product::<1, true>),
-        ];
+        const PRODUCT: [Option<super::ProductFn>; 4] =
+            [Some(product::<1>), Some(product::<2>), Some(product::<4>), Some(product::<1>)];
         super::Tiles {
             group: 16,
             product: &[PRODUCT; 16],

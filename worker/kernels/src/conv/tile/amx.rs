@@ -1,6 +1,9 @@
 //! Tiles for AMX, the matrix unit of Intel's Xeons since 2023. A tile register has up to 16 rows of 64 bytes. `tdpbf16ps` adds the
 //! product of a tile of 16 x 16 units (rows are pictures or input channels) and a tile of 16 units x 16 lanes to a tile of float32.
 //!
+//! Sums stay in tile registers between `asm!` blocks: the blocks are volatile, so they stay in order, and the compiler never uses tile
+//! registers.
+//!
 //! The products of first values and of second values are summed separately, so the last bits differ from those of `vdpbf16ps`.
 
 use super::{
@@ -77,19 +80,6 @@ fn configure(rows: usize, lanes: usize, tail: usize) {
     unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly, preserves_flags)) }
 }
 
-/// Sets the sums of `$blocks` blocks to zero.
-macro_rules! zero {
-    ($blocks:ident) => {
-        asm!("tilezero tmm0", options(nostack, nomem, preserves_flags));
-        if $blocks > 1 {
-            asm!("tilezero tmm1", options(nostack, nomem, preserves_flags));
-        }
-        if $blocks > 2 {
-            asm!("tilezero tmm2", "tilezero tmm3", options(nostack, nomem, preserves_flags));
-        }
-    };
-}
-
 /// Adds the products of rows at `$x` with those at `$w` of `$blocks` blocks to the sums, in the registers `$a` and `$b`.
 macro_rules! multiply_add {
     ($blocks:ident, $a:literal, $b:literal, $x:expr, $w:expr, $w_row_bytes:expr, $w_block:expr) => {
@@ -126,11 +116,10 @@ macro_rules! store {
     };
 }
 
-/// Computes `V` blocks of output channels. `PART`: the only block is not full.
+/// Computes `V` blocks of output channels.
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn product<const V: usize, const PART: bool>(t: &Product<'_>) {
-    let lanes = if PART { t.lanes } else { 16 };
-    let tail = t.units % 16;
+pub(super) unsafe fn product<const V: usize>(t: &Product<'_>) {
+    let (lanes, tail) = (t.lanes, t.units % 16);
     configure(t.pictures, lanes, tail);
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
@@ -139,7 +128,13 @@ pub(super) unsafe fn product<const V: usize, const PART: bool>(t: &Product<'_>) 
                 Avx512::prefetch(t.y.add(picture * t.y_picture + block * 16));
             }
         }
-        zero!(V);
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem, preserves_flags)
+        );
         for tap in t.taps {
             let mut x = t.x.add(tap.position as usize * t.line * t.pictures);
             let mut w = t.w.add(tap.tap as usize * t.units * lanes);
@@ -177,7 +172,13 @@ pub(super) unsafe fn outer<const V: usize>(t: &Outer<'_>) {
     let mut channels_first = Square([0.0; 256]);
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
-        zero!(V);
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem, preserves_flags)
+        );
         for run in t.runs {
             let mut x = t.x.add(run.x as usize * 16);
             let mut dy = t.dy.add(run.dy as usize * 16);

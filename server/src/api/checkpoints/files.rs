@@ -18,7 +18,7 @@ use axum::{
     body::Body,
     http::{HeaderValue, Request},
 };
-use lockstep_protocol::checkpoint_files::{self, AVERAGE};
+use lockstep_protocol::checkpoint_files::{self, AVERAGE, MODEL};
 use std::{io, process::Stdio};
 use tokio::{process::Command, sync::Semaphore};
 use tower_http::services::ServeFile;
@@ -49,11 +49,12 @@ pub(crate) async fn file(
     conditional::keep_one_range(request.headers_mut());
     let row = find(&*checkpoints.store, &id).await?;
     let onnx_weights = match name {
-        "model.onnx" => Some(Weights::Model),
-        "ema.onnx" => Some(Weights::Ema),
+        "model.onnx" => Some((Weights::Model, MODEL)),
+        "ema.onnx" => Some((Weights::Ema, AVERAGE)),
         _ => None,
     };
-    if let Some(weights) = onnx_weights {
+    if let Some((weights, source)) = onnx_weights {
+        check_file(&checkpoints, &row, source).await?;
         let response = send_onnx(&checkpoints, &row, weights, request).await?;
         return set_download_headers(&checkpoints, &row, name, response).await;
     }

@@ -244,6 +244,7 @@ impl Course<'_> {
             && share > self.chance + USUAL_GAP
             && (last - share).abs() <= MIN_RISE.max(one_picture)
             && overfitted.is_none()
+            && self.exploded_loss.is_none()
             && self.training.is_none_or(|training| training < LEARNED_ACCURACY)
         {
             let advice = match self.spec.loss.class_weights {

@@ -32,7 +32,7 @@ def test_every_python_example_of_the_pages_is_run_by_a_test() -> None:
         for path in sorted((ROOT / "python/tests").rglob("*.py"))
         for call in re.findall(r'\bexample\(\s*"([^"]+)", "([^"]+)"\s*\)', path.read_text())
     ]
-    # Rust tests run examples that need a server with a small dataset, or onnxruntime, each the only example of its page.
+    # Rust tests run examples that need a server with a small dataset, or onnxruntime. Each is its page's only example.
     pages_of_rust_tests = [
         page
         for path in sorted((ROOT / "tests/it").rglob("*.rs"))

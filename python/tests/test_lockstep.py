@@ -203,7 +203,7 @@ def test_every_public_call_is_tested_and_documented() -> None:
         (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
         (lambda c: c.job("nobody"), lockstep.LockstepError, "no job is called nobody"),
         (lambda c: lockstep.Client("http://host:port"), lockstep.LockstepError, "'http://host:port': Invalid port"),
-        (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "\nthe token in the argument `token` was refused"),
+        (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "in the argument `token` was refused"),
         (lambda c: lockstep.Client(data_dir="none").agents(), lockstep.Problem, "LOCKSTEP_TOKEN or, on the server's"),
         (
             lambda c: lockstep.Client("127.0.0.1:1").agents(),

@@ -115,8 +115,8 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!(
         job["diagnosis"],
-        "The training loss has exploded (0.6111 at the start, 500.0 now): the learning rate is too high. Cancel the job and clone it \
-         with train.lr = 0.001."
+        "The training loss has exploded (0.6111 at the start, 500.0 now): the learning rate is too high. Cancel the job, and start it \
+         again with train.lr = 0.001."
     );
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // The training accuracy is the mean of the last epoch's steps of both ranks.

@@ -539,7 +539,7 @@ mod tests {
                 10,
                 0.1,
                 "The network began with random weights and has fewer than 5000 training pictures: start from trained weights \
-                 (model.pretrained = \"resnet18\"). The network sees 32 x 32 pixels of pictures whose shorter side has a median of \
+                 (model.pretrained = \"resnet50\"). The network sees 32 x 32 pixels of pictures whose shorter side has a median of \
                  300 pixels: set data.image_size = 224. Training accuracy is 31.0 %, validation accuracy 0.0 % (at most 22.8 %) of 13 \
                  pictures: the network overfits",
             ),

@@ -562,10 +562,6 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             ),
         );
     }
-    if spec.data.validation == Validation::Split("train".into()) && spec.data.folds.is_none() {
-        let detail = "the job trains on these pictures: name another split, or give a fraction such as 0.1";
-        mistake("/data/validation", detail.into());
-    }
     let train = info.splits.iter().find(|split| split.name == "train");
     if let (Some(weights), Some(train)) = (&spec.loss.class_weights, train)
         && let Err(detail) = weights.of(&info.classes, &train.per_class)

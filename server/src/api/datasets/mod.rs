@@ -121,7 +121,9 @@ pub(crate) async fn register(
             );
             return Err(Error::WithCode(Code::NameTaken, detail).into());
         }
+        // A new path does not make a public dataset private.
         if (caller.sees_all() || caller.owns(owner.as_deref()))
+            && (existing.private || !new.private)
             && matches!(changes::compare(&existing).await, Comparison::Missing)
         {
             return replace_path(datasets, existing, new.path, max_wait).await;

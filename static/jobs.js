@@ -89,7 +89,7 @@ async function load() {
   if (thisLoad !== loads) return;
   isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
-  // Of the jobs that the response lacks, those further down that the reader has reached stay, and those that the stream has reported meanwhile.
+  // A job that the response lacks is removed, unless it is on a later page that was loaded before, or the stream has reported it meanwhile.
   const isFurtherDown = (id, row) => !isCatchUp && response.next_cursor && jobs.has(id) && (isReordered || row.dataset.created < last);
   const stays = (id, row) => !isNewList && (jobs.get(id) !== before.get(id) || isFurtherDown(id, row));
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);

@@ -509,8 +509,8 @@ impl SlotWait {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "does", rename_all = "snake_case")]
 pub enum Next {
-    /// Another attempt starts; without `from_step`, from the start. With `or_newer`, the attempt starts from a newer checkpoint if the last
-    /// attempt has written one that was not reported.
+    /// Another attempt starts from the checkpoint of `from_step`; null: from the beginning. If `or_newer` is true, the attempt starts
+    /// from a newer checkpoint if there is one that the last attempt has not reported.
     Restart {
         attempt: u32,
         from_step: Option<u64>,

@@ -80,6 +80,21 @@ fn configure(rows: usize, lanes: usize, tail: usize) {
     unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly, preserves_flags)) }
 }
 
+/// Sets all sums to zero. The registers must be configured.
+#[inline(always)]
+unsafe fn clear_sums() {
+    // SAFETY: the instructions change only tile registers, which the caller has configured.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem, preserves_flags)
+        );
+    }
+}
+
 /// Adds the products of rows at `$x` with those at `$w` of `$blocks` blocks to the sums, in the registers `$a` and `$b`.
 macro_rules! multiply_add {
     ($blocks:ident, $a:literal, $b:literal, $x:expr, $w:expr, $w_row_bytes:expr, $w_block:expr) => {
@@ -128,13 +143,7 @@ pub(super) unsafe fn product<const V: usize>(t: &Product<'_>) {
                 Avx512::prefetch(t.y.add(picture * t.y_picture + block * 16));
             }
         }
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack, nomem, preserves_flags)
-        );
+        clear_sums();
         for tap in t.taps {
             let mut x = t.x.add(tap.position as usize * t.line * t.pictures);
             let mut w = t.w.add(tap.tap as usize * t.units * lanes);
@@ -172,13 +181,7 @@ pub(super) unsafe fn outer<const V: usize>(t: &Outer<'_>) {
     let mut channels_first = Square([0.0; 256]);
     // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack, nomem, preserves_flags)
-        );
+        clear_sums();
         for run in t.runs {
             let mut x = t.x.add(run.x as usize * 16);
             let mut dy = t.dy.add(run.dy as usize * 16);

@@ -378,6 +378,11 @@ for (const preset of presets) {
   });
 }
 
+/**
+ * The last job that the server has not accepted, and its idempotency key. If a response is lost and the same job is submitted again, the
+ * server returns the job that it has already created.
+ */
+let unanswered = null;
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   clearTimeout(checkTimer);
@@ -390,13 +395,12 @@ form.addEventListener("submit", async (event) => {
   button.disabled = true;
   setText(byId("plan"), "");
   try {
-    // A repeated press sends the same key, so that a lost response does not lead to two jobs.
-    form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
-    const body = await readForm(), kind = body.sweep ? "sweeps" : "jobs";
-    const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": form.dataset.key } });
+    const body = await readForm(), kind = body.sweep ? "sweeps" : "jobs", text = JSON.stringify(body);
+    if (text !== unanswered?.text) unanswered = { text, key: crypto.randomUUID?.() ?? String(Math.random()) };
+    const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": unanswered.key } });
+    unanswered = null;
     location.href = `/${kind}/${made.id}`;
   } catch (error) {
-    delete form.dataset.key;
     button.disabled = false;
     if (error instanceof Problem && error.errors.length) {
       showMistakes(error.errors);

@@ -21,6 +21,7 @@ use crate::{
 };
 use axum::http::HeaderMap;
 use lockstep_protocol::{
+    JobId,
     checkpoint::Checkpoint,
     checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
 };
@@ -115,14 +116,18 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
-    let rows = scheduler.store.checkpoints(&job.id).await?;
-    let copies = scheduler.checkpoints.copies(&job.id).await?;
-    let to_checkpoint = |row: CheckpointRow| {
-        let copies = copies.get(&row.id);
-        scheduler.checkpoints.describe(row, copies)
-    };
-    let checkpoints = rows.into_iter().map(to_checkpoint).collect();
+    let checkpoints = of_job(&scheduler.checkpoints, &job.id).await?;
     json_with_etag(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
+}
+
+/// Returns a job's checkpoints, newest first.
+pub(super) async fn of_job(checkpoints: &Checkpoints, job: &JobId) -> Result<Vec<Checkpoint>> {
+    let copies = checkpoints.copies(job).await?;
+    let describe = |row: CheckpointRow| {
+        let copies = copies.get(&row.id);
+        checkpoints.describe(row, copies)
+    };
+    Ok(checkpoints.store.checkpoints(job).await?.into_iter().map(describe).collect())
 }
 
 /// Show a checkpoint

@@ -10,7 +10,7 @@ use crate::{
     http::extract::{PageQuery, check_count},
 };
 use lockstep_protocol::{JobId, access::AuditEntry};
-use lockstep_web::{Template as _, audit as views};
+use lockstep_web::audit as views;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the audit log for cursors. The only order is newest first.
@@ -105,12 +105,11 @@ pub(crate) async fn show(
         }
         lines.push(line);
     }
-    let page = views::AuditPage {
+    html::html(views::AuditPage {
         lines,
         next,
         who: query.who.unwrap_or_default(),
         text: query.q.unwrap_or_default(),
         user: caller.current_user(),
-    };
-    html::html(page.render())
+    })
 }

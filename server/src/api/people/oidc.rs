@@ -35,7 +35,7 @@ pub(crate) struct BeginQuery {
     next: Option<String>,
 }
 
-fn provider(auth: &Auth) -> std::result::Result<&Oidc, PageError> {
+fn provider(auth: &Auth) -> Result<&Oidc, PageError> {
     let detail = "this server has no OpenID provider (`lockstep serve --oidc-issuer`)";
     auth.oidc.as_ref().ok_or_else(|| PageError(Error::NotFound(detail.into())))
 }
@@ -104,7 +104,7 @@ async fn sign_in(
     peer: &Peer,
     pending: PendingSignIn,
     answer: Answer,
-) -> Result<std::result::Result<Response, FailedSignIn>> {
+) -> Result<Result<Response, FailedSignIn>> {
     let account = match oidc.finish(&pending, answer).await {
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
@@ -126,7 +126,7 @@ async fn find_or_add_person(
     auth: &Auth,
     oidc: &Oidc,
     account: Account,
-) -> Result<std::result::Result<(PersonRow, Option<String>), FailedSignIn>> {
+) -> Result<Result<(PersonRow, Option<String>), FailedSignIn>> {
     let Account { identity, name, role } = account;
     let subject = identity.subject.clone();
     let refuse = |detail: String| {

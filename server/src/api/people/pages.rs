@@ -18,14 +18,11 @@ use crate::{
 };
 use axum::{Form, response::Redirect};
 use lockstep_protocol::{access::Scope, people::Role};
-use lockstep_web::{
-    Template as _,
-    people::{AccountPage, PeoplePage},
-};
+use lockstep_web::people::{AccountPage, PeoplePage};
 
 /// `GET /people`
 pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extension<Caller>) -> Page {
-    html(people_page(&auth, &caller).render())
+    html(people_page(&auth, &caller))
 }
 
 /// Returns the page of all people, without errors.
@@ -85,7 +82,7 @@ pub(crate) async fn change(
                 Action::Add => (page.name, page.name_error) = (name, text),
                 _ => page.error = text,
             }
-            Ok((status, Extension(AuditSubject(subject)), html(page.render())?).into_response())
+            Ok((status, Extension(AuditSubject(subject)), html(page)?).into_response())
         }
     }
 }
@@ -125,37 +122,26 @@ pub(crate) async fn account(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AccountQuery>,
 ) -> Page {
-    account_page(&auth, &caller, AccountNotice { done: query.done, ..AccountNotice::default() })
+    html(AccountPage { done: query.done, ..account_page(&auth, &caller) })
 }
 
-/// Messages on the page of an account.
-#[derive(Default)]
-struct AccountNotice {
-    done: bool,
-    error: String,
-    /// Secret of a new token.
-    secret: String,
-}
-
-fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
+/// Returns the page of the caller's account, without messages.
+fn account_page(auth: &Auth, caller: &Caller) -> AccountPage {
     let row = caller.person().and_then(|name| auth.access.person(name));
-    let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
-    let person = row.map(|row| row.person);
-    let mut tokens = auth.access.tokens();
-    tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
-    tokens.retain(|token| token.is_valid(crate::now()));
-    let scopes = [Scope::Submit, Scope::Read, Scope::Admin];
-    let page = AccountPage {
-        person,
-        has_password,
+    let (now, mut tokens) = (crate::now(), auth.access.tokens());
+    tokens.retain(|token| tokens::is_owned_by(token, caller) && token.is_valid(now));
+    let mut scopes = vec![Scope::Submit, Scope::Read, Scope::Admin];
+    scopes.retain(|scope| caller.may(*scope));
+    AccountPage {
+        has_password: row.as_ref().is_some_and(|row| row.hash.is_some()),
+        person: row.map(|row| row.person),
         tokens,
-        scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
-        secret: notice.secret,
-        done: notice.done,
-        error: notice.error,
+        scopes,
+        secret: String::new(),
+        done: false,
+        error: String::new(),
         user: caller.current_user(),
-    };
-    html(page.render())
+    }
 }
 
 /// The forms of `POST /account`.
@@ -194,8 +180,7 @@ pub(crate) async fn change_account(
         Ok(response) => response,
         Err(PageError(error)) => {
             let (status, error) = form_error(error)?;
-            let page = account_page(&auth, &caller, AccountNotice { error, ..AccountNotice::default() })?;
-            (status, page).into_response()
+            (status, html(AccountPage { error, ..account_page(&auth, &caller) })?).into_response()
         }
     };
     response.extensions_mut().insert(subject);
@@ -220,17 +205,12 @@ async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountF
                 let detail = "only a person can have personal tokens; sign in with a name and a password";
                 return Err(Error::Conflict(detail.into()).into());
             }
-            let days = match days.trim() {
-                "" => None,
-                days => {
-                    let wrong = |_| Error::invalid("/days", "must be a number of days, or empty");
-                    Some(days.parse::<u32>().map_err(wrong)?)
-                }
-            };
+            let days = Some(days.trim()).filter(|days| !days.is_empty()).map(str::parse::<u32>).transpose();
+            let days = days.map_err(|_| Error::invalid("/days", "must be a number of days, or empty"))?;
             let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
             let new = NewToken { name, scope, agent: None, expires_in_secs };
             let secret = tokens::make(auth, caller, new).await?.secret;
-            account_page(auth, caller, AccountNotice { secret, ..AccountNotice::default() })
+            html(AccountPage { secret, ..account_page(auth, caller) })
         }
         AccountForm::Revoke { id } => {
             tokens::revoke_token(auth, caller, &id).await?;

@@ -75,7 +75,12 @@ pub(crate) async fn list(
 
 /// Whether a caller may see and revoke a token.
 fn may_manage(token: &Token, caller: &Caller) -> bool {
-    caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
+    caller.may(Scope::Admin) || is_owned_by(token, caller)
+}
+
+/// Whether a token belongs to the person who makes the request.
+pub(super) fn is_owned_by(token: &Token, caller: &Caller) -> bool {
+    token.owner.is_some() && token.owner.as_deref() == caller.person()
 }
 
 /// Returns the token of a request, or the token with which its session was begun; `None` if the session was begun with a password or an

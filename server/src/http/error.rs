@@ -53,8 +53,8 @@ pub(crate) enum Error {
     Internal(String),
 }
 
-/// The result of a handler.
-pub(crate) type Result<T> = std::result::Result<T, Error>;
+/// The result of a handler, or of a function with another error.
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// `application/problem+json` (RFC 9457).
 #[derive(Debug, Serialize, ToSchema)]
@@ -293,6 +293,13 @@ impl From<WebSocketUpgradeRejection> for Error {
     fn from(rejection: WebSocketUpgradeRejection) -> Self {
         let detail = format!("this URL is a websocket: {}", rejection.body_text());
         Error::Refused(StatusCode::UPGRADE_REQUIRED, detail)
+    }
+}
+
+/// A value of the server could not be serialized. Mistakes in JSON from clients are reported as [`Error::BadRequest`].
+impl From<serde_json::Error> for Error {
+    fn from(error: serde_json::Error) -> Self {
+        Error::Internal(format!("a value cannot be serialized: {error}"))
     }
 }
 

@@ -333,7 +333,7 @@ fn choose_split(spec: &mut JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::Result<(), RequestError> {
+async fn save(file: &std::path::Path, result: &impl Serialize) -> Result<(), RequestError> {
     let written = async {
         let json = serde_json::to_vec(result).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {

@@ -95,8 +95,7 @@ async fn prepare(
     refuse_external(&parent_job, "forked").map_err(StoreError::from)?;
     let source = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &source).await?;
-    let mut document = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
+    let mut document = serde_json::to_value(&parent_job.spec)?;
     document["name"] = fork_name(&parent_job.name).into();
     // The fork keeps its parent's tags, and so stays in the same groups.
     document["tags"] = parent_job.tags.clone().into();
@@ -311,8 +310,7 @@ fn check_recipe(parent_job: &Job, document: &Value) -> Result<()> {
 /// the parent's user gave stays. A stored specification does not show whether the split was given, so a split that equals the automatic
 /// choice is removed.
 async fn choose_validation_again(store: &dyn Store, parent_job: &Job, document: &mut Value) -> Result<()> {
-    let mut before = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
+    let mut before = serde_json::to_value(&parent_job.spec)?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }

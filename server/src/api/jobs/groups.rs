@@ -99,8 +99,7 @@ pub(crate) struct Group {
 
 impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
-        let json = serde_json::to_string(&row.values);
-        let mut id = json.map_err(|e| Error::Internal(format!("a group cannot be serialized: {e}")))?;
+        let mut id = serde_json::to_string(&row.values)?;
         if id.len() > MAX_ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }

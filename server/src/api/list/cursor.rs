@@ -52,9 +52,7 @@ impl<'a> Pages<'a> {
     pub(in crate::api) fn encode<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.owner.map(|(_, id)| id.to_owned());
         let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
-        let json = serde_json::to_vec(&position)
-            .map_err(|e| Error::Internal(format!("a cursor cannot be serialized: {e}")))?;
-        Ok(BASE64_URL_SAFE_NO_PAD.encode(json))
+        Ok(BASE64_URL_SAFE_NO_PAD.encode(serde_json::to_vec(&position)?))
     }
 
     /// Decodes a client's cursor into a position; `None` without a cursor.

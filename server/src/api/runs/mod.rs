@@ -207,7 +207,7 @@ async fn continue_run(
 struct Number(f64);
 
 impl<'de> Deserialize<'de> for Number {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         number(&Value::deserialize(from)?).map(Self).ok_or_else(|| {
             D::Error::custom("a value must be a number, \"NaN\", \"Infinity\" or \"-Infinity\"")
         })

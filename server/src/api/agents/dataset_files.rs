@@ -55,7 +55,7 @@ pub(crate) async fn list(
 pub(crate) async fn parts(
     State(datasets): State<Arc<Datasets>>,
     requester: RequestingAgent,
-    body: std::result::Result<Bytes, BytesRejection>,
+    body: Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
     requester.check_attempt(&datasets.agents)?;
     let body = body?;

@@ -56,10 +56,10 @@ pub(crate) struct Elements<T> {
 }
 
 impl<T: Serialize> Serialize for Elements<T> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
         let select = |item| fields.select(item).map_err(S::Error::custom);
-        self.items.iter().map(select).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
+        self.items.iter().map(select).collect::<Result<Vec<Value>, _>>()?.serialize(serializer)
     }
 }
 
@@ -171,11 +171,16 @@ pub(super) fn find_known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> 
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
     }
-    let hint = match nearest(name, known.iter().copied()) {
-        Some(near) => format!("did you mean {near:?}?"),
-        None => format!("the names are {}", known.join(", ")),
-    };
+    let hint = suggest(name, known, "the names are");
     Err(Error::BadRequest(format!("there is no {what} {:?} here; {hint}", shortened(name))))
+}
+
+/// Returns the end of an error about an unknown name: a question with the most similar known name, or `intro` and all known names.
+pub(super) fn suggest(name: &str, known: &[&str], intro: &str) -> String {
+    match nearest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => format!("{intro} {}", known.join(", ")),
+    }
 }
 
 /// The non-empty parts of a comma-separated list.

@@ -77,7 +77,7 @@ pub(crate) enum NotInspected {
 }
 
 /// The result of an inspection within the time that a request waits.
-pub(crate) type Inspected<T> = std::result::Result<T, NotInspected>;
+pub(crate) type Inspected<T> = Result<T, NotInspected>;
 
 impl<E: Into<Error>> From<E> for NotInspected {
     fn from(error: E) -> Self {

@@ -7,6 +7,7 @@ use crate::{
     api::{
         datasets,
         jobs::submission::{self, WeightsCheck},
+        list,
     },
     http::extract::JobFile,
     scheduler::{Scheduler, device_for, max_capacity_of},
@@ -18,8 +19,8 @@ use lockstep_protocol::{
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep,
-        shortened, split_sweep, trial_document,
+        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, read_sweep, shortened,
+        split_sweep, trial_document,
     },
     throughput::Throughput,
 };
@@ -440,10 +441,8 @@ pub(in crate::api) fn no_dataset_message<'a>(name: &str, names: impl Iterator<It
     let names: Vec<_> = names.collect();
     let hint = if names.is_empty() {
         "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned()
-    } else if let Some(near) = nearest(name, names.iter().copied()) {
-        format!("did you mean {near:?}?")
     } else {
-        format!("the datasets are {}", names.join(", "))
+        list::suggest(name, &names, "the datasets are")
     };
     let fetch = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),

@@ -207,12 +207,11 @@ pub(crate) async fn resume(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_can_continue(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    let job = find(&scheduler, &id).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &job).await?;
     let at = crate::now();
-    let changed = scheduler
-        .events
-        .change_job(&parse_job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at)))
-        .await?;
+    let changed =
+        scheduler.events.change_job(&job.id, Box::new(move |row| lifecycle::resume(row, at))).await?;
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 

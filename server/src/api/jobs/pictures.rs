@@ -3,7 +3,10 @@
 use crate::api::prelude::*;
 use crate::{
     agents::requests,
-    api::{datasets, jobs, list::Pages},
+    api::{
+        datasets, jobs,
+        list::{self, Pages},
+    },
     datasets::Datasets,
     http::extract::check_count,
     scheduler::Scheduler,
@@ -157,7 +160,7 @@ pub(crate) async fn of_job(
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
-    let indices: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
+    let indices: Vec<&str> = list::split_list(Some(&query.indices)).collect();
     if indices.len() > MAX_PICTURES as usize {
         let detail = format!(
             "indices names {} pictures, but may name at most {MAX_PICTURES}; request further pictures separately",
@@ -165,7 +168,7 @@ pub(crate) async fn of_job(
         );
         return Err(Error::BadRequest(detail));
     }
-    let places = indices.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
+    let places = indices.into_iter().map(str::parse).collect::<Result<Vec<u64>, _>>();
     let places =
         places.map_err(|_| Error::BadRequest("indices must be whole numbers, separated by commas".into()))?;
     let pick = Pick::Seen {

@@ -141,9 +141,7 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     }
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
-        if let Some(detail) = webhook.project.as_deref().and_then(project_mistake) {
-            return Err(Error::invalid("/project", detail));
-        }
+        check_field("/project", webhook.project.as_deref().and_then(project_mistake))?;
     }
     if let Some(mut events) = change.events {
         events.sort_unstable();
@@ -322,10 +320,8 @@ async fn page(
         events: WebhookEvent::ALL.map(|event| (event.as_str(), is_chosen(event))).into(),
         url: field(fields, "url"),
         project: field(fields, "project"),
-        wrong: String::new(),
-        error: String::new(),
-        secret: String::new(),
         user: caller.current_user(),
+        ..views::WebhooksPage::default()
     })
 }
 

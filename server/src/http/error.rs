@@ -56,6 +56,16 @@ pub(crate) enum Error {
 /// The result of a handler, or of a function with another error.
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Refuses a request with mistakes.
+pub(crate) fn check_mistakes(mistakes: Vec<SpecError>) -> Result<()> {
+    if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+}
+
+/// Refuses a request with a mistake in the field at `pointer`.
+pub(crate) fn check_field(pointer: &str, mistake: Option<String>) -> Result<()> {
+    mistake.map_or(Ok(()), |detail| Err(Error::invalid(pointer, detail)))
+}
+
 /// `application/problem+json` (RFC 9457).
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Problem {

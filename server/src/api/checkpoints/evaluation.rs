@@ -208,7 +208,7 @@ async fn find(
         }
     };
     let evaluations = &scheduler.checkpoints.evaluations;
-    match evaluations.join_or_start(file.clone(), scheduler.config.evaluation_wait, work).await {
+    match evaluations.join_or_start(file.clone(), scheduler.config.response_wait, work).await {
         Joined::Ended(Ok(())) => Ok(response(regular_files::read(&file).await?)),
         Joined::Ended(Err(error)) => Err(error.without_pointer()),
         Joined::Running(sent) => {
@@ -242,7 +242,7 @@ async fn is_of_current_pictures(
         data: Box::new(spec.data),
         allowed: scheduler.datasets.roots.allowed_folders(),
     };
-    match requests::call(&scheduler.agents, request, scheduler.config.evaluation_wait).await {
+    match requests::call(&scheduler.agents, request, scheduler.config.response_wait).await {
         Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
         _ => true,
     }

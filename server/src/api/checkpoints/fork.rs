@@ -134,9 +134,7 @@ async fn prepare(
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
     mistakes.extend(early_stop_mistake(&parent_job, &source, spec));
-    if !mistakes.is_empty() {
-        return Err(Error::Invalid(mistakes));
-    }
+    check_mistakes(mistakes)?;
     let warnings = [
         schedule_warning(&parent_job, spec, (step, new_step), steps_per_epoch, total_steps),
         validation_warning(&parent_job.spec, spec),

@@ -45,10 +45,11 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// Returns the path from which an agent reads these weights of the checkpoint in `folder`.
+    /// Returns the path from which an agent reads these weights of the checkpoint in `folder`: the folder itself for [`Weights::Model`], the
+    /// file of the average for [`Weights::Ema`].
     ///
     /// # Errors
-    /// The checkpoint was removed, is not a folder of files, or has no average.
+    /// The checkpoint was removed, the weights are not a regular file, or the checkpoint has no average.
     pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
         if !folder.exists() {
             return Err(removed_error());
@@ -68,8 +69,8 @@ impl Weights {
 }
 
 pub(super) fn no_average_error() -> Error {
-    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
-                  were averaged; leave out weights=ema (on the command line, --weights ema)";
+    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or had not reached the first averaged step; \
+                  leave out weights=ema (on the command line, --weights ema)";
     Error::NotFound(detail.into())
 }
 
@@ -183,14 +184,14 @@ fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a Chec
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
 pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
-    if let Some(holder) = checkpoints.holders_if_missing(row, Some(&copies)).into_iter().next() {
+    if let Some(holder) = checkpoints.holders_unless_on_server(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(format!(
             "this checkpoint is still being uploaded from {}; ask again, or use an older checkpoint",
             holder.agent
         )));
     }
     let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
-        None => artifact_fetches::check_if_incomplete(checkpoints, row, Some(&copies)).await,
+        None => artifact_fetches::fetch_if_incomplete(checkpoints, row, Some(&copies)).await,
         fetch => fetch,
     };
     match fetch {
@@ -204,7 +205,7 @@ pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &Checkpo
 /// # Errors
 /// The checkpoint cannot be fetched, or fetching takes too long.
 pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
-    match artifact_fetches::wait(fetch, config.evaluation_wait).await {
+    match artifact_fetches::wait(fetch, config.response_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed_error()),
         Some(Err(NotFetched::Damaged(how))) => Err(damaged_error(

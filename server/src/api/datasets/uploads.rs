@@ -178,9 +178,7 @@ async fn dataset_paths(datasets: &Datasets) -> Result<Vec<String>> {
 
 /// Returns the caller's upload of this name.
 fn find_upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
-    if let Some(mistake) = name_mistake(name) {
-        return Err(Error::Invalid(vec![mistake]));
-    }
+    check_mistakes(name_mistake(name).into_iter().collect())?;
     Ok(Upload::of(&datasets.roots.uploads, caller.owner().unwrap_or_default(), name))
 }
 

@@ -115,9 +115,7 @@ pub(crate) async fn change(
     if change.priority.is_some_and(|p| !(-1000..=1000).contains(&p)) {
         mistake("/priority", "must be from -1000 to 1000".into());
     }
-    if !errors.is_empty() {
-        return Err(Error::Invalid(errors));
-    }
+    check_mistakes(errors)?;
     let annotation = if change.notes.is_some() || tags.is_some() {
         scheduler.store.annotate(&job.id, change.notes.as_deref(), tags.as_deref()).await?
     } else {

@@ -350,11 +350,8 @@ pub(in crate::api) async fn check_sweep(
             }
         }
     }
-    if mistakes.is_empty() {
-        Ok(CheckedSweep { sweep, settings, trials })
-    } else {
-        Err(Error::Invalid(mistakes))
-    }
+    check_mistakes(mistakes)?;
+    Ok(CheckedSweep { sweep, settings, trials })
 }
 
 /// Returns a warning if validations and checkpoints fall on different steps, so that the best network may not be kept.

@@ -140,12 +140,8 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
         _ => name,
     };
     let clones = jobs_named(scheduler, caller, &format!("{stem} (")).await?;
-    let numbered = |number: usize| format!("{stem} ({number})");
-    let mut number = 2;
-    while clones.iter().any(|job| job.name == numbered(number)) {
-        number += 1;
-    }
-    Ok(numbered(number))
+    let mut names = (2..).map(|number: usize| format!("{stem} ({number})"));
+    Ok(names.find(|name| clones.iter().all(|job| job.name != *name)).unwrap_or_default())
 }
 
 fn count_slots(agents: &Agents) -> u32 {

@@ -190,13 +190,9 @@ fn login_page(auth: &Auth, ingress: &Ingress, next: &str) -> LoginPage {
     });
     LoginPage {
         next: next.to_owned(),
-        link_error: String::new(),
-        password_error: String::new(),
-        token_error: String::new(),
-        name: String::new(),
         has_people: auth.access.has_people(),
         provider,
-        user: CurrentUser::NOBODY,
+        ..LoginPage::default()
     }
 }
 

@@ -29,12 +29,9 @@ pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extens
 fn people_page(auth: &Auth, caller: &Caller) -> PeoplePage {
     PeoplePage {
         people: auth.access.people(),
-        name: String::new(),
-        error: String::new(),
-        name_error: String::new(),
-        password_error: String::new(),
         me: caller.person().unwrap_or_default().to_owned(),
         user: caller.current_user(),
+        ..PeoplePage::default()
     }
 }
 
@@ -137,10 +134,8 @@ fn account_page(auth: &Auth, caller: &Caller) -> AccountPage {
         person: row.map(|row| row.person),
         tokens,
         scopes,
-        secret: String::new(),
-        done: false,
-        error: String::new(),
         user: caller.current_user(),
+        ..AccountPage::default()
     }
 }
 

@@ -105,9 +105,6 @@ pub(crate) struct Fields(BTreeSet<String>);
 
 impl Fields {
     /// Parses the parameter `fields` of a list of `T`; `None` if it is absent.
-    ///
-    /// # Errors
-    /// 400: the schema of `T` has no field of this name.
     pub(super) fn parse<T: ToSchema>(text: Option<&str>) -> Result<Option<Self>> {
         let Some(text) = text else { return Ok(None) };
         let components = LazyCell::new(|| {
@@ -200,9 +197,6 @@ pub(super) fn split_sort_key(sort: &str) -> (&str, bool) {
 }
 
 /// Parses a time of a request. A time without an offset is in UTC, and a date is the start of its day.
-///
-/// # Errors
-/// 400: the text is not a time.
 pub(super) fn parse_time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
     let at = text.parse::<Timestamp>().or_else(|_| TimeZone::UTC.to_timestamp(text.parse::<DateTime>()?));
@@ -282,9 +276,6 @@ pub(super) struct List<T: 'static> {
 
 impl<T: ToSchema> List<T> {
     /// Returns the requested page of a list. `job`: the job to which the list belongs; `None` if the server has only one such list.
-    ///
-    /// # Errors
-    /// 400: a parameter is invalid.
     pub(super) fn page(
         &self,
         job: Option<&JobId>,
@@ -324,9 +315,6 @@ impl<T: ToSchema> List<T> {
 
 /// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the position of `cursor`. Returns the cursor of the next
 /// page; `None` if this is the last page.
-///
-/// # Errors
-/// 400: the cursor does not belong to these pages.
 pub(super) fn sort_and_cut<T>(
     items: &mut Vec<T>,
     pages: Pages,

@@ -95,16 +95,12 @@ const DELIVERIES: List<Delivery> = List {
     created: Some(|delivery| delivery.created_at),
 };
 
-/// Returns the webhook with this id.
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
 /// Parses the URL of a webhook whose messages have this form.
-///
-/// # Errors
-/// Messages of this form need another kind of URL, or the server cannot send to this URL.
 fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && webhooks.smtp.is_none() {
@@ -131,7 +127,6 @@ fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> 
     Ok(url)
 }
 
-/// Applies a change to a webhook.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     let form = change.form.unwrap_or(webhook.form);
     // The form of messages decides which URLs are valid.
@@ -156,10 +151,6 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     Ok(())
 }
 
-/// Adds a webhook.
-///
-/// # Errors
-/// The webhook has a mistake, or the maximum number of webhooks is reached.
 async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     let NewWebhook { url, form, project, events, enabled } = new;
     let mut webhook = Webhook {
@@ -185,7 +176,6 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     Ok(row)
 }
 
-/// Changes a webhook.
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
     let _one_at_a_time = webhooks.change_lock.lock().await;
     let mut row = find(webhooks, id).await?;
@@ -196,7 +186,6 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
     Ok(row.webhook)
 }
 
-/// Removes a webhook.
 async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
     let _one_at_a_time = webhooks.change_lock.lock().await;
     find(webhooks, id).await?;
@@ -398,9 +387,6 @@ pub(crate) async fn submit(
 }
 
 /// Reads a new webhook from the fields of the page.
-///
-/// # Errors
-/// The form of messages or an event is unknown.
 fn read_form(fields: &[(String, String)]) -> Result<NewWebhook> {
     let unknown = |pointer: &str| Error::invalid(pointer, "is not a choice of this page");
     let chosen = fields.iter().filter(|(key, _)| key == "event");

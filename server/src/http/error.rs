@@ -100,9 +100,14 @@ impl Error {
         Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
 
-    /// What is wrong, and what to do.
+    /// What is wrong, and what to do, without the locations of mistakes.
     pub(crate) fn detail(self) -> String {
-        self.problem().1.detail
+        match self {
+            Error::Invalid(mistakes) => {
+                mistakes.into_iter().map(|mistake| mistake.detail).collect::<Vec<_>>().join("; ")
+            }
+            other => other.problem().1.detail,
+        }
     }
 
     fn problem(self) -> (StatusCode, Problem) {

@@ -69,9 +69,6 @@ pub(crate) async fn parts(
 }
 
 /// Checks a request for parts.
-///
-/// # Errors
-/// 422: the request has too many or too large parts, or its sizes contradict each other.
 fn check_parts(request: &DatasetParts) -> Result<()> {
     let invalid = |detail: String| Err(Error::unprocessable(detail));
     let bytes = request.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));

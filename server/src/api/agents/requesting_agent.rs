@@ -81,9 +81,6 @@ impl RequestingAgent {
     }
 
     /// Checks that the agent has the attempt.
-    ///
-    /// # Errors
-    /// The agent does not have the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
         if self.has_attempt(agents) {
             Ok(())

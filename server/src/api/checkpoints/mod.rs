@@ -154,9 +154,6 @@ pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
 }
 
 /// Chooses a checkpoint of a job: `best`, `latest`, a checkpoint's id, or its step.
-///
-/// # Errors
-/// 404: the job has no checkpoint, or no checkpoint with this id or step.
 pub(super) fn choose(rows: Vec<CheckpointRow>, requested: &str) -> Result<CheckpointRow> {
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
@@ -201,9 +198,6 @@ pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &Checkpo
 }
 
 /// Waits until a checkpoint is fetched from the object store.
-///
-/// # Errors
-/// The checkpoint cannot be fetched, or fetching takes too long.
 pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, config.response_wait).await {
         Some(Ok(())) => Ok(()),

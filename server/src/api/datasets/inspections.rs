@@ -41,9 +41,6 @@ pub(crate) struct WaitQuery {
 
 impl WaitQuery {
     /// Returns the time to wait for the inspection.
-    ///
-    /// # Errors
-    /// 400: the time is too long.
     pub(crate) fn max_wait(&self) -> Result<Duration> {
         let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
         if secs > MAX_WAIT_SECS {

@@ -304,13 +304,8 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
         Err(NotInspected::UnderWay(_)) => None,
         Err(NotInspected::Failed(error)) => {
             let name = &dataset.name;
-            let why = match error {
-                // The pointers are for a request to register a dataset.
-                Error::Invalid(mistakes) => {
-                    mistakes.into_iter().map(|mistake| mistake.detail).collect::<Vec<_>>().join("; ")
-                }
-                other => other.detail(),
-            };
+            // Locations of mistakes would refer to a request to register a dataset.
+            let why = error.detail();
             Some(format!(
                 "the files of the dataset {name:?} have changed, and could not be inspected again: {why}. The job was checked with the \
                  numbers of the last inspection"
@@ -319,10 +314,6 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
 }
 
-/// Returns the dataset of this name.
-///
-/// # Errors
-/// 404: no dataset has this name.
 pub(super) async fn find(store: &dyn Store, name: &str) -> Result<Dataset> {
     store.dataset(name).await?.ok_or_else(|| Error::NotFound("no dataset has this name".into()))
 }

@@ -117,10 +117,8 @@ pub(crate) async fn register_upload(
     let new = NewDataset { name, path: path.clone(), private: new.private };
     let inspected = inspect_new(&datasets, &caller, new, max_wait).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
-        NotInspected::Failed(Error::Invalid(mistakes)) => {
-            let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
-            let detail = details.join("; ").replace(&path, "the zip file");
-            Error::unprocessable(detail).into()
+        NotInspected::Failed(error @ Error::Invalid(_)) => {
+            Error::unprocessable(error.detail().replace(&path, "the zip file")).into()
         }
         other => other,
     });

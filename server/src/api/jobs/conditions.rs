@@ -42,10 +42,7 @@ pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     conditions.map_err(|mistake| Error::BadRequest(format!("where {mistake}")))
 }
 
-/// Parses a condition.
-///
-/// # Errors
-/// The mistake, as the predicate of a sentence about the parameter `where`.
+/// Parses a condition. The error is the predicate of a sentence about the parameter `where`.
 fn parse_condition(text: &str) -> Result<Condition, String> {
     let parts = text.find(['=', '!', '<', '>']).and_then(|at| {
         let (key, rest) = text.split_at_checked(at)?;

@@ -49,9 +49,6 @@ pub(crate) struct MetricsQuery {
 
 impl MetricsQuery {
     /// Parses the parameters.
-    ///
-    /// # Errors
-    /// 400: the name or the ranks are invalid.
     pub(crate) fn filter(&self) -> Result<MetricFilter> {
         if let Some(mistake) = self.name.as_deref().and_then(metric::name_mistake) {
             return Err(Error::BadRequest(mistake));
@@ -71,9 +68,6 @@ impl MetricsQuery {
 }
 
 /// Checks that at least one of the jobs can have a metric of this name. Runs from elsewhere may have metrics of any name.
-///
-/// # Errors
-/// 400: none of these jobs can have the metric.
 pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = &'a Job>) -> Result<()> {
     let Some(name) = name.filter(|name| !metric::NAMES.contains(name)) else { return Ok(()) };
     if jobs.into_iter().any(|job| job.external.is_some()) {

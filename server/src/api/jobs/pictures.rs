@@ -52,20 +52,15 @@ impl SamplesQuery {
     /// Describes the selected pictures and their order, for cursors.
     fn order(&self) -> String {
         let Self { split, class, shuffle, augmented, .. } = self;
-        let split = split.as_deref().unwrap_or(TRAIN);
-        match (augmented, shuffle) {
-            (Some(job), _) => format!("augmented {job}"),
-            (None, shuffle) => {
-                let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
-                format!("{split} {}{shuffle}", class.as_deref().unwrap_or_default())
-            }
+        if let Some(job) = augmented {
+            return format!("augmented {job}");
         }
+        let (split, class) = (split.as_deref().unwrap_or(TRAIN), class.as_deref().unwrap_or_default());
+        let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
+        format!("{split} {class}{shuffle}")
     }
 
     /// Returns the number of pictures before this page.
-    ///
-    /// # Errors
-    /// 400: the cursor belongs to another list, or is combined with an offset.
     fn previous_count(&self, pages: Pages) -> Result<u64> {
         if self.cursor.is_some() && self.offset.is_some() {
             let detail = "offset and cursor cannot be combined; leave one of them out";

@@ -196,12 +196,19 @@ fn login_page(auth: &Auth, ingress: &Ingress, next: &str) -> LoginPage {
     }
 }
 
-/// Why a sign-in with the OpenID provider failed.
+/// Why a sign-in with the OpenID provider failed. The sign-in page shows the reason.
 pub(crate) struct FailedSignIn {
     pub(super) status: StatusCode,
     pub(super) detail: String,
     /// Subject of the entry in the audit log.
     pub(super) about: Option<String>,
+}
+
+impl<E: Into<Error>> From<E> for FailedSignIn {
+    fn from(error: E) -> Self {
+        let (status, detail) = error.into().status_and_detail();
+        Self { status, detail, about: None }
+    }
 }
 
 impl FailedSignIn {

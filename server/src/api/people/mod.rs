@@ -120,9 +120,6 @@ pub(crate) async fn create(
 }
 
 /// Adds a person; if `must_be_first`, only the server's first person.
-///
-/// # Errors
-/// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.must_authenticate {
@@ -216,9 +213,6 @@ pub(crate) async fn change(
 }
 
 /// Changes a person. Also returns the changes for the audit log.
-///
-/// # Errors
-/// No person has this name, the password is invalid, or the account is bound to another person.
 pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<(PersonRow, AuditSubject)> {
     check_field("/password", change.password.as_ref().and_then(|password| password_mistake(&password.0)))?;
     let unknown = || Error::NotFound("nobody has this name".into());
@@ -271,7 +265,6 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Removes a person.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
     let _one_at_a_time = auth.access.change_lock.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
@@ -297,9 +290,6 @@ pub(crate) async fn change_own(
 }
 
 /// Changes the caller's password.
-///
-/// # Errors
-/// The current password is wrong, the new password is invalid, or the caller has no password.
 pub(super) async fn set_own_password(
     auth: &Auth,
     caller: &Caller,

@@ -81,7 +81,7 @@ pub(crate) async fn finish(
     // The attempt is counted before the provider is asked, so that requests that the client aborts are also counted.
     auth.access.attempts.count_attempt(peer.address).map_err(too_often)?;
     let next = pending.next.clone();
-    let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await? {
+    let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await {
         Ok(response) => {
             auth.access.attempts.uncount_failure(peer.address);
             response
@@ -97,41 +97,35 @@ pub(crate) async fn finish(
     Ok(response)
 }
 
-/// Finishes a sign-in. The inner error is a refusal, which the sign-in page shows.
+/// Finishes a sign-in.
 async fn sign_in(
     auth: &Auth,
     oidc: &Oidc,
     peer: &Peer,
     pending: PendingSignIn,
     answer: Answer,
-) -> Result<Result<Response, FailedSignIn>> {
-    let account = match oidc.finish(&pending, answer).await {
-        Ok(account) => account,
-        Err(error) => return Ok(Err(error.into())),
-    };
-    let (row, change) = match find_or_add_person(auth, oidc, account).await? {
-        Ok(found) => found,
-        Err(refused) => return Ok(Err(refused)),
-    };
+) -> Result<Response, FailedSignIn> {
+    let account = oidc.finish(&pending, answer).await?;
+    let (row, change) = find_or_add_person(auth, oidc, account).await?;
     let mut response = login::sign_in_person(auth, peer, &row, &pending.next, SESSION_LIFE).await?;
     if let Some(change) = change {
         response.extensions_mut().insert(AuditSubject(change));
     }
-    Ok(Ok(response))
+    Ok(response)
 }
 
 /// Returns the person for an account, and a text for the audit log if the person was added or changed. A new person is added if the
-/// configuration allows new people. The inner error is a refusal, which the sign-in page shows.
+/// configuration allows new people.
 async fn find_or_add_person(
     auth: &Auth,
     oidc: &Oidc,
     account: Account,
-) -> Result<Result<(PersonRow, Option<String>), FailedSignIn>> {
+) -> Result<(PersonRow, Option<String>), FailedSignIn> {
     let Account { identity, name, role } = account;
     let subject = identity.subject.clone();
     let refuse = |detail: String| {
         let about = Some(format!("subject {subject:?}"));
-        Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
+        Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about })
     };
     let _one_at_a_time = auth.access.change_lock.lock().await;
     match auth.access.find_by_identity(&identity) {
@@ -140,7 +134,7 @@ async fn find_or_add_person(
         }
         SignsInAs::Person(mut row) => {
             if oidc.config.groups.is_none() {
-                return Ok(Ok((row, None)));
+                return Ok((row, None));
             }
             let Some(role) = role else {
                 return refuse(
@@ -148,12 +142,12 @@ async fn find_or_add_person(
                 );
             };
             if row.person.role == role {
-                return Ok(Ok((row, None)));
+                return Ok((row, None));
             }
             row.person.role = role;
             auth.store.put_person(&row).await?;
             auth.access.put_person(row.clone());
-            return Ok(Ok((row, Some(format!("now {role}, by the groups")))));
+            return Ok((row, Some(format!("now {role}, by the groups"))));
         }
         SignsInAs::Removed => {
             return refuse(format!(
@@ -182,14 +176,11 @@ async fn find_or_add_person(
     if let Some(why) = why_taken(auth, &name).await? {
         return refuse(format!("You cannot be added as {name:?}: {why}. {}", advice("ANOTHER-NAME")));
     }
-    match people::check_can_add(auth, &name, Some(&identity)) {
-        Ok(()) => {}
-        Err(Error::Conflict(why)) => return refuse(format!("You cannot be added: {why}.")),
-        Err(other) => return Err(other),
+    if let Err(error) = people::check_can_add(auth, &name, Some(&identity)) {
+        return refuse(format!("You cannot be added: {}.", error.detail()));
     }
     let row = people::insert(auth, name, role, None, Some(identity)).await?;
-    let change = format!("added, {role}, subject {subject:?}");
-    Ok(Ok((row, Some(change))))
+    Ok((row, Some(format!("added, {role}, subject {subject:?}"))))
 }
 
 /// Returns the reason why a sign-in cannot add a person with this name; `None` if it can. Names are chosen at the provider, and a new
@@ -220,14 +211,13 @@ fn quote_for_shell(subject: &str) -> String {
     }
 }
 
-impl From<OidcError> for FailedSignIn {
+impl From<OidcError> for Error {
     fn from(error: OidcError) -> Self {
-        let (status, detail) = match error {
-            OidcError::Unavailable(detail) => (StatusCode::SERVICE_UNAVAILABLE, detail),
-            OidcError::Declined(detail) => (StatusCode::BAD_REQUEST, detail),
-            OidcError::Refused(detail) => (StatusCode::UNAUTHORIZED, detail),
-        };
-        Self { status, detail, about: None }
+        match error {
+            OidcError::Unavailable(detail) => Error::Unavailable(detail),
+            OidcError::Declined(detail) => Error::BadRequest(detail),
+            OidcError::Refused(detail) => Error::Unauthorized(detail),
+        }
     }
 }
 

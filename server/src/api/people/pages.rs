@@ -66,7 +66,7 @@ pub(crate) async fn change(
     let (name, action) = (form.name.trim().to_owned(), form.action);
     let subject = format!("{action:?} {name:?}");
     match apply(&auth, &name, form).await {
-        Ok(AuditSubject(changes)) => {
+        Ok(changes) => {
             let subject = if changes.is_empty() { subject } else { format!("{subject}: {changes}") };
             Ok((Extension(AuditSubject(subject)), Redirect::to("/people")).into_response())
         }
@@ -84,25 +84,23 @@ pub(crate) async fn change(
     }
 }
 
-/// Performs the action. Returns the changes to an existing person, for the audit log.
-async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject> {
-    let no_changes = |()| AuditSubject(String::new());
+/// Performs the action. Returns the changes for the audit log; empty if the name of the action says what has changed.
+async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<String> {
     let change = match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
             let must_be_first = false;
-            return people::add(auth, new, must_be_first).await.map(drop).map(no_changes);
+            return people::add(auth, new, must_be_first).await.map(|_| String::new());
         }
-        Action::Remove => return people::remove(auth, name).await.map(no_changes),
+        Action::Remove => return people::remove(auth, name).await.map(|()| String::new()),
         Action::Role => PersonChange { role: form.role, ..Default::default() },
         Action::Password => PersonChange { password: Some(form.password), ..Default::default() },
         Action::Disable => PersonChange { disabled: Some(true), ..Default::default() },
         Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
     };
-    let (_, changes) = people::edit(auth, name, change).await?;
-    // The names of the other actions say what has changed.
-    Ok(if matches!(form.action, Action::Role) { changes } else { no_changes(()) })
+    let (_, AuditSubject(changes)) = people::edit(auth, name, change).await?;
+    Ok(if matches!(form.action, Action::Role) { changes } else { String::new() })
 }
 
 /// Parameters of `GET /account`.

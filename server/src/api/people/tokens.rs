@@ -107,10 +107,6 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(subject), Json(made)))
 }
 
-/// Makes a token.
-///
-/// # Errors
-/// The request has a mistake or exceeds the caller's rights, or the maximum number of tokens is reached.
 pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
     let mistake = |pointer: &str, detail: &str| Err(Error::invalid(pointer, detail));
     if new.name.trim().is_empty()

@@ -68,7 +68,6 @@ pub(crate) async fn parts(
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
 }
 
-/// Checks a request for parts.
 fn check_parts(request: &DatasetParts) -> Result<()> {
     let invalid = |detail: String| Err(Error::unprocessable(detail));
     let bytes = request.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));

@@ -75,12 +75,10 @@ where
 }
 
 impl RequestingAgent {
-    /// Whether the agent has the attempt.
     pub(crate) fn has_attempt(&self, agents: &Agents) -> bool {
         agents.leases.has_live_ranks(&self.agent_id, &self.attempt)
     }
 
-    /// Checks that the agent has the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
         if self.has_attempt(agents) {
             Ok(())

@@ -17,7 +17,7 @@ use lockstep_protocol::{labels, spec::SpecError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Notes and tags of all jobs that have notes or tags. Each job also has its notes and tags as fields.
+/// Notes and tags of all jobs that have notes or tags.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
     /// Notes and tags by job id, in the order of ids.

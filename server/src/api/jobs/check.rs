@@ -193,7 +193,7 @@ pub(in crate::api) async fn check(
     start: Start,
 ) -> Result<CheckedSpec> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
-    check_on(scheduler, caller, &datasets, document, start).await
+    check_with_datasets(scheduler, caller, &datasets, document, start).await
 }
 
 /// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed. If that is
@@ -218,8 +218,8 @@ fn dataset_name(document: &Value) -> Option<&str> {
     document.pointer("/data/dataset").and_then(Value::as_str)
 }
 
-/// Checks a document on `datasets`, the result of [`current_datasets`].
-async fn check_on(
+/// Same as [`check`], with `datasets`, the result of [`current_datasets`].
+async fn check_with_datasets(
     scheduler: &Scheduler,
     caller: &Caller,
     datasets: &[(Dataset, Option<String>)],
@@ -334,7 +334,7 @@ pub(in crate::api) async fn check_sweep(
         let trial_mistakes = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
-            Ok(document) => match check_on(scheduler, caller, &datasets, &document, start).await {
+            Ok(document) => match check_with_datasets(scheduler, caller, &datasets, &document, start).await {
                 Ok(checked) => {
                     let conflicts = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);

@@ -73,7 +73,8 @@ pub(crate) struct Logs {
 /// The lines of a page, oldest first.
 struct FoundLines {
     lines: Vec<Line>,
-    /// Number of the event after which the next page begins (before which, if the newest line comes first); `None` on the last page.
+    /// Number of the event at which the next page continues: the page begins after this event, or, with the newest line first, before it.
+    /// `None` on the last page.
     next: Option<u64>,
 }
 

@@ -48,7 +48,6 @@ pub(crate) struct MetricsQuery {
 }
 
 impl MetricsQuery {
-    /// Parses the parameters.
     pub(crate) fn filter(&self) -> Result<MetricFilter> {
         if let Some(mistake) = self.name.as_deref().and_then(metric::name_mistake) {
             return Err(Error::BadRequest(mistake));

@@ -118,16 +118,16 @@ pub(crate) async fn new_job(
         page.differences = page.form.differences(&cloned.0, &cloned.1);
     } else if query.dataset.is_some() {
         let name = page.form.text("name").to_owned();
-        if jobs_named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
+        if jobs_with_name_part(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
             page.form.set("name", free_name(&scheduler, &caller, &name).await?);
         }
     }
     html(page)
 }
 
-/// Returns the newest jobs that the caller may see and whose names contain this text.
-async fn jobs_named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
-    let name = Some(text.to_owned());
+/// Returns the newest jobs that the caller may see and whose names contain `part`.
+async fn jobs_with_name_part(scheduler: &Scheduler, caller: &Caller, part: &str) -> Result<Vec<Job>> {
+    let name = Some(part.to_owned());
     let filter =
         JobFilter { name, seen_by: caller.viewer_name(), limit: MAX_CLONES_READ, ..JobFilter::default() };
     Ok(scheduler.store.jobs(&filter).await?.jobs)
@@ -139,7 +139,7 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
         Some((stem, number)) if number.parse::<u32>().is_ok() => stem,
         _ => name,
     };
-    let clones = jobs_named(scheduler, caller, &format!("{stem} (")).await?;
+    let clones = jobs_with_name_part(scheduler, caller, &format!("{stem} (")).await?;
     let mut names = (2..).map(|number: usize| format!("{stem} ({number})"));
     Ok(names.find(|name| clones.iter().all(|job| job.name != *name)).unwrap_or_default())
 }

@@ -75,7 +75,6 @@ pub(crate) async fn list(
     Ok(Json(read_page(&scheduler, &caller, &query).await?))
 }
 
-/// Returns a page of the queue.
 pub(crate) async fn read_page(
     scheduler: &Scheduler,
     caller: &Caller,

@@ -61,7 +61,6 @@ pub(crate) async fn list(
     Ok(Json(read_page(&auth, &query).await?))
 }
 
-/// Returns a page of the audit log.
 pub(crate) async fn read_page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;

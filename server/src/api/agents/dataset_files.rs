@@ -2,19 +2,18 @@
 //! of the dataset of an attempt that it runs.
 
 use super::requesting_agent::RequestingAgent;
+use crate::api::prelude::*;
 use crate::{
     datasets::{
         Datasets,
         copies::CopyNotice,
         files::{FileList, MAX_FILES, Parts, Tree},
     },
-    http::error::{Error, Problem, Result, run_blocking},
+    http::error::run_blocking,
 };
 use axum::{
     body::{Body, Bytes},
-    extract::{State, rejection::BytesRejection},
-    http::header,
-    response::{IntoResponse, Response},
+    extract::rejection::BytesRejection,
 };
 use futures_util::stream;
 use lockstep_protocol::{
@@ -22,7 +21,7 @@ use lockstep_protocol::{
     dataset::Dataset,
     spec::shortened,
 };
-use std::{io, sync::Arc};
+use std::io;
 
 /// List a dataset's files
 ///

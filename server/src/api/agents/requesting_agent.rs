@@ -1,23 +1,15 @@
 //! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that it may upload.
 
+use crate::api::prelude::*;
 use crate::{
-    agents::Agents,
-    auth::{Auth, access::Caller},
-    checkpoints::Checkpoints,
-    http::{
-        error::{Error, Result},
-        extract::{Path, parse_job_id},
-    },
-    store::Holder,
+    agents::Agents, auth::Auth, checkpoints::Checkpoints, http::extract::parse_job_id, store::Holder,
 };
 use axum::{
     extract::{FromRef, FromRequestParts},
     http::request::Parts,
 };
 use lockstep_protocol::agent::{AttemptRef, FencingToken};
-use serde::Deserialize;
 use serde_json::Value;
-use std::sync::Arc;
 
 /// The agent that sends a request, its attempt, and the parameters of the path.
 pub(crate) struct RequestingAgent {

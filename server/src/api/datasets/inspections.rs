@@ -1,27 +1,20 @@
 //! Inspections of datasets. The first inspection of a million pictures takes minutes, which is longer than browsers and proxies wait for a
 //! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
+use crate::api::prelude::*;
 use crate::{
     agents::{
         OnlineAgent, RequestError, requests,
         shared_requests::{Joined, Sent},
     },
     datasets::Datasets,
-    http::error::{Error, Result},
-};
-use axum::{
-    Json,
-    http::StatusCode,
-    response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::DatasetInfo,
     inspect::MAX_CONCURRENT_REQUESTS,
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
-use utoipa::{IntoParams, ToSchema};
+use std::time::Duration;
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);

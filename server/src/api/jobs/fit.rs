@@ -1,12 +1,8 @@
 //! Checks whether a checkpoint fits a job before the job starts from the checkpoint. The header of the checkpoint's weights lists the
 //! classes of its training, and the database has the dataset's classes. No dataset is opened.
 
-use crate::{
-    auth::access::Caller,
-    checkpoints::Checkpoints,
-    http::error::{Error, Result, check_mistakes},
-    util::regular_files,
-};
+use crate::api::prelude::*;
+use crate::{checkpoints::Checkpoints, util::regular_files};
 use lockstep_protocol::{
     Job, JobSpec, JobState,
     checkpoint_files::{self, MODEL},
@@ -14,7 +10,6 @@ use lockstep_protocol::{
     numbers::plural,
     spec::SpecError,
 };
-use serde::Deserialize;
 use std::{
     collections::HashMap,
     fs,

@@ -1,4 +1,4 @@
-//! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that it may upload.
+//! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that this agent may upload.
 
 use crate::api::prelude::*;
 use crate::{

@@ -353,7 +353,7 @@ impl Connection<'_> {
                     scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 scheduler.agents.send(&self.id, ToAgent::HeartbeatAck);
-                self.release_from_final_job().await;
+                self.stop_after_only_job().await;
             }
             FromAgent::Report { attempt, source, first, events } => {
                 if let Source::Rank(rank) = source
@@ -406,8 +406,8 @@ impl Connection<'_> {
         ControlFlow::Continue(())
     }
 
-    /// Stops an agent that serves a single job once that job is over, because the agent may never have received ranks.
-    async fn release_from_final_job(&self) {
+    /// Stops an agent that serves a single job if that job is over. The agent may never have received ranks, so it may not know the end.
+    async fn stop_after_only_job(&self) {
         let Some(job) = &self.only_job else { return };
         if is_over(&*self.scheduler.store, job).await {
             // Attempt 0 is no attempt: the order is about the job.

@@ -175,7 +175,7 @@ async fn find(
             Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset_message(name, names)))?)
         }
     };
-    // The job's own dataset keeps the job's validation pictures, even if the request names it.
+    // A request that names the job's own dataset also gets the job's validation pictures.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
     // A dataset that was registered again under the same name is another dataset.
     let dataset_suffix =

@@ -280,8 +280,8 @@ async fn check_with_datasets(
             let mut warnings = submission::warnings(&spec, &dataset);
             warnings.extend(refresh_warning.flatten());
             warnings.extend(weights_warning);
-            warnings.extend(best_without_checkpoint(&spec, &dataset));
-            warnings.extend(too_few_pictures_possible(&spec, &dataset));
+            warnings.extend(unsaved_best_warning(&spec, &dataset));
+            warnings.extend(few_pictures_warning(&spec, &dataset));
             Ok(CheckedSpec { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
@@ -355,7 +355,7 @@ pub(in crate::api) async fn check_sweep(
 }
 
 /// Returns a warning if validations and checkpoints fall on different steps, so that the best network may not be kept.
-fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+fn unsaved_best_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let save_every = spec.checkpoint.every_steps.filter(|steps| *steps > 0)?;
     let samples = training_samples(spec, dataset);
     let validation_every = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
@@ -374,7 +374,7 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
 
 /// Returns a warning if a job that holds out a fraction of the pictures at random may be left with too few pictures: fewer than one step
 /// takes, or none for validation.
-fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+fn few_pictures_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let Validation::Fraction(fraction) = spec.data.validation else { return None };
     let train = dataset.info.splits.iter().find(|split| split.name == "train")?.samples as f64;
     if !has_expected_samples(spec, dataset) {

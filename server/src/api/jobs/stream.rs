@@ -91,12 +91,12 @@ const UNAVAILABLE: (u16, &str) = (close_code::AGAIN, "the database is not availa
 /// The connection has ended.
 struct Disconnected;
 
-/// The connection to a browser that reads a stream. The server writes to `sink`; a task reads the other half and waits for its end.
+/// The connection to a browser that reads a stream. The server writes to `sink`; a task reads the other half until the connection ends.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
     sink: SplitSink<WebSocket, Message>,
-    /// The end of the reading half. The value is the close code if the reader sent a message that is not allowed.
+    /// The task of the other half. Its result is the close code if the reader sent a message that is not allowed.
     closed: tokio::task::JoinHandle<Option<u16>>,
     /// Number of the last event that was written to the connection.
     last_sent: u64,
@@ -172,7 +172,7 @@ impl<'a> Reader<'a> {
         for (seq, text) in row.frames(self.last_sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
-        // Also skips an event that this version cannot read.
+        // An event that this version cannot read has no frames, but counts as sent.
         self.last_sent = self.last_sent.max(row.seq);
         Ok(())
     }
@@ -224,8 +224,8 @@ async fn follow(
         return reader.close(UNAVAILABLE).await;
     };
     // Events before `first_seq` were removed; their points can be read only with `GET /jobs/{id}/metrics`.
-    // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
-    // until it is reached.
+    // A `since` above the last event means that an older database was restored. Waiting for event `since` would withhold all events
+    // before it.
     reader.last_sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     // The job's state after event `max(reader.last_sent, last_seq)`.

@@ -604,8 +604,8 @@ fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     Err(refuse("PERMISSION_DENIED", detail))
 }
 
-/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: what they are, for errors; `limit`: maximum length of the
-/// value, in characters.
+/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: the kind of the pair in errors, such as `Tag`; `limit`: maximum
+/// length of the value, in characters.
 fn pair(parameters: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (parameters.required("key")?, parameters.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {

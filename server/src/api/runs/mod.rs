@@ -380,7 +380,7 @@ pub(crate) struct RunNews {
     ended_at: Option<i64>,
 }
 
-/// The mistakes of a summary: objects in `alerts` that are no alerts.
+/// Returns a mistake for each object in the summary's list `alerts` that is not an alert.
 fn alert_mistakes(summary: &Map<String, Value>) -> Vec<SpecError> {
     let alerts = summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let mistake = |(index, alert): (usize, &Value)| {

@@ -135,10 +135,11 @@ async fn prepare(
     }
     mistakes.extend(early_stop_mistake(&parent_job, &source, spec));
     check_mistakes(mistakes)?;
-    let warnings = [
-        schedule_warning(&parent_job, spec, (step, new_step), steps_per_epoch, total_steps),
-        validation_warning(&parent_job.spec, spec),
-    ];
+    let old_schedule =
+        Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
+    let new_schedule = Schedule::new(&spec.train, steps_per_epoch, total_steps);
+    let schedule_warning = schedule::describe_change(&old_schedule, step, &new_schedule, new_step);
+    let warnings = [schedule_warning, validation_warning(&parent_job.spec, spec)];
     checked.warnings.extend(warnings.into_iter().flatten());
     Ok((parent_job, source, checked))
 }
@@ -179,20 +180,6 @@ fn renumbered_step(parent_job: &Job, step: u64, spec: &JobSpec, steps_per_epoch:
     let Some(epoch) = step.checked_div(old_steps).filter(|_| !is_same) else { return step };
     let step_in_epoch = step % old_steps * old_batch / spec.global_batch_size().max(1);
     epoch * steps_per_epoch + step_in_epoch.min(steps_per_epoch.saturating_sub(1))
-}
-
-/// Returns a warning if the schedule of the learning rate changes. `step` is the checkpoint's step, and `new_step` the fork's step at the
-/// same position in the data.
-fn schedule_warning(
-    parent_job: &Job,
-    spec: &JobSpec,
-    (step, new_step): (u64, u64),
-    steps_per_epoch: u64,
-    total_steps: u64,
-) -> Option<String> {
-    let old = Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
-    let new = Schedule::new(&spec.train, steps_per_epoch, total_steps);
-    schedule::describe_change(&old, step, &new, new_step)
 }
 
 /// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.

@@ -16,7 +16,7 @@ pub(crate) fn assets() -> &'static str {
 }
 
 /// The person or token that looks at a page, with the properties on which the bar at the top depends.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CurrentUser {
     /// The name of the person or token. Empty for [`CurrentUser::NOBODY`].
     pub who: String,

@@ -4,7 +4,7 @@ use crate::layout::CurrentUser;
 use askama::Template;
 
 /// `GET /login`.
-#[derive(Debug, Clone, Template)]
+#[derive(Debug, Clone, Default, Template)]
 #[template(path = "login.html")]
 pub struct LoginPage {
     /// URL of the page that the browser opens after sign-in.

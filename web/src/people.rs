@@ -8,7 +8,7 @@ use lockstep_protocol::{
 };
 
 /// `GET /people`.
-#[derive(Debug, Clone, Template)]
+#[derive(Debug, Clone, Default, Template)]
 #[template(path = "people.html")]
 pub struct PeoplePage {
     /// All people, sorted by name.
@@ -38,7 +38,7 @@ impl PeoplePage {
 }
 
 /// `GET /account`.
-#[derive(Debug, Clone, Template)]
+#[derive(Debug, Clone, Default, Template)]
 #[template(path = "account.html")]
 pub struct AccountPage {
     /// The user; `None` for a token without an owner.

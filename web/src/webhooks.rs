@@ -37,7 +37,7 @@ pub struct DeliveryLine {
 }
 
 /// `GET /webhooks`.
-#[derive(Debug, Clone, Template)]
+#[derive(Debug, Clone, Default, Template)]
 #[template(path = "webhooks.html")]
 pub struct WebhooksPage {
     /// Webhooks, the oldest first.

@@ -5,10 +5,7 @@ use crate::{
     api::html::{Page, html},
     http::{error::PageError, extract::PageQuery},
 };
-use lockstep_web::{
-    Template as _,
-    docs::{DocsEntry, DocsPage, DocsResult, Passage, passages, title},
-};
+use lockstep_web::docs::{DocsEntry, DocsPage, DocsResult, Passage, passages, title};
 use rust_embed::RustEmbed;
 use std::cmp::Reverse;
 
@@ -171,7 +168,7 @@ pub(crate) async fn index(
         "" => DocsPage::new("", &read_markdown(START).unwrap_or_default(), &pages, user),
         query => DocsPage::search_results(query, search(query), &pages, user),
     };
-    html(page.render())
+    html(page)
 }
 
 /// `GET /docs/{path}`
@@ -180,7 +177,7 @@ pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<
     let source = read_markdown(path).ok_or_else(|| {
         PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
-    html(DocsPage::new(path, &source, &all_pages(), caller.current_user()).render())
+    html(DocsPage::new(path, &source, &all_pages(), caller.current_user()))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::{
 use lockstep_protocol::job::JobState;
 use std::{
     fmt::Write as _,
-    fs, io,
+    io::Write as _,
     path::Path,
     sync::atomic::Ordering,
     time::{Duration, Instant},
@@ -72,14 +72,13 @@ async fn check_readiness(store: &dyn Store, config: &ServeConfig, ingress: &Ingr
 
 /// Checks that files can be written in a folder, by writing and removing a file.
 fn probe(folder: &Path) -> Result<()> {
-    let path = folder.join(format!(".ready-{}", uuid::Uuid::new_v4()));
-    let written = fs::File::create_new(&path).and_then(|mut file| {
-        io::Write::write_all(&mut file, &[0; PROBE_BYTES])?;
+    let written = tempfile::Builder::new().prefix(".ready-").tempfile_in(folder).and_then(|mut file| {
+        file.write_all(&[0; PROBE_BYTES])?;
         // Some file systems report a full disk only here.
-        file.sync_data()
+        file.as_file().sync_data()?;
+        file.close()
     });
-    let removed = fs::remove_file(&path);
-    written.and(removed).map_err(|error| {
+    written.map_err(|error| {
         Error::Unavailable(format!("nothing can be written in {}: {error}", folder.display()))
     })
 }

@@ -3,11 +3,14 @@
 use crate::api::prelude::*;
 use crate::http::error::PageError;
 use axum::response::Html;
+use lockstep_web::Template;
 
-pub(crate) type Page = std::result::Result<Response, PageError>;
+/// The response of a page's handler.
+pub(crate) type Page = Result<Response, PageError>;
 
-pub(crate) fn html(rendered: std::result::Result<String, impl std::fmt::Display>) -> Page {
-    let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
+/// Returns the response with a page.
+pub(crate) fn html(page: impl Template) -> Page {
+    let html = page.render().map_err(|e| Error::Internal(format!("a page could not be rendered: {e}")))?;
     Ok(Html(html).into_response())
 }
 

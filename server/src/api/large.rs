@@ -32,8 +32,6 @@ pub(super) async fn acquire_permit(limit: u32) -> Result<Option<SemaphorePermit<
 
 /// Returns a response with this value as JSON.
 pub(super) async fn json_response(value: impl Serialize + Send + 'static) -> Result<Response> {
-    let written = run_blocking(move || serde_json::to_vec(&value)).await?;
-    let bytes =
-        written.map_err(|error| Error::Internal(format!("a response cannot be serialized: {error}")))?;
+    let bytes = run_blocking(move || serde_json::to_vec(&value)).await??;
     Ok(([(header::CONTENT_TYPE, "application/json")], bytes).into_response())
 }

@@ -56,10 +56,10 @@ pub(crate) struct Elements<T> {
 }
 
 impl<T: Serialize> Serialize for Elements<T> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
         let select = |item| fields.select(item).map_err(S::Error::custom);
-        self.items.iter().map(select).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
+        self.items.iter().map(select).collect::<Result<Vec<Value>, _>>()?.serialize(serializer)
     }
 }
 
@@ -105,9 +105,6 @@ pub(crate) struct Fields(BTreeSet<String>);
 
 impl Fields {
     /// Parses the parameter `fields` of a list of `T`; `None` if it is absent.
-    ///
-    /// # Errors
-    /// 400: the schema of `T` has no field of this name.
     pub(super) fn parse<T: ToSchema>(text: Option<&str>) -> Result<Option<Self>> {
         let Some(text) = text else { return Ok(None) };
         let components = LazyCell::new(|| {
@@ -171,11 +168,16 @@ pub(super) fn find_known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> 
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
     }
-    let hint = match nearest(name, known.iter().copied()) {
-        Some(near) => format!("did you mean {near:?}?"),
-        None => format!("the names are {}", known.join(", ")),
-    };
+    let hint = suggest(name, known, "the names are");
     Err(Error::BadRequest(format!("there is no {what} {:?} here; {hint}", shortened(name))))
+}
+
+/// Returns the end of an error about an unknown name: a question with the most similar known name, or `intro` and all known names.
+pub(super) fn suggest(name: &str, known: &[&str], intro: &str) -> String {
+    match nearest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => format!("{intro} {}", known.join(", ")),
+    }
 }
 
 /// The non-empty parts of a comma-separated list.
@@ -195,9 +197,6 @@ pub(super) fn split_sort_key(sort: &str) -> (&str, bool) {
 }
 
 /// Parses a time of a request. A time without an offset is in UTC, and a date is the start of its day.
-///
-/// # Errors
-/// 400: the text is not a time.
 pub(super) fn parse_time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
     let at = text.parse::<Timestamp>().or_else(|_| TimeZone::UTC.to_timestamp(text.parse::<DateTime>()?));
@@ -277,9 +276,6 @@ pub(super) struct List<T: 'static> {
 
 impl<T: ToSchema> List<T> {
     /// Returns the requested page of a list. `job`: the job to which the list belongs; `None` if the server has only one such list.
-    ///
-    /// # Errors
-    /// 400: a parameter is invalid.
     pub(super) fn page(
         &self,
         job: Option<&JobId>,
@@ -319,9 +315,6 @@ impl<T: ToSchema> List<T> {
 
 /// Sorts `items` by `key` and then by `id`, and keeps at most `limit` items after the position of `cursor`. Returns the cursor of the next
 /// page; `None` if this is the last page.
-///
-/// # Errors
-/// 400: the cursor does not belong to these pages.
 pub(super) fn sort_and_cut<T>(
     items: &mut Vec<T>,
     pages: Pages,

@@ -20,9 +20,15 @@ mod sweeps;
 mod webhooks;
 
 use crate::http::error::{Error, Result};
-use axum::{body::Body, http::StatusCode};
+use axum::{
+    body::Body,
+    extract::ws::{CloseFrame, Message, WebSocket, close_code},
+    http::StatusCode,
+};
 use bytes::Bytes;
+use futures_util::{SinkExt, stream::SplitSink};
 use serde::Deserialize;
+use std::time::Duration;
 use utoipa::IntoParams;
 
 /// Position of a piece in the file that is uploaded.
@@ -54,7 +60,13 @@ async fn run_to_completion<T: Send + 'static>(
 
 /// Returns the close code for an error in a websocket's frames: `SIZE` if a frame is too large, otherwise `PROTOCOL`.
 fn close_code_of(error: &axum::Error) -> u16 {
-    use axum::extract::ws::close_code;
     // axum does not export the kinds of websocket errors.
     if error.to_string().contains("too long") { close_code::SIZE } else { close_code::PROTOCOL }
+}
+
+/// Sends a close frame. Its reason has at most 123 bytes (RFC 6455, section 5.5); a longer reason is truncated.
+async fn close_websocket(sink: &mut SplitSink<WebSocket, Message>, code: u16, reason: &str) {
+    let reason = &reason[..reason.floor_char_boundary(123)];
+    let frame = CloseFrame { code, reason: reason.into() };
+    let _ = tokio::time::timeout(Duration::from_secs(1), sink.send(Message::Close(Some(frame)))).await;
 }

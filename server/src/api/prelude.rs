@@ -3,7 +3,7 @@
 pub(super) use crate::{
     auth::access::Caller,
     http::{
-        error::{Error, Problem, Result},
+        error::{Error, Problem, Result, check_field, check_mistakes},
         extract::{Path, Query},
     },
 };

@@ -12,7 +12,7 @@ use crate::{
 };
 use axum::{Form, response::Redirect};
 use lockstep_protocol::labels::project_mistake;
-use lockstep_web::{Template as _, webhooks as views};
+use lockstep_web::webhooks as views;
 use reqwest::Url;
 
 /// Maximum number of webhooks.
@@ -95,16 +95,12 @@ const DELIVERIES: List<Delivery> = List {
     created: Some(|delivery| delivery.created_at),
 };
 
-/// Returns the webhook with this id.
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
 }
 
 /// Parses the URL of a webhook whose messages have this form.
-///
-/// # Errors
-/// Messages of this form need another kind of URL, or the server cannot send to this URL.
 fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && webhooks.smtp.is_none() {
@@ -131,7 +127,6 @@ fn parse_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> 
     Ok(url)
 }
 
-/// Applies a change to a webhook.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     let form = change.form.unwrap_or(webhook.form);
     // The form of messages decides which URLs are valid.
@@ -141,9 +136,7 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     }
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
-        if let Some(detail) = webhook.project.as_deref().and_then(project_mistake) {
-            return Err(Error::invalid("/project", detail));
-        }
+        check_field("/project", webhook.project.as_deref().and_then(project_mistake))?;
     }
     if let Some(mut events) = change.events {
         events.sort_unstable();
@@ -158,26 +151,19 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     Ok(())
 }
 
-/// Adds a webhook.
-///
-/// # Errors
-/// The webhook has a mistake, or the maximum number of webhooks is reached.
 async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
+    let NewWebhook { url, form, project, events, enabled } = new;
     let mut webhook = Webhook {
         id: uuid::Uuid::now_v7().simple().to_string(),
         url: String::new(),
-        form: new.form,
+        form,
         project: None,
         events: WebhookEvent::DEFAULTS.to_vec(),
         enabled: true,
         created_at: crate::now(),
     };
-    let NewWebhook { url, form, project, events, enabled } = new;
-    apply(
-        webhooks,
-        &mut webhook,
-        WebhookChange { url: Some(url), form: Some(form), project, events, enabled },
-    )?;
+    let settings = WebhookChange { url: Some(url), form: None, project, events, enabled };
+    apply(webhooks, &mut webhook, settings)?;
     let _one_at_a_time = webhooks.change_lock.lock().await;
     if webhooks.store.webhooks().await?.len() >= MAX_WEBHOOKS {
         let detail = format!(
@@ -190,7 +176,6 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     Ok(row)
 }
 
-/// Changes a webhook.
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
     let _one_at_a_time = webhooks.change_lock.lock().await;
     let mut row = find(webhooks, id).await?;
@@ -201,7 +186,6 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
     Ok(row.webhook)
 }
 
-/// Removes a webhook.
 async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
     let _one_at_a_time = webhooks.change_lock.lock().await;
     find(webhooks, id).await?;
@@ -291,22 +275,15 @@ pub(crate) async fn show(
     State(webhooks): State<Arc<Webhooks>>,
     Extension(caller): Extension<Caller>,
 ) -> HtmlPage {
-    page(&webhooks, &caller, Notice::default()).await
+    html(page(&webhooks, &caller, &[]).await?)
 }
 
-/// Messages on the page of webhooks.
-#[derive(Default)]
-struct Notice {
-    /// The fields of a form with an error, which keep their values.
-    fields: Vec<(String, String)>,
-    /// Name of the field with the error. Empty if the error is about no field.
-    wrong_field: String,
-    error: String,
-    /// Secret of a new webhook.
-    secret: String,
-}
-
-async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage {
+/// Returns the page without an error or a secret. The form to add a webhook has the values `fields`; empty for the default values.
+async fn page(
+    webhooks: &Webhooks,
+    caller: &Caller,
+    fields: &[(String, String)],
+) -> Result<views::WebhooksPage> {
     let mut lines = Vec::new();
     for WebhookRow { webhook, .. } in webhooks.store.webhooks().await? {
         let deliveries = webhooks.store.deliveries(&webhook.id, MESSAGES_ON_PAGE).await?;
@@ -322,23 +299,19 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             url: webhook.url,
         });
     }
-    let Notice { fields, wrong_field, error, secret } = notice;
     let has = |name: &str, value: &str| fields.iter().any(|(key, chosen)| key == name && chosen == value);
     let is_chosen = |event: WebhookEvent| {
         if fields.is_empty() { WebhookEvent::DEFAULTS.contains(&event) } else { has("event", event.as_str()) }
     };
-    let page = views::WebhooksPage {
+    Ok(views::WebhooksPage {
         webhooks: lines,
         formats: WebhookForm::ALL.map(|form| (form.as_str(), has("form", form.as_str()))).into(),
         events: WebhookEvent::ALL.map(|event| (event.as_str(), is_chosen(event))).into(),
-        url: field(&fields, "url"),
-        project: field(&fields, "project"),
-        wrong: wrong_field,
-        error,
-        secret,
+        url: field(fields, "url"),
+        project: field(fields, "project"),
         user: caller.current_user(),
-    };
-    html(page.render())
+        ..views::WebhooksPage::default()
+    })
 }
 
 fn delivery_line(delivery: Delivery) -> views::DeliveryLine {
@@ -390,8 +363,8 @@ pub(crate) async fn submit(
         Ok(Some(WebhookRow { webhook, secret })) => {
             // E-mail is not signed.
             let secret = if webhook.form == WebhookForm::Email { String::new() } else { secret };
-            let notice = Notice { secret, ..Notice::default() };
-            Ok((subject(&webhook.id), page(&webhooks, &caller, notice).await?).into_response())
+            let page = views::WebhooksPage { secret, ..page(&webhooks, &caller, &[]).await? };
+            Ok((subject(&webhook.id), html(page)?).into_response())
         }
         Ok(None) => Ok((subject(&id), Redirect::to("/webhooks")).into_response()),
         Err(error) => {
@@ -401,23 +374,19 @@ pub(crate) async fn submit(
                 _ => None,
             };
             let (status, error) = form_error(error)?;
-            let mut notice = Notice { error, ..Notice::default() };
-            if action == "add" {
-                notice.fields = fields;
-            }
+            let kept_fields = if action == "add" { &fields[..] } else { &[] };
+            let mut page = page(&webhooks, &caller, kept_fields).await?;
+            page.error = error;
             if let Some(mistake) = mistake {
-                notice.wrong_field = mistake.pointer.trim_start_matches('/').to_owned();
-                notice.error = mistake.detail;
+                page.wrong = mistake.pointer.trim_start_matches('/').to_owned();
+                page.error = mistake.detail;
             }
-            Ok((status, subject, page(&webhooks, &caller, notice).await?).into_response())
+            Ok((status, subject, html(page)?).into_response())
         }
     }
 }
 
 /// Reads a new webhook from the fields of the page.
-///
-/// # Errors
-/// The form of messages or an event is unknown.
 fn read_form(fields: &[(String, String)]) -> Result<NewWebhook> {
     let unknown = |pointer: &str| Error::invalid(pointer, "is not a choice of this page");
     let chosen = fields.iter().filter(|(key, _)| key == "event");

@@ -11,7 +11,7 @@ use crate::{
 };
 use access::{Access, Caller};
 use audit::Audit;
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, access::Scope};
 use oidc::Oidc;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
@@ -69,8 +69,8 @@ impl Auth {
         })
     }
 
-    /// Whether a caller may change a job of this owner. The gate checks the same for requests whose path names the job.
+    /// Whether a caller may change an object of this owner. The gate checks this for every request whose path names an object.
     pub(crate) fn may_change(&self, caller: &Caller, owner: Option<&str>) -> bool {
-        caller.sees_all() || !self.access.has_people() || caller.owns(owner)
+        caller.may(Scope::Submit) && (caller.sees_all() || !self.access.has_people() || caller.owns(owner))
     }
 }

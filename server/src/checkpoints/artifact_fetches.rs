@@ -82,9 +82,9 @@ pub(crate) fn check(
     Some(begin_fetch(checkpoints, store, row, waiting_job))
 }
 
-/// Same as [`check`], but only if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the
-/// checkpoint is not in the store.
-pub(crate) async fn check_if_incomplete(
+/// Fetches a checkpoint if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint
+/// is not in the store.
+pub(crate) async fn fetch_if_incomplete(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,

@@ -108,7 +108,7 @@ impl Checkpoints {
     /// A checkpoint as clients see it.
     pub(crate) fn describe(&self, row: CheckpointRow, copies: Option<&Copies>) -> Checkpoint {
         let uploading_from =
-            self.holders_if_missing(&row, copies).into_iter().next().map(|holder| holder.agent);
+            self.holders_unless_on_server(&row, copies).into_iter().next().map(|holder| holder.agent);
         let stored = self.stored_state(&row, copies);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
         Checkpoint { id, attempt, info, created_at, uploading_from, stored }
@@ -131,7 +131,11 @@ impl Checkpoints {
     }
 
     /// The agents that have a checkpoint, online agents first. Empty if the server has the checkpoint.
-    pub(crate) fn holders_if_missing(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Vec<Holder> {
+    pub(crate) fn holders_unless_on_server(
+        &self,
+        row: &CheckpointRow,
+        copies: Option<&Copies>,
+    ) -> Vec<Holder> {
         let Some(copies) = copies.filter(|_| !self.has_copy(row, copies)) else { return Vec::new() };
         let mut holders = copies.holders.clone();
         if holders.len() > 1 {
@@ -180,7 +184,7 @@ impl Checkpoints {
         for row in self.store.checkpoints(&job.id).await? {
             // The newest checkpoint comes first.
             let copies = copies.get(&row.id);
-            let holders = self.holders_if_missing(&row, copies);
+            let holders = self.holders_unless_on_server(&row, copies);
             if holders.is_empty() {
                 match find_availability(self, &row, copies, job, time_left).await? {
                     Availability::Here => break,

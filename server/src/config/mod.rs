@@ -122,8 +122,8 @@ pub struct ServeConfig {
     pub keep_points: Duration,
     /// A run from elsewhere whose program sends nothing for this long counts as failed until the program sends again.
     pub run_silence: Duration,
-    /// How long a request for an evaluation waits for the result. After this time the response is 202, and the client asks again.
-    pub evaluation_wait: Duration,
+    /// How long a request waits for an evaluation, or for a checkpoint from the object store. After this time, the client must ask again.
+    pub response_wait: Duration,
     /// Time limit for a request's head, counted from the start of the connection or the end of the previous response.
     pub head_timeout: Duration,
     /// Maximum time between two parts of a request's body.
@@ -189,7 +189,7 @@ impl ServeConfig {
             stream_timeout: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
             run_silence: Duration::from_secs(600),
-            evaluation_wait: Duration::from_secs(20),
+            response_wait: Duration::from_secs(20),
             head_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
             no_auth: false,

@@ -1,6 +1,6 @@
 //! Conditional requests (RFC 9110, section 13) for content with an entity tag.
 
-use crate::http::error::{Error, Result};
+use crate::http::error::Result;
 use axum::{
     http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
@@ -14,8 +14,7 @@ pub(crate) const CACHING: &str = "private, no-cache";
 /// A response with `value` as JSON and an entity tag of its content, or 304 if the client already has this content. The tag is weak,
 /// because responses may be compressed.
 pub(crate) fn json_with_etag(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
-    let body = serde_json::to_vec(value)
-        .map_err(|e| Error::Internal(format!("a response cannot be serialized: {e}")))?;
+    let body = serde_json::to_vec(value)?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
     let caching = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
     if client_has(headers, &tag) {

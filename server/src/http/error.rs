@@ -53,8 +53,18 @@ pub(crate) enum Error {
     Internal(String),
 }
 
-/// The result of a handler.
-pub(crate) type Result<T> = std::result::Result<T, Error>;
+/// The result of a handler, or of a function with another error.
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Refuses a request with mistakes.
+pub(crate) fn check_mistakes(mistakes: Vec<SpecError>) -> Result<()> {
+    if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+}
+
+/// Refuses a request with a mistake in the field at `pointer`.
+pub(crate) fn check_field(pointer: &str, mistake: Option<String>) -> Result<()> {
+    mistake.map_or(Ok(()), |detail| Err(Error::invalid(pointer, detail)))
+}
 
 /// `application/problem+json` (RFC 9457).
 #[derive(Debug, Serialize, ToSchema)]
@@ -90,9 +100,14 @@ impl Error {
         Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
 
-    /// What is wrong, and what to do.
+    /// What is wrong, and what to do, without the locations of mistakes.
     pub(crate) fn detail(self) -> String {
-        self.problem().1.detail
+        match self {
+            Error::Invalid(mistakes) => {
+                mistakes.into_iter().map(|mistake| mistake.detail).collect::<Vec<_>>().join("; ")
+            }
+            other => other.problem().1.detail,
+        }
     }
 
     fn problem(self) -> (StatusCode, Problem) {
@@ -293,6 +308,13 @@ impl From<WebSocketUpgradeRejection> for Error {
     fn from(rejection: WebSocketUpgradeRejection) -> Self {
         let detail = format!("this URL is a websocket: {}", rejection.body_text());
         Error::Refused(StatusCode::UPGRADE_REQUIRED, detail)
+    }
+}
+
+/// A value of the server could not be serialized. Mistakes in JSON from clients are reported as [`Error::BadRequest`].
+impl From<serde_json::Error> for Error {
+    fn from(error: serde_json::Error) -> Self {
+        Error::Internal(format!("a value cannot be serialized: {error}"))
     }
 }
 

@@ -127,7 +127,7 @@ async fn requests_go_to_the_least_busy_agent() {
 
 #[tokio::test]
 async fn a_waiting_evaluation_reports_its_agent_and_place() {
-    let server = TestServer::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
+    let server = TestServer::with(|c| c.response_wait = std::time::Duration::from_millis(50)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     let mut events = vec![running(100, 0)];

@@ -1,4 +1,5 @@
-//! Fair share between owners. All waiting jobs are considered. Fair share between projects: see `queue`.
+//! Fair share between owners, and a queue of more than a thousand jobs, all of which the scheduler considers. `queue.rs` tests fair share
+//! between projects.
 
 use crate::{
     agent::Agent,
@@ -32,7 +33,7 @@ async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
 }
 
 #[tokio::test]
-async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
+async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
     // The setting, and the owner whose waiting job is first. Owner 0 has two running jobs and the older waiting job.
     for (fair_share, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
         let server = TestServer::with(|c| c.fair_share = fair_share).await;

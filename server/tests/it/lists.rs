@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    test_server::{TestServer, assert_refused},
+    test_server::{TestServer, assert_refused, spec},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -367,5 +367,32 @@ async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
     }
     assert_eq!(count_matches(&"é".repeat(200)).await, 0);
     assert_refused(server.get(&format!("/jobs?q={}", "x".repeat(201))).await, 422, "at most 200");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_page_has_at_most_1000_jobs() {
+    let server = TestServer::new().await;
+    Agent::join_with_dataset(&server, 2).await.disconnect();
+    let newest = server.submit(|_| {}).await;
+    // Inserts 1,000 more jobs.
+    let spec = spec().to_string().replace('\'', "''");
+    server
+        .execute(&format!(
+            "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
+             INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) \
+             SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{spec}', 2, n FROM n"
+        ))
+        .await;
+    let (status, page) = server.get("/jobs?limit=1000").await;
+    assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
+    assert_eq!(page["jobs"][0]["id"], newest.id.as_str());
+    let (_, last_page) =
+        server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
+    assert_eq!((last_page["jobs"].as_array().unwrap().len(), &last_page["next_cursor"]), (1, &Value::Null));
+    let (_, document) = server.get("/openapi.json").await;
+    let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
+    let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();
+    assert_eq!((&limit["schema"]["minimum"], &limit["schema"]["maximum"]), (&json!(1), &json!(1000)));
     server.stop().await;
 }

@@ -35,7 +35,7 @@ fn step(step: u64, values: Value) -> Value {
 }
 
 #[tokio::test]
-async fn settings_of_runs_are_filtered_and_grouped_like_keys_of_jobs() {
+async fn runs_are_filtered_and_grouped_by_their_settings() {
     let server = TestServer::new().await;
     for (id, lr) in [
         ("a", json!(0.3)),
@@ -60,7 +60,7 @@ async fn settings_of_runs_are_filtered_and_grouped_like_keys_of_jobs() {
         assert_eq!((status, &names[..]), (200, expected), "{condition}");
     }
     let (_, groups) = server.get("/jobs/groups?by=train.lr").await;
-    assert_eq!(groups["groups"].as_array().unwrap().len(), 3, "0.3, 0.01 and none: {groups}");
+    assert_eq!(groups["groups"].as_array().unwrap().len(), 3, "0.3, 0.01 and no number: {groups}");
     server.stop().await;
 }
 
@@ -105,7 +105,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!(changed["external"]["summary"], json!({"best": 1}));
     let job = server.job(&id).await;
     assert_eq!((job.last.loss, job.last.others["train/acc 1"]), (Some(1.5), 0.1));
-    assert_eq!((job.step, job.epoch), (2, 1), "the epoch is the logged epoch");
+    assert_eq!((job.step, job.epoch), (2, 1), "the newest step and epoch with values");
     assert_eq!(job.sparkline.len(), 2);
 
     // Actions that need ranks of this server are refused.
@@ -157,7 +157,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
         "the new run begins with record 1"
     );
 
-    // The best validation accuracy is a fraction, with the epoch of its step.
+    // The best validation accuracy ignores values above 1, such as 75.0, and has the step and epoch of its record.
     let measured = server.start_run(&json!({"name": "measured"})).await.id.to_string();
     let records: Vec<_> = [(10, 2.0, 0.5), (20, 3.0, 0.75), (30, 4.5, 0.625), (40, 5.0, 75.0)]
         .map(|(at, epoch, accuracy)| {
@@ -236,8 +236,8 @@ async fn records_are_stored_once_and_without_a_gap() {
     server.stop().await;
 }
 
-/// Charts, comparisons, panels and the CSV file show metrics of any name. If a step has several values, the last value counts: before and
-/// after compaction, and after points are removed from events.
+/// Charts, comparisons, panels and the CSV file show metrics of any name. If a step has several values, charts show the last value. The CSV
+/// file has all values until points are removed from events, then the last value of each step.
 #[tokio::test]
 async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let server = TestServer::with(|config| config.keep_points = Duration::from_millis(100)).await;
@@ -275,7 +275,8 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     assert_eq!(other["series"][0]["mean"], json!([null, null]), "values that are not finite are null");
 
     // Sends enough points for compaction. Then compacted steps get new values.
-    let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
+    let count_of_metric_events =
+        format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
     for n in 0..30u64 {
         let batch: Vec<_> =
             (n * 1000..(n + 1) * 1000).map(|index| step(10 + index, json!({name: index % 7}))).collect();
@@ -289,7 +290,10 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let expected = (json!([5, 10, 11, 12, 13]), json!([-1.0, 0.0, 1.0, 100.0, 3.0]));
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
-    wait_until("points are removed from events", async || server.query_number(&rows).await == 0).await;
+    wait_until("points are removed from events", async || {
+        server.query_number(&count_of_metric_events).await == 0
+    })
+    .await;
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(chart("&points=10").await.0.as_array().unwrap().len(), 10);
     let lines = server.metrics_csv(&id, &format!("?name={encoded}&to=12")).await;
@@ -329,8 +333,17 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     for change in [json!({}), json!({"state": "succeeded"})] {
         assert_eq!(server.patch(&path, &change).await.1["state"], "cancelled", "{change}");
     }
-    let wrong = [(json!({"title": "slow", "level": "BAD"}), "`BAD`"), (json!({"text": "slow"}), "`title`")];
-    for (alert, message) in wrong {
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn alerts_with_mistakes_are_refused() {
+    let server = TestServer::new().await;
+    let id = server.start_run(&json!({"name": "alarmed"})).await.id;
+    let path = format!("/runs/{id}");
+    for (alert, message) in
+        [(json!({"title": "slow", "level": "BAD"}), "`BAD`"), (json!({"text": "slow"}), "`title`")]
+    {
         let (status, problem) = server.patch(&path, &json!({"summary": {"alerts": [alert]}})).await;
         assert!(status == 422 && problem.to_string().contains(message), "{problem}");
     }

@@ -2,19 +2,18 @@
 //! of the dataset of an attempt that it runs.
 
 use super::requesting_agent::RequestingAgent;
+use crate::api::prelude::*;
 use crate::{
     datasets::{
         Datasets,
         copies::CopyNotice,
         files::{FileList, MAX_FILES, Parts, Tree},
     },
-    http::error::{Error, Problem, Result, run_blocking},
+    http::error::run_blocking,
 };
 use axum::{
     body::{Body, Bytes},
-    extract::{State, rejection::BytesRejection},
-    http::header,
-    response::{IntoResponse, Response},
+    extract::rejection::BytesRejection,
 };
 use futures_util::stream;
 use lockstep_protocol::{
@@ -22,7 +21,7 @@ use lockstep_protocol::{
     dataset::Dataset,
     spec::shortened,
 };
-use std::{io, sync::Arc};
+use std::io;
 
 /// List a dataset's files
 ///
@@ -55,7 +54,7 @@ pub(crate) async fn list(
 pub(crate) async fn parts(
     State(datasets): State<Arc<Datasets>>,
     requester: RequestingAgent,
-    body: std::result::Result<Bytes, BytesRejection>,
+    body: Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
     requester.check_attempt(&datasets.agents)?;
     let body = body?;
@@ -68,10 +67,6 @@ pub(crate) async fn parts(
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
 }
 
-/// Checks a request for parts.
-///
-/// # Errors
-/// 422: the request has too many or too large parts, or its sizes contradict each other.
 fn check_parts(request: &DatasetParts) -> Result<()> {
     let invalid = |detail: String| Err(Error::unprocessable(detail));
     let bytes = request.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));

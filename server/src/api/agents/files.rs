@@ -173,7 +173,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
 pub(crate) async fn dataset(
     State(checkpoints): State<Arc<Checkpoints>>,
     requester: RequestingAgent,
-    body: std::result::Result<Bytes, BytesRejection>,
+    body: Result<Bytes, BytesRejection>,
 ) -> Result<StatusCode> {
     requester.check_attempt(&checkpoints.agents)?;
     let body = body?;

@@ -88,21 +88,16 @@ async fn read_points(store: &dyn Store, agents: &Agents, id: &str, since: Timest
 }
 
 fn to_columns(points: &[Point]) -> MachineMetrics {
-    let finite = |value: f32| value.is_finite().then_some(value);
-    let machine = MACHINE_METRICS
-        .iter()
-        .enumerate()
-        .map(|(index, name)| (*name, points.iter().map(|point| finite(point.machine[index])).collect()));
+    let column = |value: &dyn Fn(&Point) -> Option<f32>| -> Vec<_> {
+        points.iter().map(|point| value(point).filter(|value| value.is_finite())).collect()
+    };
+    let machine = MACHINE_METRICS.into_iter().enumerate();
+    let machine = machine.map(|(index, name)| (name, column(&|point| Some(point.machine[index]))));
     let slots: BTreeSet<u32> = points.iter().flat_map(|p| p.gpus.iter().map(|(slot, _)| *slot)).collect();
     let gpu = |slot: u32| {
-        let value = |point: &Point, index: usize| {
-            let (_, values) = point.gpus.iter().find(|(s, _)| *s == slot)?;
-            finite(values[index])
-        };
-        let metrics = GPU_METRICS
-            .iter()
-            .enumerate()
-            .map(|(index, name)| (*name, points.iter().map(|point| value(point, index)).collect()));
+        let values = |point: &Point| Some(point.gpus.iter().find(|(s, _)| *s == slot)?.1);
+        let metrics = GPU_METRICS.into_iter().enumerate();
+        let metrics = metrics.map(|(index, name)| (name, column(&|point| Some(values(point)?[index]))));
         GpuMetrics { slot, metrics: metrics.collect() }
     };
     MachineMetrics {

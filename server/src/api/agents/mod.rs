@@ -104,10 +104,6 @@ pub(crate) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Reads a machine.
-///
-/// # Errors
-/// 404: no machine has this id.
 async fn find(store: &dyn Store, id: &str) -> Result<AgentRow> {
     let found = store.agents().await?.into_iter().find(|agent| agent.id == id);
     found.ok_or_else(|| Error::NotFound("no machine has this id".into()))

@@ -10,7 +10,7 @@ use crate::{
     http::ingress::Ingress,
     scheduler::Scheduler,
 };
-use lockstep_web::{Template as _, machines};
+use lockstep_web::machines;
 use std::collections::BTreeSet;
 
 /// `GET /machines`
@@ -29,5 +29,5 @@ pub(crate) async fn machines(
     let names: Vec<_> = agents.iter().map(|agent| agent.name.clone()).collect();
     let user = caller.current_user();
     let join = join::join_parts(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
-    html(machines::MachinesPage { agents, job_names, join, user }.render())
+    html(machines::MachinesPage { agents, job_names, join, user })
 }

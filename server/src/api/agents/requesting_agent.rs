@@ -1,23 +1,15 @@
-//! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that it may upload.
+//! The agent that sends a request on the routes of agents with their own disk, and the checkpoints that this agent may upload.
 
+use crate::api::prelude::*;
 use crate::{
-    agents::Agents,
-    auth::{Auth, access::Caller},
-    checkpoints::Checkpoints,
-    http::{
-        error::{Error, Result},
-        extract::{Path, parse_job_id},
-    },
-    store::Holder,
+    agents::Agents, auth::Auth, checkpoints::Checkpoints, http::extract::parse_job_id, store::Holder,
 };
 use axum::{
     extract::{FromRef, FromRequestParts},
     http::request::Parts,
 };
 use lockstep_protocol::agent::{AttemptRef, FencingToken};
-use serde::Deserialize;
 use serde_json::Value;
-use std::sync::Arc;
 
 /// The agent that sends a request, its attempt, and the parameters of the path.
 pub(crate) struct RequestingAgent {
@@ -75,15 +67,10 @@ where
 }
 
 impl RequestingAgent {
-    /// Whether the agent has the attempt.
     pub(crate) fn has_attempt(&self, agents: &Agents) -> bool {
         agents.leases.has_live_ranks(&self.agent_id, &self.attempt)
     }
 
-    /// Checks that the agent has the attempt.
-    ///
-    /// # Errors
-    /// The agent does not have the attempt.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
         if self.has_attempt(agents) {
             Ok(())
@@ -122,7 +109,7 @@ impl RequestingAgent {
         let copies = checkpoints.copies_of(&row).await?;
         let has_copy = copies.holders.iter().any(is_this_agent);
         // The server expects the upload from the first holder.
-        let holders = checkpoints.holders_if_missing(&row, Some(&copies));
+        let holders = checkpoints.holders_unless_on_server(&row, Some(&copies));
         let uploader = holders.into_iter().chain(copies.holders).next();
         if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
             // Allowed also after the end of the agent's attempt, because this may be the only copy of the newest checkpoint.

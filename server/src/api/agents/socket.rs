@@ -11,7 +11,7 @@ use crate::{
         inbox::{QueueItem, RESERVE_TIMEOUT, ReportConnection},
         machines,
     },
-    api::agents,
+    api::{agents, close_code_of, close_websocket},
     auth::Auth,
     http::ingress::{Ingress, Peer},
     lifecycle,
@@ -23,7 +23,7 @@ use crate::{
 };
 use axum::extract::{
     WebSocketUpgrade,
-    ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
+    ws::{Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use introduction::{MAX_ATTEMPTS, TOO_MANY_ATTEMPTS, check_hello, truncate_text};
@@ -57,7 +57,7 @@ pub(crate) async fn socket(
     State(ingress): State<Arc<Ingress>>,
     Extension(caller): Extension<Caller>,
     Extension(peer): Extension<Peer>,
-    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade?.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
@@ -68,22 +68,15 @@ pub(crate) async fn socket(
 
 type Sink = SplitSink<WebSocket, Message>;
 
-async fn send(sink: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
+async fn send(sink: &mut Sink, message: &ToAgent) -> Result<(), String> {
     send_bytes(sink, wire::encode(message).map_err(|e| e.to_string())?).await
 }
 
-async fn send_bytes(sink: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
+async fn send_bytes(sink: &mut Sink, bytes: Vec<u8>) -> Result<(), String> {
     match tokio::time::timeout(MESSAGE_TIMEOUT, sink.send(Message::Binary(bytes.into()))).await {
         Ok(sent) => sent.map_err(|e| e.to_string()),
         Err(_) => Err("the agent does not read messages".into()),
     }
-}
-
-async fn close(sink: &mut Sink, code: u16, reason: &str) {
-    // The reason in a close frame has at most 123 bytes (RFC 6455, section 5.5).
-    let reason = &reason[..reason.floor_char_boundary(123)];
-    let frame = CloseFrame { code, reason: reason.into() };
-    let _ = tokio::time::timeout(Duration::from_secs(1), sink.send(Message::Close(Some(frame)))).await;
 }
 
 /// Why a connection ends: for the log, and for the agent in the close frame.
@@ -108,7 +101,7 @@ impl From<String> for End {
 
 impl From<axum::Error> for End {
     fn from(error: axum::Error) -> Self {
-        Self { code: crate::api::close_code_of(&error), why: error.to_string() }
+        Self { code: close_code_of(&error), why: error.to_string() }
     }
 }
 
@@ -126,14 +119,16 @@ async fn serve(
     let hello = loop {
         let message = match tokio::time::timeout_at(hello_deadline, stream.next()).await {
             Ok(Some(message)) => message,
-            Ok(None) | Err(_) => return close(&mut sink, close_code::POLICY, "no Hello arrived").await,
+            Ok(None) | Err(_) => {
+                return close_websocket(&mut sink, close_code::POLICY, "no Hello arrived").await;
+            }
         };
         match read_first(message, &mut partial).await {
             Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
                 tracing::warn!(reason = why, "a connection did not begin with an agent's Hello");
-                return close(&mut sink, code, &why).await;
+                return close_websocket(&mut sink, code, &why).await;
             }
         }
     };
@@ -156,7 +151,7 @@ async fn serve(
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             scheduler.agents.refusals.note(peer.address, &who, &reason);
             let _ = send(&mut sink, &ToAgent::Refused { reason, may_pass }).await;
-            return close(&mut sink, close_code::POLICY, "refused").await;
+            return close_websocket(&mut sink, close_code::POLICY, "refused").await;
         }
     };
 
@@ -270,7 +265,7 @@ async fn serve(
         }
     }
     scheduler.agents.leases.wake_dispatch();
-    close(&mut sink, code, &why).await;
+    close_websocket(&mut sink, code, &why).await;
 }
 
 /// The connection of the agent with this id and name.
@@ -292,12 +287,7 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     /// Stores the agent, renews its leases, and sends `Welcome` and the orders that the agent has missed.
-    async fn welcome(
-        &self,
-        sink: &mut Sink,
-        row: AgentRow,
-        attempts: &[AttemptRef],
-    ) -> std::result::Result<(), String> {
+    async fn welcome(&self, sink: &mut Sink, row: AgentRow, attempts: &[AttemptRef]) -> Result<(), String> {
         let scheduler = self.scheduler;
         let failed = |e: crate::store::StoreError| e.to_string();
         scheduler.agents.rows.put(&*scheduler.store, row).await.map_err(failed)?;
@@ -363,7 +353,7 @@ impl Connection<'_> {
                     scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 scheduler.agents.send(&self.id, ToAgent::HeartbeatAck);
-                self.release_from_final_job().await;
+                self.stop_after_only_job().await;
             }
             FromAgent::Report { attempt, source, first, events } => {
                 if let Source::Rank(rank) = source
@@ -416,8 +406,8 @@ impl Connection<'_> {
         ControlFlow::Continue(())
     }
 
-    /// Stops an agent that serves a single job once that job is over, because the agent may never have received ranks.
-    async fn release_from_final_job(&self) {
+    /// Stops an agent that serves a single job if that job is over. The agent may never have received ranks, so it may not know the end.
+    async fn stop_after_only_job(&self) {
         let Some(job) = &self.only_job else { return };
         if is_over(&*self.scheduler.store, job).await {
             // Attempt 0 is no attempt: the order is about the job.

@@ -175,7 +175,7 @@ async fn find(
             Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset_message(name, names)))?)
         }
     };
-    // The job's own dataset keeps the job's validation pictures, even if the request names it.
+    // A request that names the job's own dataset also gets the job's validation pictures.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
     // A dataset that was registered again under the same name is another dataset.
     let dataset_suffix =
@@ -208,7 +208,7 @@ async fn find(
         }
     };
     let evaluations = &scheduler.checkpoints.evaluations;
-    match evaluations.join_or_start(file.clone(), scheduler.config.evaluation_wait, work).await {
+    match evaluations.join_or_start(file.clone(), scheduler.config.response_wait, work).await {
         Joined::Ended(Ok(())) => Ok(response(regular_files::read(&file).await?)),
         Joined::Ended(Err(error)) => Err(error.without_pointer()),
         Joined::Running(sent) => {
@@ -242,7 +242,7 @@ async fn is_of_current_pictures(
         data: Box::new(spec.data),
         allowed: scheduler.datasets.roots.allowed_folders(),
     };
-    match requests::call(&scheduler.agents, request, scheduler.config.evaluation_wait).await {
+    match requests::call(&scheduler.agents, request, scheduler.config.response_wait).await {
         Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
         _ => true,
     }
@@ -333,7 +333,7 @@ fn choose_split(spec: &mut JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn save(file: &std::path::Path, result: &impl Serialize) -> std::result::Result<(), RequestError> {
+async fn save(file: &std::path::Path, result: &impl Serialize) -> Result<(), RequestError> {
     let written = async {
         let json = serde_json::to_vec(result).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {

@@ -126,10 +126,7 @@ async fn set_download_headers(
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
     let job = job.map_or_else(|| row.job.to_string(), |found| found.job.name);
     let file_name = format!("{job}-{}-{}-{name}", row.info.epoch, row.info.step);
-    headers.insert(
-        header::CONTENT_DISPOSITION,
-        HeaderValue::try_from(attachment(&file_name)).map_err(|e| Error::Internal(e.to_string()))?,
-    );
+    headers.insert(header::CONTENT_DISPOSITION, attachment(&file_name));
     Ok(response)
 }
 

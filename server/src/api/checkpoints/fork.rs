@@ -95,8 +95,7 @@ async fn prepare(
     refuse_external(&parent_job, "forked").map_err(StoreError::from)?;
     let source = choose(&*scheduler.store, &parent_job, &request.checkpoint).await?;
     checkpoints::ensure_on_disk(&scheduler.checkpoints, &source).await?;
-    let mut document = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
+    let mut document = serde_json::to_value(&parent_job.spec)?;
     document["name"] = fork_name(&parent_job.name).into();
     // The fork keeps its parent's tags, and so stays in the same groups.
     document["tags"] = parent_job.tags.clone().into();
@@ -135,13 +134,12 @@ async fn prepare(
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     }
     mistakes.extend(early_stop_mistake(&parent_job, &source, spec));
-    if !mistakes.is_empty() {
-        return Err(Error::Invalid(mistakes));
-    }
-    let warnings = [
-        schedule_warning(&parent_job, spec, (step, new_step), steps_per_epoch, total_steps),
-        validation_warning(&parent_job.spec, spec),
-    ];
+    check_mistakes(mistakes)?;
+    let old_schedule =
+        Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
+    let new_schedule = Schedule::new(&spec.train, steps_per_epoch, total_steps);
+    let schedule_warning = schedule::describe_change(&old_schedule, step, &new_schedule, new_step);
+    let warnings = [schedule_warning, validation_warning(&parent_job.spec, spec)];
     checked.warnings.extend(warnings.into_iter().flatten());
     Ok((parent_job, source, checked))
 }
@@ -182,20 +180,6 @@ fn renumbered_step(parent_job: &Job, step: u64, spec: &JobSpec, steps_per_epoch:
     let Some(epoch) = step.checked_div(old_steps).filter(|_| !is_same) else { return step };
     let step_in_epoch = step % old_steps * old_batch / spec.global_batch_size().max(1);
     epoch * steps_per_epoch + step_in_epoch.min(steps_per_epoch.saturating_sub(1))
-}
-
-/// Returns a warning if the schedule of the learning rate changes. `step` is the checkpoint's step, and `new_step` the fork's step at the
-/// same position in the data.
-fn schedule_warning(
-    parent_job: &Job,
-    spec: &JobSpec,
-    (step, new_step): (u64, u64),
-    steps_per_epoch: u64,
-    total_steps: u64,
-) -> Option<String> {
-    let old = Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
-    let new = Schedule::new(&spec.train, steps_per_epoch, total_steps);
-    schedule::describe_change(&old, step, &new, new_step)
 }
 
 /// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.
@@ -311,8 +295,7 @@ fn check_recipe(parent_job: &Job, document: &Value) -> Result<()> {
 /// the parent's user gave stays. A stored specification does not show whether the split was given, so a split that equals the automatic
 /// choice is removed.
 async fn choose_validation_again(store: &dyn Store, parent_job: &Job, document: &mut Value) -> Result<()> {
-    let mut before = serde_json::to_value(&parent_job.spec)
-        .map_err(|e| Error::Internal(format!("a specification cannot be serialized: {e}")))?;
+    let mut before = serde_json::to_value(&parent_job.spec)?;
     if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
         return Ok(());
     }

@@ -21,6 +21,7 @@ use crate::{
 };
 use axum::http::HeaderMap;
 use lockstep_protocol::{
+    JobId,
     checkpoint::Checkpoint,
     checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
 };
@@ -44,10 +45,11 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// Returns the path from which an agent reads these weights of the checkpoint in `folder`.
+    /// Returns the path from which an agent reads these weights of the checkpoint in `folder`: the folder itself for [`Weights::Model`], the
+    /// file of the average for [`Weights::Ema`].
     ///
     /// # Errors
-    /// The checkpoint was removed, is not a folder of files, or has no average.
+    /// The checkpoint was removed, the weights are not a regular file, or the checkpoint has no average.
     pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
         if !folder.exists() {
             return Err(removed_error());
@@ -67,8 +69,8 @@ impl Weights {
 }
 
 pub(super) fn no_average_error() -> Error {
-    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
-                  were averaged; leave out weights=ema (on the command line, --weights ema)";
+    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or had not reached the first averaged step; \
+                  leave out weights=ema (on the command line, --weights ema)";
     Error::NotFound(detail.into())
 }
 
@@ -115,14 +117,18 @@ pub(crate) async fn list(
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
-    let rows = scheduler.store.checkpoints(&job.id).await?;
-    let copies = scheduler.checkpoints.copies(&job.id).await?;
-    let to_checkpoint = |row: CheckpointRow| {
-        let copies = copies.get(&row.id);
-        scheduler.checkpoints.describe(row, copies)
-    };
-    let checkpoints = rows.into_iter().map(to_checkpoint).collect();
+    let checkpoints = of_job(&scheduler.checkpoints, &job.id).await?;
     json_with_etag(&headers, &CheckpointList::from(LIST.page(Some(&job.id), checkpoints, &params)?))
+}
+
+/// Returns a job's checkpoints, newest first.
+pub(super) async fn of_job(checkpoints: &Checkpoints, job: &JobId) -> Result<Vec<Checkpoint>> {
+    let copies = checkpoints.copies(job).await?;
+    let describe = |row: CheckpointRow| {
+        let copies = copies.get(&row.id);
+        checkpoints.describe(row, copies)
+    };
+    Ok(checkpoints.store.checkpoints(job).await?.into_iter().map(describe).collect())
 }
 
 /// Show a checkpoint
@@ -148,9 +154,6 @@ pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
 }
 
 /// Chooses a checkpoint of a job: `best`, `latest`, a checkpoint's id, or its step.
-///
-/// # Errors
-/// 404: the job has no checkpoint, or no checkpoint with this id or step.
 pub(super) fn choose(rows: Vec<CheckpointRow>, requested: &str) -> Result<CheckpointRow> {
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
@@ -178,14 +181,14 @@ fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a Chec
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
 pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
-    if let Some(holder) = checkpoints.holders_if_missing(row, Some(&copies)).into_iter().next() {
+    if let Some(holder) = checkpoints.holders_unless_on_server(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(format!(
             "this checkpoint is still being uploaded from {}; ask again, or use an older checkpoint",
             holder.agent
         )));
     }
     let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
-        None => artifact_fetches::check_if_incomplete(checkpoints, row, Some(&copies)).await,
+        None => artifact_fetches::fetch_if_incomplete(checkpoints, row, Some(&copies)).await,
         fetch => fetch,
     };
     match fetch {
@@ -195,11 +198,8 @@ pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &Checkpo
 }
 
 /// Waits until a checkpoint is fetched from the object store.
-///
-/// # Errors
-/// The checkpoint cannot be fetched, or fetching takes too long.
 pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
-    match artifact_fetches::wait(fetch, config.evaluation_wait).await {
+    match artifact_fetches::wait(fetch, config.response_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed_error()),
         Some(Err(NotFetched::Damaged(how))) => Err(damaged_error(

@@ -1,27 +1,20 @@
 //! Inspections of datasets. The first inspection of a million pictures takes minutes, which is longer than browsers and proxies wait for a
 //! response. After the time limit of a request, the response is 202. Repeating the request joins the inspection.
 
+use crate::api::prelude::*;
 use crate::{
     agents::{
         OnlineAgent, RequestError, requests,
         shared_requests::{Joined, Sent},
     },
     datasets::Datasets,
-    http::error::{Error, Result},
-};
-use axum::{
-    Json,
-    http::StatusCode,
-    response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::DatasetInfo,
     inspect::MAX_CONCURRENT_REQUESTS,
 };
-use serde::{Deserialize, Serialize};
-use std::{sync::Arc, time::Duration};
-use utoipa::{IntoParams, ToSchema};
+use std::time::Duration;
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
 pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
@@ -41,9 +34,6 @@ pub(crate) struct WaitQuery {
 
 impl WaitQuery {
     /// Returns the time to wait for the inspection.
-    ///
-    /// # Errors
-    /// 400: the time is too long.
     pub(crate) fn max_wait(&self) -> Result<Duration> {
         let secs = self.wait_secs.unwrap_or(MAX_WAIT_SECS);
         if secs > MAX_WAIT_SECS {
@@ -77,7 +67,7 @@ pub(crate) enum NotInspected {
 }
 
 /// The result of an inspection within the time that a request waits.
-pub(crate) type Inspected<T> = std::result::Result<T, NotInspected>;
+pub(crate) type Inspected<T> = Result<T, NotInspected>;
 
 impl<E: Into<Error>> From<E> for NotInspected {
     fn from(error: E) -> Self {

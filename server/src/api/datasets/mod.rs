@@ -108,9 +108,7 @@ pub(crate) async fn register(
 ) -> Inspected<Dataset> {
     let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
     errors.extend(path_mistake(datasets, caller, &new.path).await);
-    if !errors.is_empty() {
-        return Err(Error::Invalid(errors).into());
-    }
+    check_mistakes(errors)?;
     if let Some(existing) = datasets.store.dataset(&new.name).await?
         && caller.sees(existing.private, existing.owner.as_deref())
     {
@@ -194,9 +192,8 @@ async fn inspect_new(
 /// # Errors
 /// The files are outside the folders that are allowed for datasets, or cannot be trained on.
 fn check_info(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<DatasetInfo> {
-    let mistake = |detail: String| Error::invalid("/path", detail);
-    datasets.roots.check_found(path).map_err(mistake)?;
-    info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
+    check_field("/path", datasets.roots.check_found(path).err().or_else(|| info_mistake(&info)))?;
+    Ok(info)
 }
 
 /// Returns the reason why a dataset cannot be trained on or stored, if there is one. Numbers that are not finite cannot be stored as JSON.
@@ -244,9 +241,7 @@ pub(crate) async fn inspect(
     Query(wait): Query<WaitQuery>,
     Body(folder, _): Body<Folder>,
 ) -> Inspected<Json<InspectedFolder>> {
-    if let Some(mistake) = path_mistake(&datasets, &caller, &folder.path).await {
-        return Err(Error::Invalid(vec![mistake]).into());
-    }
+    check_mistakes(path_mistake(&datasets, &caller, &folder.path).await.into_iter().collect())?;
     let (path, info) = inspections::inspect(&datasets, folder.path, wait.max_wait()?).await?;
     let info = check_info(&datasets, &path, info)?;
     Ok(Json(InspectedFolder { path, info }))
@@ -309,13 +304,8 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
         Err(NotInspected::UnderWay(_)) => None,
         Err(NotInspected::Failed(error)) => {
             let name = &dataset.name;
-            let why = match error {
-                // The pointers are for a request to register a dataset.
-                Error::Invalid(mistakes) => {
-                    mistakes.into_iter().map(|mistake| mistake.detail).collect::<Vec<_>>().join("; ")
-                }
-                other => other.detail(),
-            };
+            // Locations of mistakes would refer to a request to register a dataset.
+            let why = error.detail();
             Some(format!(
                 "the files of the dataset {name:?} have changed, and could not be inspected again: {why}. The job was checked with the \
                  numbers of the last inspection"
@@ -324,10 +314,6 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
     }
 }
 
-/// Returns the dataset of this name.
-///
-/// # Errors
-/// 404: no dataset has this name.
 pub(super) async fn find(store: &dyn Store, name: &str) -> Result<Dataset> {
     store.dataset(name).await?.ok_or_else(|| Error::NotFound("no dataset has this name".into()))
 }

@@ -10,14 +10,11 @@ use crate::{
     api::html::{Page, html},
     auth::Auth,
     datasets::Datasets,
-    http::{
-        error::{Code, PageError},
-        gate::AuditSubject,
-    },
+    http::{error::Code, gate::AuditSubject},
 };
 use axum::{Form, response::Redirect};
-use lockstep_protocol::{access::Scope, dataset::Dataset};
-use lockstep_web::{Template as _, datasets as views};
+use lockstep_protocol::dataset::Dataset;
+use lockstep_web::datasets as views;
 
 /// `GET /datasets`
 pub(crate) async fn datasets(
@@ -30,18 +27,15 @@ pub(crate) async fn datasets(
 
 async fn datasets_page(datasets: &Datasets, auth: &Auth, caller: &Caller, form: views::DatasetForm) -> Page {
     let visible = visible_datasets(&*datasets.store, caller).await?;
-    let may_submit = caller.may(Scope::Submit);
-    let may_change = |dataset: &&Dataset| may_submit && auth.may_change(caller, dataset.owner.as_deref());
-    let changeable = visible.iter().filter(may_change).map(|d| d.name.clone());
-    let changeable = changeable.collect();
-    let page = views::DatasetsPage {
+    let may_change = |dataset: &&Dataset| auth.may_change(caller, dataset.owner.as_deref());
+    let changeable = visible.iter().filter(may_change).map(|dataset| dataset.name.clone()).collect();
+    html(views::DatasetsPage {
         datasets: visible,
         changeable,
         may_add: datasets.roots.may_name(caller),
         form,
         user: caller.current_user(),
-    };
-    html(page.render())
+    })
 }
 
 /// `POST /datasets`: submits the form without scripts.
@@ -74,7 +68,7 @@ pub(crate) async fn add_dataset(
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }
-        Err(NotInspected::Failed(other)) => return Err(PageError(other)),
+        Err(NotInspected::Failed(other)) => return Err(other.into()),
     };
     Ok((status, datasets_page(&datasets, &auth, &caller, form).await?).into_response())
 }

@@ -24,10 +24,9 @@ use std::{
     path::PathBuf,
     time::{Duration, Instant},
 };
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 
-/// Locked while the folder of an upload is emptied, filled, registered or removed. A blocking thread keeps the lock until its
-/// work ends, even if the client disconnects.
+/// Locked while the folder of an upload is emptied, filled, registered or removed.
 static FOLDERS_LOCK: Mutex<()> = Mutex::const_new(());
 /// Time for which an archive is unpacked before the next archive gets its turn.
 const TURN: Duration = Duration::from_secs(5);
@@ -71,8 +70,7 @@ pub(crate) async fn upload_archive(
         return Err(Error::Conflict(detail.into()));
     }
     let folder = datasets.roots.uploads.clone();
-    let written = run_blocking(move || {
-        let _lock = lock;
+    let written = run_locked(lock, move || {
         uploads::remove_unused(&folder, &registered);
         upload.write(0, &body)
     });
@@ -107,11 +105,7 @@ pub(crate) async fn register_upload(
     let unpacked = {
         let lock = FOLDERS_LOCK.lock().await;
         let (upload, until) = (upload.clone(), Instant::now() + max_wait.min(TURN));
-        let unpacked = run_blocking(move || {
-            let _lock = lock;
-            upload.unpack(until)
-        });
-        unpacked.await?.map_err(refusal)?
+        run_locked(lock, move || upload.unpack(until)).await?.map_err(refusal)?
     };
     if unpacked.files < unpacked.total {
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
@@ -123,10 +117,8 @@ pub(crate) async fn register_upload(
     let new = NewDataset { name, path: path.clone(), private: new.private };
     let inspected = inspect_new(&datasets, &caller, new, max_wait).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
-        NotInspected::Failed(Error::Invalid(mistakes)) => {
-            let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
-            let detail = details.join("; ").replace(&path, "the zip file");
-            Error::unprocessable(detail).into()
+        NotInspected::Failed(error @ Error::Invalid(_)) => {
+            Error::unprocessable(error.detail().replace(&path, "the zip file")).into()
         }
         other => other,
     });
@@ -149,11 +141,7 @@ async fn add(
         return Err(Error::Conflict(detail.into()));
     }
     datasets.store.add_dataset(&dataset).await?;
-    let finished = run_blocking(move || {
-        let _lock = lock;
-        upload.finish()
-    });
-    finished.await?.map_err(|e| disk_error(&e))?;
+    run_locked(lock, move || upload.finish()).await?.map_err(|e| disk_error(&e))?;
     Ok(dataset)
 }
 
@@ -166,11 +154,19 @@ pub(super) async fn remove(datasets: Arc<Datasets>, name: String, folder: PathBu
     if others.iter().any(|path| datasets.roots.upload_folder(path).as_ref() == Some(&folder)) {
         return Ok(());
     }
-    let removed = run_blocking(move || {
+    run_locked(lock, move || uploads::remove_folder(&folder)).await?.map_err(|e| disk_error(&e))
+}
+
+/// Runs work on a blocking thread, which holds `lock` until the work ends, even if the client disconnects.
+async fn run_locked<T: Send + 'static>(
+    lock: MutexGuard<'static, ()>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
+    run_blocking(move || {
         let _lock = lock;
-        uploads::remove_folder(&folder)
-    });
-    removed.await?.map_err(|e| disk_error(&e))
+        work()
+    })
+    .await
 }
 
 /// The paths of all datasets.
@@ -180,9 +176,7 @@ async fn dataset_paths(datasets: &Datasets) -> Result<Vec<String>> {
 
 /// Returns the caller's upload of this name.
 fn find_upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
-    if let Some(mistake) = name_mistake(name) {
-        return Err(Error::Invalid(vec![mistake]));
-    }
+    check_mistakes(name_mistake(name).into_iter().collect())?;
     Ok(Upload::of(&datasets.roots.uploads, caller.owner().unwrap_or_default(), name))
 }
 

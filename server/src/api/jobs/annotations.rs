@@ -7,7 +7,7 @@ use crate::{
         list::{Fields, MAX_LIMIT, Pages},
     },
     http::{
-        extract::{Body, check_count, parse_job_id},
+        extract::{Body, check_count},
         gate::AuditSubject,
     },
     scheduler::Scheduler,
@@ -17,7 +17,7 @@ use lockstep_protocol::{labels, spec::SpecError};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Notes and tags of all jobs that have notes or tags. Each job also has its notes and tags as fields.
+/// Notes and tags of all jobs that have notes or tags.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
     /// Notes and tags by job id, in the order of ids.
@@ -80,11 +80,7 @@ pub(crate) async fn list(
             Some(fields) => fields.select(&annotation),
             None => serde_json::to_value(&annotation),
         };
-        Ok((
-            id.to_string(),
-            annotation
-                .map_err(|error| Error::Internal(format!("an annotation cannot be serialized: {error}")))?,
-        ))
+        Ok((id.to_string(), annotation?))
     });
     let jobs = jobs.collect::<Result<_>>()?;
     let total = match query.count {
@@ -104,9 +100,8 @@ pub(crate) async fn change(
 ) -> Result<(Extension<AuditSubject>, Json<Annotation>)> {
     let job = jobs::find(&scheduler, &id).await?;
     let mut errors = Vec::new();
-    let mut mistake = |pointer: &str, detail: String| {
-        errors.push(SpecError { pointer: pointer.into(), detail });
-    };
+    let mut mistake =
+        |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
     if let Some(detail) = change.notes.as_deref().and_then(labels::notes_mistake) {
         mistake("/notes", detail);
     }
@@ -120,26 +115,23 @@ pub(crate) async fn change(
     if change.priority.is_some_and(|p| !(-1000..=1000).contains(&p)) {
         mistake("/priority", "must be from -1000 to 1000".into());
     }
-    if !errors.is_empty() {
-        return Err(Error::Invalid(errors));
-    }
-    let id = parse_job_id(&id)?;
+    check_mistakes(errors)?;
     let annotation = if change.notes.is_some() || tags.is_some() {
-        scheduler.store.annotate(&id, change.notes.as_deref(), tags.as_deref()).await?
+        scheduler.store.annotate(&job.id, change.notes.as_deref(), tags.as_deref()).await?
     } else {
         Annotation { notes: job.notes.clone().unwrap_or_default(), tags: job.tags.clone() }
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
-        scheduler.store.set_priority(&id, priority).await?;
+        scheduler.store.set_priority(&job.id, priority).await?;
         scheduler.waiting.note_change(&job);
         scheduler.agents.leases.wake_dispatch();
     }
     if let Some(project) = change.project.as_ref().filter(|project| **project != job.project) {
-        scheduler.store.set_project(&id, project).await?;
+        scheduler.store.set_project(&job.id, project).await?;
         scheduler.waiting.note_change(&job);
     }
     // Updates open pages.
-    scheduler.events.hub.send_labels(jobs::find(&scheduler, id.as_str())).await?;
+    scheduler.events.hub.send_labels(jobs::find(&scheduler, &id)).await?;
     let before = json!({
         "notes": job.notes.unwrap_or_default(),
         "tags": job.tags,

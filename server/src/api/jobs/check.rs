@@ -7,6 +7,7 @@ use crate::{
     api::{
         datasets,
         jobs::submission::{self, WeightsCheck},
+        list,
     },
     http::extract::JobFile,
     scheduler::{Scheduler, device_for, max_capacity_of},
@@ -18,8 +19,8 @@ use lockstep_protocol::{
     limits::MAX_MISTAKES,
     numbers::plural,
     spec::{
-        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep,
-        shortened, split_sweep, trial_document,
+        self, Arch, Device, ImageSize, Setting, SpecError, SweepSpec, Validation, read_sweep, shortened,
+        split_sweep, trial_document,
     },
     throughput::Throughput,
 };
@@ -192,7 +193,7 @@ pub(in crate::api) async fn check(
     start: Start,
 ) -> Result<CheckedSpec> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
-    check_on(scheduler, caller, &datasets, document, start).await
+    check_with_datasets(scheduler, caller, &datasets, document, start).await
 }
 
 /// Returns the datasets that the caller may see. A dataset that a document names is inspected again if its files have changed. If that is
@@ -217,8 +218,8 @@ fn dataset_name(document: &Value) -> Option<&str> {
     document.pointer("/data/dataset").and_then(Value::as_str)
 }
 
-/// Checks a document on `datasets`, the result of [`current_datasets`].
-async fn check_on(
+/// Same as [`check`], with `datasets`, the result of [`current_datasets`].
+async fn check_with_datasets(
     scheduler: &Scheduler,
     caller: &Caller,
     datasets: &[(Dataset, Option<String>)],
@@ -279,8 +280,8 @@ async fn check_on(
             let mut warnings = submission::warnings(&spec, &dataset);
             warnings.extend(refresh_warning.flatten());
             warnings.extend(weights_warning);
-            warnings.extend(best_without_checkpoint(&spec, &dataset));
-            warnings.extend(too_few_pictures_possible(&spec, &dataset));
+            warnings.extend(unsaved_best_warning(&spec, &dataset));
+            warnings.extend(few_pictures_warning(&spec, &dataset));
             Ok(CheckedSpec { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
@@ -333,7 +334,7 @@ pub(in crate::api) async fn check_sweep(
         let trial_mistakes = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
-            Ok(document) => match check_on(scheduler, caller, &datasets, &document, start).await {
+            Ok(document) => match check_with_datasets(scheduler, caller, &datasets, &document, start).await {
                 Ok(checked) => {
                     let conflicts = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);
@@ -349,15 +350,12 @@ pub(in crate::api) async fn check_sweep(
             }
         }
     }
-    if mistakes.is_empty() {
-        Ok(CheckedSweep { sweep, settings, trials })
-    } else {
-        Err(Error::Invalid(mistakes))
-    }
+    check_mistakes(mistakes)?;
+    Ok(CheckedSweep { sweep, settings, trials })
 }
 
 /// Returns a warning if validations and checkpoints fall on different steps, so that the best network may not be kept.
-fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+fn unsaved_best_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let save_every = spec.checkpoint.every_steps.filter(|steps| *steps > 0)?;
     let samples = training_samples(spec, dataset);
     let validation_every = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
@@ -376,7 +374,7 @@ fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> 
 
 /// Returns a warning if a job that holds out a fraction of the pictures at random may be left with too few pictures: fewer than one step
 /// takes, or none for validation.
-fn too_few_pictures_possible(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+fn few_pictures_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let Validation::Fraction(fraction) = spec.data.validation else { return None };
     let train = dataset.info.splits.iter().find(|split| split.name == "train")?.samples as f64;
     if !has_expected_samples(spec, dataset) {
@@ -440,10 +438,8 @@ pub(in crate::api) fn no_dataset_message<'a>(name: &str, names: impl Iterator<It
     let names: Vec<_> = names.collect();
     let hint = if names.is_empty() {
         "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned()
-    } else if let Some(near) = nearest(name, names.iter().copied()) {
-        format!("did you mean {near:?}?")
     } else {
-        format!("the datasets are {}", names.join(", "))
+        list::suggest(name, &names, "the datasets are")
     };
     let fetch = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),

@@ -7,12 +7,12 @@ use crate::{
 };
 use lockstep_protocol::{
     metric,
-    spec::{KEYS, Kind, nearest, shortened},
+    spec::{KEYS, Kind, Section, nearest, shortened},
 };
 
 /// Maximum number of conditions in a request.
 const MAX_CONDITIONS: usize = 10;
-/// Parameters of lists of jobs that users may mistake for settings.
+/// Parameters of the list of jobs that users may mistake for settings.
 const FILTERS: [&str; 3] = ["state", "owner", "tag"];
 /// Maximum number of characters of a value.
 const MAX_VALUE_CHARS: usize = 200;
@@ -34,31 +34,25 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 /// or its value does not fit the key.
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
     let parts: Vec<_> = list::split_list(text).collect();
-    if parts.len() > MAX_CONDITIONS {
-        return Err(condition_error(format!(
-            "has {} conditions; give at most {MAX_CONDITIONS}",
-            parts.len()
-        )));
-    }
-    parts.into_iter().map(parse_condition).collect()
+    let conditions = if parts.len() > MAX_CONDITIONS {
+        Err(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len()))
+    } else {
+        parts.into_iter().map(parse_condition).collect()
+    };
+    conditions.map_err(|mistake| Error::BadRequest(format!("where {mistake}")))
 }
 
-fn condition_error(detail: String) -> Error {
-    Error::BadRequest(format!("where {detail}"))
-}
-
-fn parse_condition(text: &str) -> Result<Condition> {
+/// Parses a condition. The error is the predicate of a sentence about the parameter `where`.
+fn parse_condition(text: &str) -> Result<Condition, String> {
     let parts = text.find(['=', '!', '<', '>']).and_then(|at| {
         let (key, rest) = text.split_at_checked(at)?;
         let (sign, comparison) = COMPARISONS.into_iter().find(|(sign, _)| rest.starts_with(sign))?;
         Some((key.trim(), comparison, rest.get(sign.len()..)?.trim()))
     });
-    let Some((path, comparison, value)) = parts else {
-        return Err(condition_error(format!(
-            "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1, but is {:?}",
-            shortened(text)
-        )));
-    };
+    let (path, comparison, value) = parts.ok_or_else(|| {
+        let text = shortened(text);
+        format!("needs a key, one of = != < <= > >= and a value, such as train.lr>0.1, but is {text:?}")
+    })?;
     let results: Vec<_> = result_names().collect();
     let as_result = results.iter().copied().find(|name| *name == path).map(result_sort_key);
     // A name of both a setting and a result means the setting.
@@ -68,33 +62,30 @@ fn parse_condition(text: &str) -> Result<Condition> {
         }
         (Err(_), Some(result)) => (result, None),
         (Err(_), None) if path == "notes" => {
-            return Err(condition_error(
-                "names notes, which is not a setting; use the parameter q (in the shell --search)".into(),
-            ));
+            let detail = "names notes, which is not a setting; use the parameter q (in the shell --search)";
+            return Err(detail.into());
         }
         (Err(_), None) if FILTERS.contains(&path) => {
-            return Err(condition_error(format!(
+            return Err(format!(
                 "names {path}, which is not a setting; use the parameter {path} (in the shell --{path})"
-            )));
+            ));
         }
-        (Err(detail), None) => return Err(condition_error(detail)),
+        (Err(mistake), None) => return Err(mistake),
     };
     if value.is_empty() {
-        return Err(condition_error(format!("has no value for {path}; give a value, such as {path}=1")));
+        return Err(format!("has no value for {path}; give a value, such as {path}=1"));
     }
     let chars = value.chars().count();
     if chars > MAX_VALUE_CHARS {
-        return Err(condition_error(format!(
-            "has a value of {chars} characters for {path}; give at most {MAX_VALUE_CHARS}"
-        )));
+        return Err(format!("has a value of {chars} characters for {path}; give at most {MAX_VALUE_CHARS}"));
     }
     // Text, such as a name, may contain " and ", but hardly with an operator after it.
     let value_lowercase = value.to_lowercase();
     if value_lowercase.split_once(" and ").is_some_and(|(_, rest)| rest.contains(['=', '<', '>'])) {
-        return Err(condition_error(
-            "joins conditions with \"and\"; separate them with commas (in the shell, give --where once for each condition)".into(),
-        ));
+        let detail = "joins conditions with \"and\"; separate them with commas (in the shell, give --where once for each condition)";
+        return Err(detail.into());
     }
+    let shown = shortened(value);
     let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
     let value = match kind {
         _ if kind.is_none_or(Kind::is_number) => {
@@ -106,35 +97,19 @@ fn parse_condition(text: &str) -> Result<Condition> {
                 Some("<") if comparison == Comparison::Equal => "; write <= instead of =<",
                 _ => "",
             };
-            let mistake = || {
-                condition_error(format!(
-                    "compares {path} with {:?}, which is not a number{hint}",
-                    shortened(value)
-                ))
-            };
+            let mistake = || format!("compares {path} with {shown:?}, which is not a number{hint}");
             SettingValue::Number(number.ok_or_else(mistake)? / divisor)
         }
         _ if is_ordered => {
-            return Err(condition_error(format!(
-                "can compare {path} only with = and !=, because {path} is not a number"
-            )));
+            return Err(format!("can compare {path} only with = and !=, because {path} is not a number"));
         }
-        Some(Kind::Bool) => SettingValue::Bool(value.parse().map_err(|_| {
-            condition_error(format!(
-                "compares {path} with {:?}, but {path} is true or false",
-                shortened(value)
-            ))
-        })?),
+        Some(Kind::Bool) => {
+            let mistake = |_| format!("compares {path} with {shown:?}, but {path} is true or false");
+            SettingValue::Bool(value.parse().map_err(mistake)?)
+        }
         Some(Kind::Word(words)) if !words.contains(&value) => {
-            let near = nearest(value, words.iter().copied());
-            let words = near.map_or_else(
-                || format!("its values are {}", words.join(", ")),
-                |near| format!("did you mean {near:?}?"),
-            );
-            return Err(condition_error(format!(
-                "compares {path} with {:?}, which is not a value of {path}; {words}",
-                shortened(value)
-            )));
+            let hint = list::suggest(value, words, "its values are");
+            return Err(format!("compares {path} with {shown:?}, which is not a value of {path}; {hint}"));
         }
         _ => SettingValue::Text(value.to_owned()),
     };
@@ -156,11 +131,6 @@ pub(super) fn result_sort_key(name: &'static str) -> SortBy {
     }
 }
 
-/// Whether a setting has a single value that can be compared.
-fn is_single(kind: &Kind) -> bool {
-    kind.is_number() || matches!(kind, Kind::Bool | Kind::Word(_) | Kind::Text { .. } | Kind::Project)
-}
-
 /// Looks up a setting in [`KEYS`], so that no text of the request becomes SQL. `path` is a table of the job file and a key, such as
 /// `train.lr`. The table may be omitted if only one table has the key. Returns the table, the key and the kind. `results`: names that the
 /// request may give in place of a setting, for suggestions.
@@ -170,30 +140,27 @@ fn is_single(kind: &Kind) -> bool {
 pub(super) fn find_setting(
     path: &str,
     results: &[&str],
-) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+) -> Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
-    let all_keys = || {
-        KEYS.iter()
-            .flat_map(|section| section.keys.iter().map(move |(key, kind)| (section.name, *key, *kind)))
-    };
-    if let Some(found) = all_keys().find(|(table, key, _)| dotted(table, key) == given) {
-        return Ok(found);
+    let in_table =
+        |table: &'static Section| table.keys.iter().map(move |(key, kind)| (table.name, *key, *kind));
+    let settings: Vec<_> = KEYS.iter().flat_map(in_table).collect();
+    let all_names: Vec<_> = settings.iter().map(|(table, key, _)| dotted(table, key)).collect();
+    if let Some(index) = all_names.iter().position(|name| name == given) {
+        return Ok(settings[index]);
     }
-    let in_tables: Vec<_> = all_keys().filter(|(_, key, _)| *key == given).collect();
-    let names = |keys: &[(&str, &str, Kind)]| -> Vec<String> {
-        keys.iter().map(|(table, key, _)| dotted(table, key)).collect()
-    };
+    let in_tables: Vec<_> = settings.into_iter().filter(|(_, key, _)| *key == given).collect();
     match in_tables.as_slice() {
-        [key] => return Ok(*key),
+        [setting] => return Ok(*setting),
         [] => {}
         several => {
+            let names: Vec<_> = several.iter().map(|(table, key, _)| dotted(table, key)).collect();
             return Err(format!(
                 "names {given}, which may mean {}; add the table to the name",
-                names(several).join(" or ")
+                names.join(" or ")
             ));
         }
     }
-    let all_names = names(&all_keys().collect::<Vec<_>>());
     let hint = match nearest(given, all_names.iter().map(String::as_str).chain(results.iter().copied())) {
         Some(near) => format!("did you mean {near:?}?"),
         None if results.is_empty() => "name a setting such as train.lr".to_owned(),
@@ -210,9 +177,10 @@ fn dotted(table: &str, key: &str) -> String {
 pub(super) fn find_single_setting(
     path: &str,
     results: &[&str],
-) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+) -> Result<(&'static str, &'static str, Kind), String> {
     let (table, key, kind) = find_setting(path, results)?;
-    if is_single(&kind) {
+    let is_single = matches!(kind, Kind::Bool | Kind::Word(_) | Kind::Text { .. } | Kind::Project);
+    if is_single || kind.is_number() {
         return Ok((table, key, kind));
     }
     Err(format!("names {}, which has several values; name a setting that has one value", dotted(table, key)))

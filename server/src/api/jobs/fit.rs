@@ -1,12 +1,8 @@
 //! Checks whether a checkpoint fits a job before the job starts from the checkpoint. The header of the checkpoint's weights lists the
 //! classes of its training, and the database has the dataset's classes. No dataset is opened.
 
-use crate::{
-    auth::access::Caller,
-    checkpoints::Checkpoints,
-    http::error::{Error, Result},
-    util::regular_files,
-};
+use crate::api::prelude::*;
+use crate::{checkpoints::Checkpoints, util::regular_files};
 use lockstep_protocol::{
     Job, JobSpec, JobState,
     checkpoint_files::{self, MODEL},
@@ -14,7 +10,6 @@ use lockstep_protocol::{
     numbers::plural,
     spec::SpecError,
 };
-use serde::Deserialize;
 use std::{
     collections::HashMap,
     fs,
@@ -83,27 +78,22 @@ pub(crate) fn mistakes(
 ) -> Vec<SpecError> {
     let mut mistakes = Vec::new();
     let mut mistake = |pointer: &str, detail: String| {
-        let detail = format!(
-            "does not fit the checkpoint: {detail}{}",
-            if pointer == "/model/arch" {
-                "; begin a new job for another network"
-            } else {
-                "; a new job with model.pretrained uses the weights that fit"
-            }
-        );
+        let advice = match pointer {
+            "/model/arch" => "begin a new job for another network",
+            _ => "a new job with model.pretrained uses the weights that fit",
+        };
+        let detail = format!("does not fit the checkpoint: {detail}; {advice}");
         mistakes.push(SpecError { pointer: pointer.into(), detail });
     };
     if spec.model.arch != source.model.arch {
         let (new, old) = (spec.model.arch.as_str(), source.model.arch.as_str());
         mistake("/model/arch", format!("the checkpoint's network is {old}, not {new}"));
     }
+    let other_stem =
+        |old: &str, new: &str| format!("the checkpoint's network has the {old} stem, not the {new} stem");
     let Some(trained) = trained else {
         if spec.model.stem != source.model.stem {
-            let (new, old) = (spec.model.stem.as_str(), source.model.stem.as_str());
-            mistake(
-                "/model/stem",
-                format!("the checkpoint's network has the {old} stem, not the {new} stem"),
-            );
+            mistake("/model/stem", other_stem(source.model.stem.as_str(), spec.model.stem.as_str()));
         }
         return mistakes;
     };
@@ -133,7 +123,7 @@ pub(crate) fn mistakes(
         );
         mistake("/data/image_size", detail);
     } else if trained_stem != stem {
-        mistake("/model/stem", format!("the checkpoint's network has the {old} stem, not the {new} stem"));
+        mistake("/model/stem", other_stem(old, new));
     }
     mistakes
 }
@@ -162,8 +152,7 @@ pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Calle
         return Ok(());
     };
     let trained = TrainingPictures::of(&checkpoints.folder(&newest)).await;
-    let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
-    if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+    check_mistakes(mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset))
 }
 
 /// Reads the metadata of a checkpoint's weights. Each part of sharded weights has all metadata, so any part is sufficient.

@@ -5,7 +5,7 @@ use crate::api::prelude::*;
 use crate::{
     api::{
         large,
-        list::{self, Key, MAX_LIMIT, Pages},
+        list::{self, Elements, Key, MAX_LIMIT, Page, Pages, list_of},
     },
     http::extract::check_count,
     store::{GroupRow, GroupValue, MeanAndSpread, RunningStatistics, Store},
@@ -66,16 +66,11 @@ pub(crate) struct GroupsQuery {
     created_before: Option<String>,
 }
 
-/// A page of groups.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct GroupList {
+list_of! {
+    /// A page of groups.
+    GroupList
     /// In the order of `sort`.
-    groups: Vec<Group>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
-    /// Number of groups on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    groups: Group
 }
 
 /// Jobs with common values.
@@ -99,8 +94,7 @@ pub(crate) struct Group {
 
 impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
-        let json = serde_json::to_string(&row.values);
-        let mut id = json.map_err(|e| Error::Internal(format!("a group cannot be serialized: {e}")))?;
+        let mut id = serde_json::to_string(&row.values)?;
         if id.len() > MAX_ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
@@ -180,5 +174,6 @@ pub(crate) async fn list(
     let pages = Pages::new("groups", sort).owned_by("grouping", &query.by);
     let cursor = query.cursor.as_deref();
     let next_cursor = list::sort_and_cut(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
-    Ok(Json(GroupList { groups, next_cursor, total }))
+    let elements = Elements { items: groups, fields: None };
+    Ok(Json(Page { elements, next_cursor, total }.into()))
 }

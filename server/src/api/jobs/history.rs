@@ -69,18 +69,11 @@ pub(crate) async fn show(
     let attempts = scheduler.store.attempts(&job.id).await?;
     let (parent, forked_from) = find_parent(&*scheduler.store, &caller, &job, rows.parent).await?;
     let mut entries = event_entries(&job, forked_from, &rows.events, &rows.requests);
-    entries.extend(attempt_entries(&attempts, &rows.events));
+    entries.extend(attempt_entries(attempts, &rows.events));
     // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let forks = rows.forks.into_iter().filter(|(fork, _)| caller.sees_job(fork));
-    let forks = forks.map(|(fork, checkpoint)| Relative {
-        job: fork.id.to_string(),
-        name: Some(fork.name),
-        state: Some(fork.state),
-        checkpoint,
-        at: Some(fork.created_at),
-        who: fork.owner,
-    });
+    let forks = forks.map(|(fork, checkpoint)| to_relative(fork, checkpoint));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| pages.encode(&end)).transpose()?;
@@ -109,15 +102,25 @@ async fn find_parent(
         let own_copy = checkpoint.strip_prefix(&id).map(|rest| format!("{}{rest}", job.id));
         return Ok((None, Some(own_copy.unwrap_or_default())));
     }
-    let relative = Relative {
-        job: id,
-        name: parent_job.as_ref().map(|job| job.name.clone()),
-        state: parent_job.as_ref().map(|job| job.state),
-        checkpoint: checkpoint.clone(),
-        at: parent_job.as_ref().map(|job| job.created_at),
-        who: parent_job.and_then(|job| job.owner),
+    let parent = match parent_job {
+        Some(job) => to_relative(job, checkpoint.clone()),
+        None => {
+            Relative { job: id, name: None, state: None, checkpoint: checkpoint.clone(), at: None, who: None }
+        }
     };
-    Ok((Some(relative), Some(checkpoint)))
+    Ok((Some(parent), Some(checkpoint)))
+}
+
+/// Describes a parent or a fork. `checkpoint`: id of the checkpoint from which the fork began.
+fn to_relative(job: Job, checkpoint: String) -> Relative {
+    Relative {
+        job: job.id.to_string(),
+        name: Some(job.name),
+        state: Some(job.state),
+        checkpoint,
+        at: Some(job.created_at),
+        who: job.owner,
+    }
 }
 
 /// Returns the reason if an attempt began with fewer ranks than the job has.
@@ -132,36 +135,26 @@ fn fewer_ranks_reason(events: &[Event], attempt: u32) -> Option<Reason> {
     })
 }
 
-fn attempt_entries(attempts: &[Attempt], events: &[Event]) -> Vec<Entry> {
+/// Returns the entries of the starts and ends of attempts.
+fn attempt_entries(attempts: Vec<Attempt>, events: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for (index, attempt) in attempts.iter().enumerate() {
-        let Attempt {
-            attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at, ..
-        } = attempt;
-        let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
-        let what = What::Started {
-            attempt: *number,
-            checkpoint,
-            agents,
-            reason: fewer_ranks_reason(events, *number),
-        };
-        entries.push(Entry { at: *started_at, what, who: None });
-        if let Some(at) = *ended_at {
-            let what = What::Ended {
-                attempt: *number,
-                state: *state,
-                rank: reason.as_ref().and_then(|reason| reason.rank_and_step().0),
-                reason: reason.clone(),
-                step: *step,
-                next_checkpoint: attempts.get(index + 1).and_then(|next| next.checkpoint.clone()),
-            };
+    let next_checkpoints = attempts.iter().skip(1).map(|next| next.checkpoint.clone()).chain([None]);
+    let next_checkpoints: Vec<_> = next_checkpoints.collect();
+    for (row, next_checkpoint) in attempts.into_iter().zip(next_checkpoints) {
+        let Attempt { attempt, state, reason, checkpoint, step, agents, started_at, ended_at, .. } = row;
+        let fewer_ranks = fewer_ranks_reason(events, attempt);
+        let what = What::Started { attempt, checkpoint, agents, reason: fewer_ranks };
+        entries.push(Entry { at: started_at, what, who: None });
+        if let Some(at) = ended_at {
+            let rank = reason.as_ref().and_then(|reason| reason.rank_and_step().0);
+            let what = What::Ended { attempt, state, rank, reason, step, next_checkpoint };
             entries.push(Entry { at, what, who: None });
         }
     }
     entries
 }
 
-/// Returns the entries that come from the job's changes of state and alerts rather than from its attempts.
+/// Returns the entries of the job's changes of state and alerts, without those of its attempts' starts and ends.
 fn event_entries(
     job: &Job,
     forked_from: Option<String>,

@@ -32,10 +32,6 @@ pub(crate) struct Histograms {
     histograms: Vec<Histogram>,
 }
 
-fn parse_kind(text: &str) -> Result<HistogramKind> {
-    text.parse().map_err(|_| Error::BadRequest("kind must be weight or gradient".into()))
-}
-
 /// Show histograms of weights and gradients
 ///
 /// A job has histograms if `log.histograms` is set. Without parameters, the response lists the layers and steps with histograms. With
@@ -47,7 +43,8 @@ pub(crate) async fn histograms(
     Path(id): Path<String>,
     Query(query): Query<HistogramQuery>,
 ) -> Result<Json<Histograms>> {
-    let kind = query.kind.as_deref().map(parse_kind).transpose()?;
+    let kind = query.kind.as_deref().map(str::parse::<HistogramKind>).transpose();
+    let kind = kind.map_err(|_| Error::BadRequest("kind must be weight or gradient".into()))?;
     let job = jobs::find(&scheduler, &id).await?;
     let mut index = scheduler.store.histogram_index(&job.id).await?;
     index.layers.retain(|layer| kind.is_none_or(|kind| kind == layer.kind));

@@ -75,7 +75,6 @@ pub(crate) struct ListQuery {
 }
 
 impl ListQuery {
-    /// Parses the parameters.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         check_search_text("name", self.name.as_deref())?;
         check_search_text("q", self.q.as_deref())?;

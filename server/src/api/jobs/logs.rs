@@ -13,7 +13,10 @@ use crate::{
     scheduler::Scheduler,
     store::{LogFilter, LogPage, Store, StoreError},
 };
-use axum::{body::Body, http::HeaderMap};
+use axum::{
+    body::Body,
+    http::{HeaderMap, HeaderValue},
+};
 use futures_util::stream;
 use lockstep_protocol::{
     agent::LogLine,
@@ -59,20 +62,6 @@ pub(crate) struct LogsQuery {
     q: Option<String>,
 }
 
-impl LogsQuery {
-    /// Whether the newest line comes first.
-    ///
-    /// # Errors
-    /// 400: the sort key is unknown.
-    fn is_newest_first(&self) -> Result<bool> {
-        let Some((name, is_descending)) = self.sort.as_deref().map(list::split_sort_key) else {
-            return Ok(false);
-        };
-        list::find_known_name("sort", name, &["seq"])?;
-        Ok(is_descending)
-    }
-}
-
 /// A page of lines, in the order of `sort`.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Logs {
@@ -81,10 +70,11 @@ pub(crate) struct Logs {
     next_cursor: Option<String>,
 }
 
-/// Lines from the oldest to the newest.
+/// The lines of a page, oldest first.
 struct FoundLines {
     lines: Vec<Line>,
-    /// Number of the event after which the next page begins (before which, if the newest line comes first); `None` on the last page.
+    /// Number of the event at which the next page continues: the page begins after this event, or, with the newest line first, before it.
+    /// `None` on the last page.
     next: Option<u64>,
 }
 
@@ -107,14 +97,6 @@ impl FoundLines {
             self.next = Some(if keeps_newest { *kept_seqs.start() } else { *kept_seqs.end() });
         }
         self
-    }
-
-    async fn into_page(mut self, pages: Pages<'_>, is_newest_first: bool) -> Result<Response> {
-        if is_newest_first {
-            self.lines.reverse();
-        }
-        let next_cursor = self.next.map(|next| pages.encode(&next)).transpose()?;
-        large::json_response(Logs { lines: self.lines, next_cursor }).await
     }
 }
 
@@ -147,27 +129,20 @@ pub(crate) async fn query(
         let format = shortened(format);
         return Err(Error::BadRequest(format!("format is {format:?}, but must be text or absent")));
     }
-    let is_newest_first = query.is_newest_first()?;
+    let order = query.sort.as_deref().unwrap_or("seq");
+    let (sort, is_newest_first) = list::split_sort_key(order);
+    list::find_known_name("sort", sort, &["seq"])?;
     let limit = check_count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
-    let order = if is_newest_first { "-seq" } else { "seq" };
     let pages = Pages::new("logs", order).owned_by("job", job.id.as_str());
     let position: Option<u64> = pages.decode(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
-        if query.sort.or(query.cursor).is_some() {
+        if query.sort.is_some() || query.cursor.is_some() {
             let detail = "a file of the log has all lines, the oldest first: leave sort and cursor out";
             return Err(Error::BadRequest(detail.into()));
         }
-        let containing = query.q;
-        let filter = LogFilter {
-            rank,
-            attempt,
-            after,
-            before,
-            limit: DEFAULT_LINES,
-            selects_newest: false,
-            containing,
-        };
+        let (limit, containing) = (DEFAULT_LINES, query.q);
+        let filter = LogFilter { rank, attempt, after, before, limit, containing, ..LogFilter::default() };
         return Ok(text_file(scheduler.store.clone(), job, filter));
     }
     let (after, before) = match position {
@@ -184,7 +159,12 @@ pub(crate) async fn query(
         let next = range.filter(|_| is_full).map(|(first, last)| if is_newest_first { first } else { last });
         FoundLines { lines: lines(events, None), next }
     };
-    found.limit_to(limit as usize, is_newest_first).into_page(pages, is_newest_first).await
+    let FoundLines { mut lines, next } = found.limit_to(limit as usize, is_newest_first);
+    if is_newest_first {
+        lines.reverse();
+    }
+    let next_cursor = next.map(|next| pages.encode(&next)).transpose()?;
+    large::json_response(Logs { lines, next_cursor }).await
 }
 
 /// Searches until `limit` matching lines are found, the log ends, or [`SEARCH_TIME`] has passed.
@@ -192,7 +172,7 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let limit = filter.limit as usize;
-    // Events that are not searched yet: `low < seq < high`.
+    // Events with `low < seq < high` are not searched yet.
     let (mut low, mut high) =
         (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
     let mut found: Vec<Line> = Vec::new();
@@ -245,7 +225,7 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     found
 }
 
-/// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log
+/// Returns a text file with time, rank and text of each line. If `filter` names a rank, lines have only the text, as in the rank's log
 /// file.
 fn text_file(store: Arc<dyn Store>, job: Job, filter: LogFilter) -> Response {
     let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
@@ -266,9 +246,7 @@ fn text_file(store: Arc<dyn Store>, job: Job, filter: LogFilter) -> Response {
             Ok::<_, StoreError>(Some((text, next)))
         }
     });
-    (
-        [(header::CONTENT_TYPE, "text/plain; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
-        Body::from_stream(parts),
-    )
-        .into_response()
+    let kind = HeaderValue::from_static("text/plain; charset=utf-8");
+    let headers = [(header::CONTENT_TYPE, kind), (header::CONTENT_DISPOSITION, name)];
+    (headers, Body::from_stream(parts)).into_response()
 }

@@ -2,7 +2,7 @@
 
 use crate::api::prelude::*;
 use crate::{
-    api::{jobs, large},
+    api::{jobs, large, list},
     http::{attachment::attachment, extract::check_count},
     metrics::{
         self,
@@ -12,7 +12,7 @@ use crate::{
     scheduler::Scheduler,
     store::{self, MetricChunk, MetricFilter, Store},
 };
-use axum::body::Body;
+use axum::{body::Body, http::HeaderValue};
 use futures_util::{StreamExt, stream};
 use lockstep_protocol::{
     job::Job,
@@ -48,21 +48,11 @@ pub(crate) struct MetricsQuery {
 }
 
 impl MetricsQuery {
-    /// Parses the parameters.
-    ///
-    /// # Errors
-    /// 400: the name or the ranks are invalid.
     pub(crate) fn filter(&self) -> Result<MetricFilter> {
         if let Some(mistake) = self.name.as_deref().and_then(metric::name_mistake) {
             return Err(Error::BadRequest(mistake));
         }
-        let ranks = self
-            .ranks
-            .iter()
-            .flat_map(|r| r.split(','))
-            .filter(|r| !r.is_empty())
-            .map(str::parse)
-            .collect::<std::result::Result<_, _>>();
+        let ranks = list::split_list(self.ranks.as_deref()).map(str::parse).collect::<Result<_, _>>();
         let ranks = ranks.map_err(|_| {
             Error::BadRequest("ranks must be numbers with commas between them, such as 0,1".into())
         })?;
@@ -77,9 +67,6 @@ impl MetricsQuery {
 }
 
 /// Checks that at least one of the jobs can have a metric of this name. Runs from elsewhere may have metrics of any name.
-///
-/// # Errors
-/// 400: none of these jobs can have the metric.
 pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = &'a Job>) -> Result<()> {
     let Some(name) = name.filter(|name| !metric::NAMES.contains(name)) else { return Ok(()) };
     if jobs.into_iter().any(|job| job.external.is_some()) {
@@ -120,7 +107,7 @@ pub(crate) struct Series {
 
 /// Show metrics for a chart
 ///
-/// Buckets are equal ranges of steps, the same for every series, counted from step 1; the first bucket also has step 0. The limits of
+/// Buckets are equal ranges of steps, the same for every series, counted from step 1; the first bucket also has step 0. The boundaries of
 /// buckets depend only on the stored points and the request, not on when points were stored. Buckets at the ends of the requested range are
 /// returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
@@ -168,8 +155,8 @@ fn to_series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
 /// Export all points as CSV
 ///
 /// Columns: attempt, rank, name, step, value. Points are in the order in which they were stored. If the job ended long ago, points are
-/// ordered by name and rank instead, and a step that a run from elsewhere logged several times has only its last value. `points` has no
-/// effect.
+/// ordered by name and rank instead, and a step that a run from elsewhere logged several times has only its last value. The parameter
+/// `points` has no effect.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, content_type = "text/csv", body = String)))]
 pub(crate) async fn csv(
@@ -189,11 +176,9 @@ pub(crate) async fn csv(
         let part = csv.next_part().await?;
         Ok::<_, store::StoreError>(part.map(|part| (part, csv)))
     });
-    Ok((
-        [(header::CONTENT_TYPE, "text/csv; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
-        Body::from_stream(heading.chain(parts)),
-    )
-        .into_response())
+    let kind = HeaderValue::from_static("text/csv; charset=utf-8");
+    let headers = [(header::CONTENT_TYPE, kind), (header::CONTENT_DISPOSITION, name)];
+    Ok((headers, Body::from_stream(heading.chain(parts))).into_response())
 }
 
 /// A file that is produced in parts while it is sent, so that long runs fit into the server's memory.
@@ -206,7 +191,7 @@ struct Csv {
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
-    /// Events after this number are read next. At first, this is the number of the last event whose points were removed, then of the last
+    /// Number of the last event that needs no reading: at first the last event whose points compaction has moved into chunks, later the last
     /// event that was read.
     after: u64,
 }
@@ -248,10 +233,10 @@ impl Csv {
             return Ok(None);
         }
         let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
-        // If points were removed from events that were not read yet, the file would lack these points. The response is then aborted, so
-        // that the file is not mistaken for a complete file.
+        // If points were moved from unread events into chunks, the file would lack these points. The response is then aborted, so that the
+        // file is not mistaken for a complete file.
         if self.store.first_seq(&self.job.id).await? > self.after + 1 {
-            let why = "the job's points were removed from its events during this request; ask again";
+            let why = "the job's metrics were compacted during this request, so the file would be incomplete; ask again";
             return Err(store::StoreError::Unavailable(why.into()));
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);

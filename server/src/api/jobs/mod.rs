@@ -56,17 +56,11 @@ pub(super) async fn hidden_jobs(store: &dyn Store, caller: &Caller) -> Result<Ha
 }
 
 /// Reads a job with its internal columns.
-///
-/// # Errors
-/// 404: no job has this id.
 pub(super) async fn find_row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
     store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
 }
 
 /// Reads a job, with its position in the queue.
-///
-/// # Errors
-/// 404: no job has this id.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     let mut job = find_row(&*scheduler.store, &parse_job_id(id)?).await?.job;
     scheduler.last_plan.fill_in(&mut job);
@@ -96,9 +90,6 @@ async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row
 }
 
 /// Reads a job whose id is not in the request's path, so that the gate has not checked access to the job.
-///
-/// # Errors
-/// 404: no job that the caller may see has this id.
 pub(super) async fn find_visible(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
     if caller.sees_job(&job) { Ok(job) } else { Err(Error::NotFound("no job has this id".into())) }
@@ -207,12 +198,11 @@ pub(crate) async fn resume(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_can_continue(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    let job = find(&scheduler, &id).await?;
+    fit::check_can_continue(&scheduler.checkpoints, &caller, &job).await?;
     let at = crate::now();
-    let changed = scheduler
-        .events
-        .change_job(&parse_job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at)))
-        .await?;
+    let changed =
+        scheduler.events.change_job(&job.id, Box::new(move |row| lifecycle::resume(row, at))).await?;
     Ok((StatusCode::ACCEPTED, Json(changed.job)))
 }
 
@@ -246,9 +236,6 @@ pub(crate) async fn retry(
 }
 
 /// Refuses a job that this version of Lockstep cannot read completely, because this version would run a different job.
-///
-/// # Errors
-/// 409, with the part of the job that cannot be read.
 pub(super) fn check_readable(job: &Job) -> Result<()> {
     match &job.unreadable {
         None => Ok(()),

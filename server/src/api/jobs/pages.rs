@@ -5,23 +5,20 @@ use crate::api::prelude::*;
 use crate::{
     agents::Agents,
     api::{
-        datasets,
+        checkpoints, datasets,
         html::{Page, html},
         server_url::ServerUrl,
     },
     auth::Auth,
-    http::{
-        error::PageError,
-        extract::{Body, PageQuery, parse_job_id},
-    },
+    http::extract::{Body, PageQuery, parse_job_id},
     ingest::run_files::RunFiles,
     metrics::Metrics,
     scheduler::Scheduler,
     store::JobFilter,
 };
 use axum::{Form, response::Redirect};
-use lockstep_protocol::{Job, access::Scope, spec::JobSpec};
-use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
+use lockstep_protocol::{Job, spec::JobSpec};
+use lockstep_web::{compare, job as job_views, jobs as jobs_views, submit as submit_views};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -51,7 +48,7 @@ pub(crate) async fn jobs(
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
     let any_job = JobFilter { limit: 1, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
-    let page = jobs_views::JobsPage {
+    html(jobs_views::JobsPage {
         jobs: page.jobs,
         filter: jobs_views::JobFilter {
             states: filter.states,
@@ -66,8 +63,7 @@ pub(crate) async fn jobs(
         next: query.next_cursor(page.next.as_ref())?,
         server_url,
         user: caller.current_user(),
-    };
-    html(page.render())
+    })
 }
 
 /// Maximum number of jobs that are read to find a free name.
@@ -122,16 +118,16 @@ pub(crate) async fn new_job(
         page.differences = page.form.differences(&cloned.0, &cloned.1);
     } else if query.dataset.is_some() {
         let name = page.form.text("name").to_owned();
-        if jobs_named(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
+        if jobs_with_name_part(&scheduler, &caller, &name).await?.iter().any(|job| job.name == name) {
             page.form.set("name", free_name(&scheduler, &caller, &name).await?);
         }
     }
-    html(page.render())
+    html(page)
 }
 
-/// Returns the newest jobs that the caller may see and whose names contain this text.
-async fn jobs_named(scheduler: &Scheduler, caller: &Caller, text: &str) -> Result<Vec<Job>> {
-    let name = Some(text.to_owned());
+/// Returns the newest jobs that the caller may see and whose names contain `part`.
+async fn jobs_with_name_part(scheduler: &Scheduler, caller: &Caller, part: &str) -> Result<Vec<Job>> {
+    let name = Some(part.to_owned());
     let filter =
         JobFilter { name, seen_by: caller.viewer_name(), limit: MAX_CLONES_READ, ..JobFilter::default() };
     Ok(scheduler.store.jobs(&filter).await?.jobs)
@@ -143,13 +139,9 @@ async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result
         Some((stem, number)) if number.parse::<u32>().is_ok() => stem,
         _ => name,
     };
-    let clones = jobs_named(scheduler, caller, &format!("{stem} (")).await?;
-    let numbered = |number: usize| format!("{stem} ({number})");
-    let mut number = 2;
-    while clones.iter().any(|job| job.name == numbered(number)) {
-        number += 1;
-    }
-    Ok(numbered(number))
+    let clones = jobs_with_name_part(scheduler, caller, &format!("{stem} (")).await?;
+    let mut names = (2..).map(|number: usize| format!("{stem} ({number})"));
+    Ok(names.find(|name| clones.iter().all(|job| job.name != *name)).unwrap_or_default())
 }
 
 fn count_slots(agents: &Agents) -> u32 {
@@ -169,18 +161,13 @@ pub(crate) async fn submit_job(
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
-            let page = submit_views::SubmitPage {
-                form,
-                differences: String::new(),
-                mistakes,
-                datasets,
-                slots: count_slots(&scheduler.agents),
-                server_url,
-                user: caller.current_user(),
-            };
-            Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
+            let (slots, user) = (count_slots(&scheduler.agents), caller.current_user());
+            let differences = String::new();
+            let page =
+                submit_views::SubmitPage { form, differences, mistakes, datasets, slots, server_url, user };
+            Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page)?).into_response())
         }
-        Err(other) => Err(PageError(other)),
+        Err(other) => Err(other.into()),
     }
 }
 
@@ -228,16 +215,8 @@ pub(crate) async fn job(
             }
         })
         .collect();
-    let rows = scheduler.store.checkpoints(&id).await?;
-    let copies = scheduler.checkpoints.copies(&id).await?;
-    let checkpoints = rows
-        .into_iter()
-        .map(|row| {
-            let copies = copies.get(&row.id);
-            scheduler.checkpoints.describe(row, copies)
-        })
-        .collect();
-    let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
+    let checkpoints = checkpoints::of_job(&scheduler.checkpoints, &id).await?;
+    let may_change = auth.may_change(&caller, job.owner.as_deref());
     let panels = panels::job_panels(&*scheduler.store, &id, &job.project).await?;
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = scheduler.store.network(&id).await?.is_some();
@@ -247,7 +226,7 @@ pub(crate) async fn job(
     } else {
         Vec::new()
     };
-    let page = job_views::JobPage {
+    html(job_views::JobPage {
         job,
         ranks,
         checkpoints,
@@ -258,11 +237,10 @@ pub(crate) async fn job(
         has_histograms,
         has_network,
         has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),
-    };
-    html(page.render())
+    })
 }
 
 /// `GET /compare`. The page's script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
-    html(compare::ComparePage { user: caller.current_user() }.render())
+    html(compare::ComparePage { user: caller.current_user() })
 }

@@ -29,8 +29,8 @@ pub(crate) struct NewPanels {
 impl NewPanels {
     /// Checks the panels. With `allows_any_metric`, metrics may have any name, as in runs from elsewhere.
     fn check(self, allows_any_metric: bool) -> Result<Vec<Panel>> {
-        let mistakes = panels::mistakes(&self.panels, allows_any_metric);
-        if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
+        check_mistakes(panels::mistakes(&self.panels, allows_any_metric))?;
+        Ok(self.panels)
     }
 }
 

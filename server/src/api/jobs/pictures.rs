@@ -3,7 +3,10 @@
 use crate::api::prelude::*;
 use crate::{
     agents::requests,
-    api::{datasets, jobs, list::Pages},
+    api::{
+        datasets, jobs,
+        list::{self, Pages},
+    },
     datasets::Datasets,
     http::extract::check_count,
     scheduler::Scheduler,
@@ -49,20 +52,15 @@ impl SamplesQuery {
     /// Describes the selected pictures and their order, for cursors.
     fn order(&self) -> String {
         let Self { split, class, shuffle, augmented, .. } = self;
-        let split = split.as_deref().unwrap_or(TRAIN);
-        match (augmented, shuffle) {
-            (Some(job), _) => format!("augmented {job}"),
-            (None, shuffle) => {
-                let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
-                format!("{split} {}{shuffle}", class.as_deref().unwrap_or_default())
-            }
+        if let Some(job) = augmented {
+            return format!("augmented {job}");
         }
+        let (split, class) = (split.as_deref().unwrap_or(TRAIN), class.as_deref().unwrap_or_default());
+        let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
+        format!("{split} {class}{shuffle}")
     }
 
     /// Returns the number of pictures before this page.
-    ///
-    /// # Errors
-    /// 400: the cursor belongs to another list, or is combined with an offset.
     fn previous_count(&self, pages: Pages) -> Result<u64> {
         if self.cursor.is_some() && self.offset.is_some() {
             let detail = "offset and cursor cannot be combined; leave one of them out";
@@ -157,7 +155,7 @@ pub(crate) async fn of_job(
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
-    let indices: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
+    let indices: Vec<&str> = list::split_list(Some(&query.indices)).collect();
     if indices.len() > MAX_PICTURES as usize {
         let detail = format!(
             "indices names {} pictures, but may name at most {MAX_PICTURES}; request further pictures separately",
@@ -165,7 +163,7 @@ pub(crate) async fn of_job(
         );
         return Err(Error::BadRequest(detail));
     }
-    let places = indices.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
+    let places = indices.into_iter().map(str::parse).collect::<Result<Vec<u64>, _>>();
     let places =
         places.map_err(|_| Error::BadRequest("indices must be whole numbers, separated by commas".into()))?;
     let pick = Pick::Seen {

@@ -39,9 +39,6 @@ pub(crate) struct QueueQuery {
 
 impl QueueQuery {
     /// Returns the project and the owner to filter by. Empty parameters are ignored.
-    ///
-    /// # Errors
-    /// The project's name is invalid, or the owner's name is too long.
     fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
         check_search_text("owner", self.owner.as_deref())?;
         let project = self.project.as_deref().filter(|project| !project.is_empty());
@@ -78,7 +75,6 @@ pub(crate) async fn list(
     Ok(Json(read_page(&scheduler, &caller, &query).await?))
 }
 
-/// Returns a page of the queue.
 pub(crate) async fn read_page(
     scheduler: &Scheduler,
     caller: &Caller,

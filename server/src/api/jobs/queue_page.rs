@@ -8,8 +8,8 @@ use crate::{
     http::extract::PageQuery,
     scheduler::Scheduler,
 };
-use lockstep_protocol::{access::Scope, queue::QueuedJob};
-use lockstep_web::{Template as _, queue as views};
+use lockstep_protocol::queue::QueuedJob;
+use lockstep_web::queue as views;
 
 /// `GET /queue`
 pub(crate) async fn show(
@@ -22,10 +22,9 @@ pub(crate) async fn show(
     query.count = Some(true);
     let QueuePage { jobs, reservations, next_cursor, total } =
         queue::read_page(&scheduler, &caller, &query).await?;
-    let may_change =
-        |job: &&QueuedJob| caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
+    let may_change = |job: &&QueuedJob| auth.may_change(&caller, job.owner.as_deref());
     let changeable = jobs.items.iter().filter(may_change).filter_map(|job| job.id.clone()).collect();
-    let page = views::QueuePage {
+    html(views::QueuePage {
         jobs: jobs.items,
         total: total.unwrap_or(0),
         reservations,
@@ -35,6 +34,5 @@ pub(crate) async fn show(
         is_first: query.cursor.is_none(),
         next: next_cursor,
         user: caller.current_user(),
-    };
-    html(page.render())
+    })
 }

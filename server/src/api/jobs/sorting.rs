@@ -28,9 +28,6 @@ const COLUMNS: [(&str, SortBy); 12] = [
 ];
 
 /// Parses the parameter `sort` of a request.
-///
-/// # Errors
-/// 400: jobs cannot be sorted by this key.
 pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
     let (name, descending) = list::split_sort_key(text);
     let by = if let Some(path) = name.strip_prefix("spec.") {
@@ -53,9 +50,6 @@ pub(super) fn parse_sort(text: &str) -> Result<JobSort> {
 }
 
 /// Parses a name in the parameter `metrics` of a request for groups: a sort key whose values are numbers.
-///
-/// # Errors
-/// 400: the name is unknown, or its values are not numbers.
 pub(super) fn numeric_sort_key(name: &str) -> Result<SortBy> {
     let JobSort { by, descending } = parse_sort(name)?;
     let is_number = match by {

@@ -2,7 +2,7 @@
 
 use crate::api::prelude::*;
 use crate::{
-    api::jobs,
+    api::{close_code_of, close_websocket, jobs},
     events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
     http::extract::parse_job_id,
     scheduler::Scheduler,
@@ -59,7 +59,7 @@ pub(crate) async fn job_stream(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<SinceQuery>,
-    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let id = parse_job_id(&id)?;
     let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
@@ -91,12 +91,12 @@ const UNAVAILABLE: (u16, &str) = (close_code::AGAIN, "the database is not availa
 /// The connection has ended.
 struct Disconnected;
 
-/// The connection to a browser that reads a stream. The server writes to `sink`; a task reads the other half and waits for its end.
+/// The connection to a browser that reads a stream. The server writes to `sink`; a task reads the other half until the connection ends.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
     sink: SplitSink<WebSocket, Message>,
-    /// The end of the reading half. The value is the close code if the reader sent a message that is not allowed.
+    /// The task of the other half. Its result is the close code if the reader sent a message that is not allowed.
     closed: tokio::task::JoinHandle<Option<u16>>,
     /// Number of the last event that was written to the connection.
     last_sent: u64,
@@ -113,7 +113,7 @@ impl<'a> Reader<'a> {
                 match incoming.next().await {
                     Some(Ok(Message::Close(_))) | None => return None,
                     Some(Ok(_)) => {}
-                    Some(Err(error)) => return Some(crate::api::close_code_of(&error)),
+                    Some(Err(error)) => return Some(close_code_of(&error)),
                 }
             }
         });
@@ -122,7 +122,7 @@ impl<'a> Reader<'a> {
 
     /// Sends a message; `seq` is the number of the event in the message, if any. Closes the connection of a reader that does not read. The
     /// reader can reconnect with the number of the last event that it received.
-    async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
+    async fn send(&mut self, message: Message, seq: Option<u64>) -> Result<(), Disconnected> {
         let Self { scheduler, caller, sink, last_sent, .. } = self;
         let sending = async {
             sink.feed(message).await?;
@@ -163,22 +163,22 @@ impl<'a> Reader<'a> {
         }
     }
 
-    async fn send_frame(&mut self, frame: &Frame) -> std::result::Result<(), Disconnected> {
+    async fn send_frame(&mut self, frame: &Frame) -> Result<(), Disconnected> {
         let text = serde_json::to_string(frame).map_err(|_| Disconnected)?;
         self.send(Message::Text(text.into()), None).await
     }
 
-    async fn send_events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
+    async fn send_events(&mut self, row: &EventRow) -> Result<(), Disconnected> {
         for (seq, text) in row.frames(self.last_sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
-        // Also skips an event that this version cannot read.
+        // An event that this version cannot read has no frames, but counts as sent.
         self.last_sent = self.last_sent.max(row.seq);
         Ok(())
     }
 
     /// Sends a ping, which the reader's browser answers, and a heartbeat, which the reader's script sees.
-    async fn heartbeat(&mut self) -> std::result::Result<(), Disconnected> {
+    async fn heartbeat(&mut self) -> Result<(), Disconnected> {
         self.send(Message::Ping(bytes::Bytes::new()), None).await?;
         self.send_frame(&Frame::Heartbeat { at: crate::now() }).await
     }
@@ -196,10 +196,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Closes the connection. Returns an error, because the connection has then ended.
-    async fn close(&mut self, (code, reason): (u16, &str)) -> std::result::Result<(), Disconnected> {
-        let frame = CloseFrame { code, reason: reason.into() };
-        let _ =
-            tokio::time::timeout(Duration::from_secs(1), self.sink.send(Message::Close(Some(frame)))).await;
+    async fn close(&mut self, (code, reason): (u16, &str)) -> Result<(), Disconnected> {
+        close_websocket(&mut self.sink, code, reason).await;
         Err(Disconnected)
     }
 }
@@ -220,14 +218,14 @@ async fn follow(
     row: JobRow,
     mut subscription: Subscription,
     SinceQuery { since, keep_open }: SinceQuery,
-) -> std::result::Result<(), Disconnected> {
+) -> Result<(), Disconnected> {
     let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
         return reader.close(UNAVAILABLE).await;
     };
     // Events before `first_seq` were removed; their points can be read only with `GET /jobs/{id}/metrics`.
-    // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
-    // until it is reached.
+    // A `since` above the last event means that an older database was restored. Waiting for event `since` would withhold all events
+    // before it.
     reader.last_sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     // The job's state after event `max(reader.last_sent, last_seq)`.
@@ -319,7 +317,7 @@ async fn follow(
 pub(crate) async fn list_stream(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
-    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
@@ -334,7 +332,7 @@ pub(crate) async fn list_stream(
 }
 
 /// Sends changes of all jobs that the reader may see, until the connection ends.
-async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
+async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> Result<(), Disconnected> {
     let mut list = scheduler.events.hub.subscribe_to_list();
     reader.send_frame(&Frame::Live { seq: 0 }).await?;
     let mut heartbeat = Instant::now() + HEARTBEAT;

@@ -47,11 +47,12 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
         _ => None,
     };
     let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
-    broken_files(spec, dataset).into_iter().chain(unvalidated).chain(unsplit(&spec.parallel)).collect()
+    let broken = broken_files_warning(spec, dataset);
+    broken.into_iter().chain(unvalidated).chain(no_split_warning(&spec.parallel)).collect()
 }
 
 /// Returns a warning if a job of mode `hybrid` splits nothing, so that it trains as with mode `data`.
-fn unsplit(parallel: &ParallelSpec) -> Option<String> {
+fn no_split_warning(parallel: &ParallelSpec) -> Option<String> {
     let is_split = parallel.model * parallel.height * parallel.pipeline > 1 || parallel.optimizer_sharding;
     (parallel.is_hybrid() && !is_split).then(|| {
         "parallel.mode = \"hybrid\" without a split is data parallel: set parallel.model, parallel.height or parallel.pipeline to 2 or more"
@@ -61,7 +62,7 @@ fn unsplit(parallel: &ParallelSpec) -> Option<String> {
 
 /// Returns a warning about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have
 /// been repaired since the dataset was inspected.
-fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+fn broken_files_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let info = &dataset.info;
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
         return None;

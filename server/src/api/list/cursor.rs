@@ -9,7 +9,6 @@ use serde_json::Value;
 
 /// Maximum length of a cursor, in bytes. A cursor may contain a name of 200 characters.
 const CURSOR_BYTES: usize = 4096;
-const START_OVER: &str = "leave it out to begin with the first page";
 
 /// A list in one order, which is returned in pages.
 #[derive(Debug, Clone, Copy)]
@@ -52,9 +51,7 @@ impl<'a> Pages<'a> {
     pub(in crate::api) fn encode<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.owner.map(|(_, id)| id.to_owned());
         let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
-        let json = serde_json::to_vec(&position)
-            .map_err(|e| Error::Internal(format!("a cursor cannot be serialized: {e}")))?;
-        Ok(BASE64_URL_SAFE_NO_PAD.encode(json))
+        Ok(BASE64_URL_SAFE_NO_PAD.encode(serde_json::to_vec(&position)?))
     }
 
     /// Decodes a client's cursor into a position; `None` without a cursor.
@@ -63,8 +60,10 @@ impl<'a> Pages<'a> {
     /// 400: the text is not a cursor, or belongs to another list, job, dataset or order.
     pub(in crate::api) fn decode<K: DeserializeOwned>(self, cursor: Option<&str>) -> Result<Option<K>> {
         let Some(text) = cursor else { return Ok(None) };
-        let invalid =
-            |what: &str| Error::WithCode(Code::WrongCursor, format!("the cursor is {what}: {START_OVER}"));
+        let invalid = |what: &str| {
+            let detail = format!("the cursor is {what}: leave it out to begin with the first page");
+            Error::WithCode(Code::WrongCursor, detail)
+        };
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
         let position: Option<CursorPosition<Value>> =
             bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
@@ -72,11 +71,10 @@ impl<'a> Pages<'a> {
         if position.list != self.list {
             return Err(invalid("of another list"));
         }
-        match self.owner {
-            Some((kind, id)) if position.of.as_deref() != Some(id) => {
-                return Err(invalid(&format!("of the {} of another {kind}", self.list)));
-            }
-            _ => {}
+        if let Some((kind, id)) = self.owner
+            && position.of.as_deref() != Some(id)
+        {
+            return Err(invalid(&format!("of the {} of another {kind}", self.list)));
         }
         if position.sort != self.sort {
             return Err(invalid("of another query"));

@@ -158,9 +158,7 @@ pub(crate) async fn create(
     Body(new, _): Body<NewModel>,
 ) -> Result<impl IntoResponse> {
     let model = new.name.clone();
-    if let Some(detail) = name_mistake(&model) {
-        return Err(Error::invalid("/name", detail));
-    }
+    check_field("/name", name_mistake(&model))?;
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(None).await?;
     let existing = versions
@@ -179,9 +177,7 @@ pub(crate) async fn create(
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
     }
-    if let Some(detail) = labels::notes_mistake(&new.description) {
-        return Err(Error::invalid("/description", detail));
-    }
+    check_field("/description", labels::notes_mistake(&new.description))?;
     let row = choose_checkpoint(&checkpoints, &auth, &caller, &new).await?;
     checkpoints::ensure_on_disk(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
@@ -315,9 +311,7 @@ pub(crate) async fn put_alias(
     Path((name, alias)): Path<(String, String)>,
     Body(AliasTarget { version }, _): Body<AliasTarget>,
 ) -> Result<(Extension<AuditSubject>, Json<ModelVersion>)> {
-    if let Some(detail) = alias_mistake(&alias) {
-        return Err(Error::invalid("/alias", detail));
-    }
+    check_field("/alias", alias_mistake(&alias))?;
     let which = Which::Number(version);
     find(&*store, &caller, &name, &which).await?;
     let before = find(&*store, &caller, &name, &Which::Alias(alias.clone())).await.ok();

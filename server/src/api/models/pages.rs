@@ -7,8 +7,7 @@ use crate::{
     auth::Auth,
     store::Store,
 };
-use lockstep_protocol::access::Scope;
-use lockstep_web::{Template as _, models as views};
+use lockstep_web::models as views;
 
 /// `GET /models`
 pub(crate) async fn models(
@@ -16,7 +15,7 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, user: caller.current_user() }.render())
+    html(views::ModelsPage { models, user: caller.current_user() })
 }
 
 /// `GET /models/{name}`
@@ -27,12 +26,12 @@ pub(crate) async fn model(
     Path(name): Path<String>,
 ) -> Page {
     let mut rows = store.model_versions(Some(&name)).await?;
-    let may_change = caller.may(Scope::Submit)
-        && rows.first().is_some_and(|first| auth.may_change(&caller, first.ownership.owner.as_deref()));
+    let may_change =
+        rows.first().is_some_and(|first| auth.may_change(&caller, first.ownership.owner.as_deref()));
     rows.retain(|row| caller.sees_owned(&row.ownership));
     if rows.is_empty() {
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    html(views::ModelPage { name, versions, may_change, user: caller.current_user() }.render())
+    html(views::ModelPage { name, versions, may_change, user: caller.current_user() })
 }

@@ -10,7 +10,7 @@ use crate::{
     http::extract::{PageQuery, check_count},
 };
 use lockstep_protocol::{JobId, access::AuditEntry};
-use lockstep_web::{Template as _, audit as views};
+use lockstep_web::audit as views;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the audit log for cursors. The only order is newest first.
@@ -61,7 +61,6 @@ pub(crate) async fn list(
     Ok(Json(read_page(&auth, &query).await?))
 }
 
-/// Returns a page of the audit log.
 pub(crate) async fn read_page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = check_count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;
@@ -105,12 +104,11 @@ pub(crate) async fn show(
         }
         lines.push(line);
     }
-    let page = views::AuditPage {
+    html::html(views::AuditPage {
         lines,
         next,
         who: query.who.unwrap_or_default(),
         text: query.q.unwrap_or_default(),
         user: caller.current_user(),
-    };
-    html::html(page.render())
+    })
 }

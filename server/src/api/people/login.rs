@@ -23,7 +23,6 @@ use axum::{Form, http::Method, response::Redirect};
 use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::{
-    Template as _,
     layout::CurrentUser,
     login::{FirstAdminPage, LoginPage, ProviderButton},
 };
@@ -170,14 +169,14 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
 
 fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
     let page = FirstAdminPage { name: name.to_owned(), error: error.to_owned(), user: CurrentUser::NOBODY };
-    Ok((status, html(page.render())?).into_response())
+    Ok((status, html(page)?).into_response())
 }
 
 fn login_form(page: LoginPage) -> Page {
     let is_refused =
         [&page.link_error, &page.password_error, &page.token_error].iter().any(|e| !e.is_empty());
     let status = if is_refused { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
-    Ok((status, html(page.render())?).into_response())
+    Ok((status, html(page)?).into_response())
 }
 
 /// Returns the page to sign in, without errors. If the server has an OpenID provider, the page shows the provider's button. The button's
@@ -191,22 +190,25 @@ fn login_page(auth: &Auth, ingress: &Ingress, next: &str) -> LoginPage {
     });
     LoginPage {
         next: next.to_owned(),
-        link_error: String::new(),
-        password_error: String::new(),
-        token_error: String::new(),
-        name: String::new(),
         has_people: auth.access.has_people(),
         provider,
-        user: CurrentUser::NOBODY,
+        ..LoginPage::default()
     }
 }
 
-/// Why a sign-in with the OpenID provider failed.
+/// Why a sign-in with the OpenID provider failed. The sign-in page shows the reason.
 pub(crate) struct FailedSignIn {
     pub(super) status: StatusCode,
     pub(super) detail: String,
     /// Subject of the entry in the audit log.
     pub(super) about: Option<String>,
+}
+
+impl<E: Into<Error>> From<E> for FailedSignIn {
+    fn from(error: E) -> Self {
+        let (status, detail) = error.into().status_and_detail();
+        Self { status, detail, about: None }
+    }
 }
 
 impl FailedSignIn {
@@ -222,7 +224,7 @@ pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, 
     if let Some(provider) = &mut page.provider {
         provider.error = why.detail;
     }
-    let mut response = (why.status, html(page.render())?).into_response();
+    let mut response = (why.status, html(page)?).into_response();
     if let Some(about) = why.about {
         response.extensions_mut().insert(AuditSubject(about));
     }

@@ -81,10 +81,6 @@ pub(crate) struct OwnPassword {
     pub(super) new: Password,
 }
 
-fn check_password(pointer: &str, password: &Password) -> Result<()> {
-    password_mistake(&password.0).map_or(Ok(()), |detail| Err(Error::invalid(pointer, detail)))
-}
-
 impl From<PasswordError> for Error {
     fn from(error: PasswordError) -> Self {
         match error {
@@ -124,9 +120,6 @@ pub(crate) async fn create(
 }
 
 /// Adds a person; if `must_be_first`, only the server's first person.
-///
-/// # Errors
-/// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.must_authenticate {
@@ -134,13 +127,11 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Res
             "this server runs with --no-auth, so it has no people; start it without --no-auth".into(),
         );
     }
-    if let Some(detail) = name_mistake(&new.name) {
-        return Err(Error::invalid("/name", detail));
-    }
+    check_field("/name", name_mistake(&new.name))?;
     let identity = new.subject.as_deref().map(|subject| identity(auth, subject)).transpose()?;
     let hash = match new.password {
         Some(password) => {
-            check_password("/password", &password)?;
+            check_field("/password", password_mistake(&password.0))?;
             Some(auth.access.passwords.hash(password).await?)
         }
         None if identity.is_some() => None,
@@ -204,10 +195,8 @@ fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
         let detail = "this server has no OpenID provider; start it with --oidc-issuer";
         return Err(Error::Conflict(detail.into()));
     };
-    match subject_mistake(subject) {
-        Some(detail) => Err(Error::invalid("/subject", detail)),
-        None => Ok(Identity { issuer: oidc.config.issuer.as_str().to_owned(), subject: subject.to_owned() }),
-    }
+    check_field("/subject", subject_mistake(subject))?;
+    Ok(Identity { issuer: oidc.config.issuer.as_str().to_owned(), subject: subject.to_owned() })
 }
 
 /// Change a person's role, password or account at the OpenID provider, or disable a person
@@ -224,13 +213,8 @@ pub(crate) async fn change(
 }
 
 /// Changes a person. Also returns the changes for the audit log.
-///
-/// # Errors
-/// No person has this name, the password is invalid, or the account is bound to another person.
 pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<(PersonRow, AuditSubject)> {
-    if let Some(password) = &change.password {
-        check_password("/password", password)?;
-    }
+    check_field("/password", change.password.as_ref().and_then(|password| password_mistake(&password.0)))?;
     let unknown = || Error::NotFound("nobody has this name".into());
     auth.access.person(name).ok_or_else(unknown)?;
     let hash = match change.password {
@@ -281,7 +265,6 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Removes a person.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
     let _one_at_a_time = auth.access.change_lock.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
@@ -307,9 +290,6 @@ pub(crate) async fn change_own(
 }
 
 /// Changes the caller's password.
-///
-/// # Errors
-/// The current password is wrong, the new password is invalid, or the caller has no password.
 pub(super) async fn set_own_password(
     auth: &Auth,
     caller: &Caller,
@@ -325,7 +305,7 @@ pub(super) async fn set_own_password(
             "you sign in with the OpenID provider and have no password here; an admin can give you one";
         return Err(Error::Conflict(detail.into()));
     }
-    check_password("/new", &passwords.new)?;
+    check_field("/new", password_mistake(&passwords.new.0))?;
     let before = match auth.access.authenticate_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {

@@ -35,7 +35,7 @@ pub(crate) struct BeginQuery {
     next: Option<String>,
 }
 
-fn provider(auth: &Auth) -> std::result::Result<&Oidc, PageError> {
+fn provider(auth: &Auth) -> Result<&Oidc, PageError> {
     let detail = "this server has no OpenID provider (`lockstep serve --oidc-issuer`)";
     auth.oidc.as_ref().ok_or_else(|| PageError(Error::NotFound(detail.into())))
 }
@@ -81,7 +81,7 @@ pub(crate) async fn finish(
     // The attempt is counted before the provider is asked, so that requests that the client aborts are also counted.
     auth.access.attempts.count_attempt(peer.address).map_err(too_often)?;
     let next = pending.next.clone();
-    let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await? {
+    let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await {
         Ok(response) => {
             auth.access.attempts.uncount_failure(peer.address);
             response
@@ -97,41 +97,37 @@ pub(crate) async fn finish(
     Ok(response)
 }
 
-/// Finishes a sign-in. The inner error is a refusal, which the sign-in page shows.
+/// Finishes a sign-in.
 async fn sign_in(
     auth: &Auth,
     oidc: &Oidc,
     peer: &Peer,
     pending: PendingSignIn,
     answer: Answer,
-) -> Result<std::result::Result<Response, FailedSignIn>> {
-    let account = match oidc.finish(&pending, answer).await {
-        Ok(account) => account,
-        Err(error) => return Ok(Err(error.into())),
-    };
-    let (row, change) = match find_or_add_person(auth, oidc, account).await? {
-        Ok(found) => found,
-        Err(refused) => return Ok(Err(refused)),
-    };
+) -> Result<Response, FailedSignIn> {
+    let account = oidc.finish(&pending, answer).await?;
+    let (row, change) = find_or_add_person(auth, oidc, account).await?;
     let mut response = login::sign_in_person(auth, peer, &row, &pending.next, SESSION_LIFE).await?;
     if let Some(change) = change {
         response.extensions_mut().insert(AuditSubject(change));
     }
-    Ok(Ok(response))
+    Ok(response)
 }
 
 /// Returns the person for an account, and a text for the audit log if the person was added or changed. A new person is added if the
-/// configuration allows new people. The inner error is a refusal, which the sign-in page shows.
+/// configuration allows new people.
 async fn find_or_add_person(
     auth: &Auth,
     oidc: &Oidc,
     account: Account,
-) -> Result<std::result::Result<(PersonRow, Option<String>), FailedSignIn>> {
+) -> Result<(PersonRow, Option<String>), FailedSignIn> {
     let Account { identity, name, role } = account;
     let subject = identity.subject.clone();
+    // Quoting fails only for NUL, which no subject contains.
+    let quoted_subject = shlex::try_quote(&subject).unwrap_or_default();
     let refuse = |detail: String| {
         let about = Some(format!("subject {subject:?}"));
-        Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
+        Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about })
     };
     let _one_at_a_time = auth.access.change_lock.lock().await;
     match auth.access.find_by_identity(&identity) {
@@ -140,7 +136,7 @@ async fn find_or_add_person(
         }
         SignsInAs::Person(mut row) => {
             if oidc.config.groups.is_none() {
-                return Ok(Ok((row, None)));
+                return Ok((row, None));
             }
             let Some(role) = role else {
                 return refuse(
@@ -148,27 +144,25 @@ async fn find_or_add_person(
                 );
             };
             if row.person.role == role {
-                return Ok(Ok((row, None)));
+                return Ok((row, None));
             }
             row.person.role = role;
             auth.store.put_person(&row).await?;
             auth.access.put_person(row.clone());
-            return Ok(Ok((row, Some(format!("now {role}, by the groups")))));
+            return Ok((row, Some(format!("now {role}, by the groups"))));
         }
         SignsInAs::Removed => {
             return refuse(format!(
                 "An admin removed the person of this account. To add the account again, an admin runs: \
-                 lockstep user add NAME --subject {}",
-                quote_for_shell(&subject)
+                 lockstep user add NAME --subject {quoted_subject}"
             ));
         }
         SignsInAs::Nobody => {}
     }
     let advice = |name: &str| {
-        let subject = quote_for_shell(&subject);
         format!(
-            "An admin adds you with: lockstep user add {name} --subject {subject} (or, if you already have a name here: \
-             lockstep user link NAME --subject {subject})"
+            "An admin adds you with: lockstep user add {name} --subject {quoted_subject} (or, if you already have a name here: \
+             lockstep user link NAME --subject {quoted_subject})"
         )
     };
     let name_to_add = name.as_deref().unwrap_or("NAME");
@@ -182,14 +176,11 @@ async fn find_or_add_person(
     if let Some(why) = why_taken(auth, &name).await? {
         return refuse(format!("You cannot be added as {name:?}: {why}. {}", advice("ANOTHER-NAME")));
     }
-    match people::check_can_add(auth, &name, Some(&identity)) {
-        Ok(()) => {}
-        Err(Error::Conflict(why)) => return refuse(format!("You cannot be added: {why}.")),
-        Err(other) => return Err(other),
+    if let Err(error) = people::check_can_add(auth, &name, Some(&identity)) {
+        return refuse(format!("You cannot be added: {}.", error.detail()));
     }
     let row = people::insert(auth, name, role, None, Some(identity)).await?;
-    let change = format!("added, {role}, subject {subject:?}");
-    Ok(Ok((row, Some(change))))
+    Ok((row, Some(format!("added, {role}, subject {subject:?}"))))
 }
 
 /// Returns the reason why a sign-in cannot add a person with this name; `None` if it can. Names are chosen at the provider, and a new
@@ -210,41 +201,17 @@ async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     Ok(is_owner.then_some("tokens, jobs or datasets have an owner with this name, and would become yours"))
 }
 
-/// Quotes a subject for a shell. Subjects consist of visible ASCII characters.
-fn quote_for_shell(subject: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.:@/".contains(c);
-    if subject.chars().all(is_plain) && !subject.starts_with('-') {
-        subject.to_owned()
-    } else {
-        format!("'{}'", subject.replace('\'', r"'\''"))
-    }
-}
-
-impl From<OidcError> for FailedSignIn {
+impl From<OidcError> for Error {
     fn from(error: OidcError) -> Self {
-        let (status, detail) = match error {
-            OidcError::Unavailable(detail) => (StatusCode::SERVICE_UNAVAILABLE, detail),
-            OidcError::Declined(detail) => (StatusCode::BAD_REQUEST, detail),
-            OidcError::Refused(detail) => (StatusCode::UNAUTHORIZED, detail),
-        };
-        Self { status, detail, about: None }
+        match error {
+            OidcError::Unavailable(detail) => Error::Unavailable(detail),
+            OidcError::Declined(detail) => Error::BadRequest(detail),
+            OidcError::Refused(detail) => Error::Unauthorized(detail),
+        }
     }
 }
 
 /// Name of the cookie that a browser keeps while it is at the provider.
 fn provider_cookie_name(auth: &Auth) -> String {
     format!("{}_oidc", auth.cookie_name)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn subjects_are_quoted_for_a_shell() {
-        assert_eq!(quote_for_shell("2489-a_b"), "2489-a_b");
-        assert_eq!(quote_for_shell("auth0|5; rm -rf /"), "'auth0|5; rm -rf /'");
-        assert_eq!(quote_for_shell("it's"), r"'it'\''s'");
-        assert_eq!(quote_for_shell("--role=admin"), "'--role=admin'");
-    }
 }

@@ -18,26 +18,20 @@ use crate::{
 };
 use axum::{Form, response::Redirect};
 use lockstep_protocol::{access::Scope, people::Role};
-use lockstep_web::{
-    Template as _,
-    people::{AccountPage, PeoplePage},
-};
+use lockstep_web::people::{AccountPage, PeoplePage};
 
 /// `GET /people`
 pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extension<Caller>) -> Page {
-    html(people_page(&auth, &caller).render())
+    html(people_page(&auth, &caller))
 }
 
 /// Returns the page of all people, without errors.
 fn people_page(auth: &Auth, caller: &Caller) -> PeoplePage {
     PeoplePage {
         people: auth.access.people(),
-        name: String::new(),
-        error: String::new(),
-        name_error: String::new(),
-        password_error: String::new(),
         me: caller.person().unwrap_or_default().to_owned(),
         user: caller.current_user(),
+        ..PeoplePage::default()
     }
 }
 
@@ -72,7 +66,7 @@ pub(crate) async fn change(
     let (name, action) = (form.name.trim().to_owned(), form.action);
     let subject = format!("{action:?} {name:?}");
     match apply(&auth, &name, form).await {
-        Ok(AuditSubject(changes)) => {
+        Ok(changes) => {
             let subject = if changes.is_empty() { subject } else { format!("{subject}: {changes}") };
             Ok((Extension(AuditSubject(subject)), Redirect::to("/people")).into_response())
         }
@@ -85,30 +79,28 @@ pub(crate) async fn change(
                 Action::Add => (page.name, page.name_error) = (name, text),
                 _ => page.error = text,
             }
-            Ok((status, Extension(AuditSubject(subject)), html(page.render())?).into_response())
+            Ok((status, Extension(AuditSubject(subject)), html(page)?).into_response())
         }
     }
 }
 
-/// Performs the action. Returns the changes to an existing person, for the audit log.
-async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<AuditSubject> {
-    let no_changes = |()| AuditSubject(String::new());
+/// Performs the action. Returns the changes for the audit log; empty if the name of the action says what has changed.
+async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<String> {
     let change = match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
             let must_be_first = false;
-            return people::add(auth, new, must_be_first).await.map(drop).map(no_changes);
+            return people::add(auth, new, must_be_first).await.map(|_| String::new());
         }
-        Action::Remove => return people::remove(auth, name).await.map(no_changes),
+        Action::Remove => return people::remove(auth, name).await.map(|()| String::new()),
         Action::Role => PersonChange { role: form.role, ..Default::default() },
         Action::Password => PersonChange { password: Some(form.password), ..Default::default() },
         Action::Disable => PersonChange { disabled: Some(true), ..Default::default() },
         Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
     };
-    let (_, changes) = people::edit(auth, name, change).await?;
-    // The names of the other actions say what has changed.
-    Ok(if matches!(form.action, Action::Role) { changes } else { no_changes(()) })
+    let (_, AuditSubject(changes)) = people::edit(auth, name, change).await?;
+    Ok(if matches!(form.action, Action::Role) { changes } else { String::new() })
 }
 
 /// Parameters of `GET /account`.
@@ -125,37 +117,24 @@ pub(crate) async fn account(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AccountQuery>,
 ) -> Page {
-    account_page(&auth, &caller, AccountNotice { done: query.done, ..AccountNotice::default() })
+    html(AccountPage { done: query.done, ..account_page(&auth, &caller) })
 }
 
-/// Messages on the page of an account.
-#[derive(Default)]
-struct AccountNotice {
-    done: bool,
-    error: String,
-    /// Secret of a new token.
-    secret: String,
-}
-
-fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
+/// Returns the page of the caller's account, without messages.
+fn account_page(auth: &Auth, caller: &Caller) -> AccountPage {
     let row = caller.person().and_then(|name| auth.access.person(name));
-    let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
-    let person = row.map(|row| row.person);
-    let mut tokens = auth.access.tokens();
-    tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
-    tokens.retain(|token| token.is_valid(crate::now()));
-    let scopes = [Scope::Submit, Scope::Read, Scope::Admin];
-    let page = AccountPage {
-        person,
-        has_password,
+    let (now, mut tokens) = (crate::now(), auth.access.tokens());
+    tokens.retain(|token| tokens::is_owned_by(token, caller) && token.is_valid(now));
+    let mut scopes = vec![Scope::Submit, Scope::Read, Scope::Admin];
+    scopes.retain(|scope| caller.may(*scope));
+    AccountPage {
+        has_password: row.as_ref().is_some_and(|row| row.hash.is_some()),
+        person: row.map(|row| row.person),
         tokens,
-        scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
-        secret: notice.secret,
-        done: notice.done,
-        error: notice.error,
+        scopes,
         user: caller.current_user(),
-    };
-    html(page.render())
+        ..AccountPage::default()
+    }
 }
 
 /// The forms of `POST /account`.
@@ -194,8 +173,7 @@ pub(crate) async fn change_account(
         Ok(response) => response,
         Err(PageError(error)) => {
             let (status, error) = form_error(error)?;
-            let page = account_page(&auth, &caller, AccountNotice { error, ..AccountNotice::default() })?;
-            (status, page).into_response()
+            (status, html(AccountPage { error, ..account_page(&auth, &caller) })?).into_response()
         }
     };
     response.extensions_mut().insert(subject);
@@ -220,17 +198,12 @@ async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountF
                 let detail = "only a person can have personal tokens; sign in with a name and a password";
                 return Err(Error::Conflict(detail.into()).into());
             }
-            let days = match days.trim() {
-                "" => None,
-                days => {
-                    let wrong = |_| Error::invalid("/days", "must be a number of days, or empty");
-                    Some(days.parse::<u32>().map_err(wrong)?)
-                }
-            };
+            let days = Some(days.trim()).filter(|days| !days.is_empty()).map(str::parse::<u32>).transpose();
+            let days = days.map_err(|_| Error::invalid("/days", "must be a number of days, or empty"))?;
             let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
             let new = NewToken { name, scope, agent: None, expires_in_secs };
             let secret = tokens::make(auth, caller, new).await?.secret;
-            account_page(auth, caller, AccountNotice { secret, ..AccountNotice::default() })
+            html(AccountPage { secret, ..account_page(auth, caller) })
         }
         AccountForm::Revoke { id } => {
             tokens::revoke_token(auth, caller, &id).await?;

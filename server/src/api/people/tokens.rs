@@ -75,7 +75,12 @@ pub(crate) async fn list(
 
 /// Whether a caller may see and revoke a token.
 fn may_manage(token: &Token, caller: &Caller) -> bool {
-    caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
+    caller.may(Scope::Admin) || is_owned_by(token, caller)
+}
+
+/// Whether a token belongs to the person who makes the request.
+pub(super) fn is_owned_by(token: &Token, caller: &Caller) -> bool {
+    token.owner.is_some() && token.owner.as_deref() == caller.person()
 }
 
 /// Returns the token of a request, or the token with which its session was begun; `None` if the session was begun with a password or an
@@ -102,10 +107,6 @@ pub(crate) async fn create(
     Ok((StatusCode::CREATED, Extension(subject), Json(made)))
 }
 
-/// Makes a token.
-///
-/// # Errors
-/// The request has a mistake or exceeds the caller's rights, or the maximum number of tokens is reached.
 pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
     let mistake = |pointer: &str, detail: &str| Err(Error::invalid(pointer, detail));
     if new.name.trim().is_empty()

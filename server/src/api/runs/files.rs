@@ -189,14 +189,10 @@ pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request
     if response.status() == StatusCode::NOT_FOUND {
         return Err(missing());
     }
-    let attachment = HeaderValue::try_from(attachment(path.rsplit('/').next().unwrap_or(path)));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(conditional::CACHING));
-    headers.insert(
-        header::CONTENT_DISPOSITION,
-        attachment.map_err(|e| Error::Internal(format!("a file's name cannot be sent: {e}")))?,
-    );
+    headers.insert(header::CONTENT_DISPOSITION, attachment(path.rsplit('/').next().unwrap_or(path)));
     Ok(response)
 }
 

@@ -63,7 +63,7 @@ pub(crate) struct Refusal {
     message: String,
 }
 
-type Result<T> = std::result::Result<T, Refusal>;
+type Result<T, E = Refusal> = std::result::Result<T, E>;
 
 fn refuse(code: &'static str, message: impl Into<String>) -> Refusal {
     let status = match code {
@@ -458,12 +458,11 @@ impl CallState {
             return Err(invalid(detail));
         }
         let order = parameters.texts("order_by").join(",").to_lowercase().replace(['`', '"'], "");
-        let (sort, descending) = match order.split_whitespace().collect::<Vec<_>>()[..] {
-            [] | ["attributes.start_time" | "attribute.start_time" | "start_time", "desc"] => {
-                ("-created", true)
-            }
-            ["attributes.start_time" | "attribute.start_time" | "start_time"]
-            | ["attributes.start_time" | "attribute.start_time" | "start_time", "asc"] => ("created", false),
+        let order = order.split_whitespace().collect::<Vec<_>>().join(" ");
+        let order = order.trim_start_matches("attributes.").trim_start_matches("attribute.");
+        let (sort, descending) = match order {
+            "" | "start_time desc" => ("-created", true),
+            "start_time" | "start_time asc" => ("created", false),
             _ => return Err(invalid("Lockstep's runs/search orders only by attributes.start_time")),
         };
         let projects: Vec<_> = parameters.texts("experiment_ids").into_iter().map(project).collect();
@@ -605,8 +604,8 @@ fn check_may_change(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
     Err(refuse("PERMISSION_DENIED", detail))
 }
 
-/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: what they are, for errors; `limit`: maximum length of the
-/// value, in characters.
+/// Returns the parameters `key` and `value`, within MLflow's limits. `what`: the kind of the pair in errors, such as `Tag`; `limit`: maximum
+/// length of the value, in characters.
 fn pair(parameters: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (parameters.required("key")?, parameters.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {

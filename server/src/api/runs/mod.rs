@@ -124,10 +124,7 @@ pub(crate) async fn create(
 
 /// Starts a run, or continues the existing run with the requested id.
 async fn start_run(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result<(StatusCode, Job)> {
-    let mistakes = new.mistakes();
-    if !mistakes.is_empty() {
-        return Err(Error::Invalid(mistakes));
-    }
+    check_mistakes(new.mistakes())?;
     let config = new.config.unwrap_or_default();
     let id = new.id.as_deref().map_or_else(JobId::generate, |id| auth.run_id(caller, id));
     // `Auth::run_id` returns a job's id unchanged, and the hash of any other id.
@@ -207,7 +204,7 @@ async fn continue_run(
 struct Number(f64);
 
 impl<'de> Deserialize<'de> for Number {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         number(&Value::deserialize(from)?).map(Self).ok_or_else(|| {
             D::Error::custom("a value must be a number, \"NaN\", \"Infinity\" or \"-Infinity\"")
         })
@@ -320,10 +317,7 @@ pub(crate) async fn log(
     Path(id): Path<String>,
     Body(new, _): Body<NewRecords>,
 ) -> Result<Json<RecordsStored>> {
-    let mistakes = new.mistakes();
-    if !mistakes.is_empty() {
-        return Err(Error::Invalid(mistakes));
-    }
+    check_mistakes(new.mistakes())?;
     let (first, count, at) = (new.first, new.records.len() as u64, new.newest_at());
     let records = RunRecords { job: auth.run_id(&caller, &id), first: Some(first), count, at };
     let columns_after = move |stored_count: u64| {
@@ -386,7 +380,7 @@ pub(crate) struct RunNews {
     ended_at: Option<i64>,
 }
 
-/// The mistakes of a summary: objects in `alerts` that are no alerts.
+/// Returns a mistake for each object in the summary's list `alerts` that is not an alert.
 fn alert_mistakes(summary: &Map<String, Value>) -> Vec<SpecError> {
     let alerts = summary.get("alerts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     let mistake = |(index, alert): (usize, &Value)| {
@@ -414,10 +408,7 @@ pub(crate) async fn change(
     Path(id): Path<String>,
     Body(news, _): Body<RunNews>,
 ) -> Result<Json<Job>> {
-    let mistakes = news.summary.as_ref().map(alert_mistakes).unwrap_or_default();
-    if !mistakes.is_empty() {
-        return Err(Error::Invalid(mistakes));
-    }
+    check_mistakes(news.summary.as_ref().map(alert_mistakes).unwrap_or_default())?;
     let ended_at = news.ended_at.map(|ms| {
         Timestamp::from_millisecond(ms)
             .map_err(|_| Error::BadRequest("ended_at must be milliseconds since 1970".into()))

@@ -39,9 +39,6 @@ const LIST: List<Sweep> = List {
 };
 
 /// Returns a sweep without its trials.
-///
-/// # Errors
-/// 404: no sweep has this id.
 async fn find(store: &dyn Store, id: &str) -> Result<SweepRow> {
     store.sweep(id).await?.ok_or_else(|| Error::NotFound("no sweep has this id".into()))
 }
@@ -228,9 +225,6 @@ pub(crate) async fn delete(
 }
 
 /// Changes the state of a sweep from one of the states `from` to the state `to`.
-///
-/// # Errors
-/// 409: the sweep is in another state.
 async fn change(
     scheduler: &Scheduler,
     id: &str,

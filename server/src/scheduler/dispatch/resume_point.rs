@@ -41,7 +41,7 @@ pub(super) async fn remove_missing_checkpoints(
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
         let copies = copies.get(&row.id);
-        let holders = scheduler.checkpoints.holders_if_missing(&row, copies);
+        let holders = scheduler.checkpoints.holders_unless_on_server(&row, copies);
         let is_missing = if holders.is_empty() {
             are_expected
                 && !copies.is_some_and(Copies::may_be_fetched)

@@ -110,7 +110,7 @@ async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     assert_eq!(server.change_person("gone", &json!({"disabled": true})).await.0, 200);
     let vera = server.signed_in("vera").await;
     assert_eq!(vera.get("/jobs").await.status(), 200);
-    assert_eq!(Browser::new(&server).sign_in("Vera", PASSWORD).await.status(), 303, "as a phone writes it");
+    assert_eq!(Browser::new(&server).sign_in("Vera", PASSWORD).await.status(), 303, "names ignore case");
     assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers cannot submit");
     assert_eq!(vera.get("/people").await.status(), 403);
     let mona = server.signed_in("mona").await;
@@ -121,13 +121,13 @@ async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     );
     assert_eq!(mona.get("/people").await.status(), 403);
     let (_, log) = server.get("/audit").await;
-    let signed_in = |who: &str| {
+    let has_sign_in_entry = |who: &str| {
         let entries = log["entries"].as_array().unwrap();
         entries
             .iter()
             .any(|e| e["action"] == "sign in" && e["who"] == who && e["token_id"] == format!("person:{who}"))
     };
-    assert!(signed_in("vera") && signed_in("mona"), "{log}");
+    assert!(has_sign_in_entry("vera") && has_sign_in_entry("mona"), "{log}");
     assert!(!log.to_string().contains(PASSWORD));
 
     let mut pages = Vec::new();
@@ -138,7 +138,7 @@ async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     {
         let (status, page, _) = try_password(&server, [127, 0, 1, n as u8 + 1], name, password).await;
         assert_eq!(status, 401, "{name}");
-        // The head of the page, which contains the time, differs.
+        // The tag `<html>` contains the time, so only the text after `<head>` is compared.
         let (_, page) = page.split_once("<head>").unwrap();
         pages.push(page.replace(name, ""));
     }
@@ -160,7 +160,10 @@ async fn password_guessing_is_limited_without_affecting_others() {
         assert_eq!(try_password(&server, from(1), "ada", "wrong password").await.0, 401, "{n}");
     }
     let (status, page, took) = try_password(&server, from(1), "ada", PASSWORD).await;
-    assert!(status == 429 && page.contains("try again in"), "{status}: the correct password, too, {took:?}");
+    assert!(
+        status == 429 && page.contains("try again in"),
+        "the correct password must also be refused: {status} after {took:?}"
+    );
     assert_eq!(try_password(&server, from(1), "bob", PASSWORD).await.0, 429, "the address is blocked");
     for n in 0..20 {
         assert_eq!(try_password(&server, from(2 + n / 10), "ada", "wrong password").await.0, 401, "{n}");
@@ -298,7 +301,7 @@ async fn people_and_passwords_have_limits() {
 }
 
 #[tokio::test]
-async fn a_person_s_new_own_password_ends_other_sessions() {
+async fn changing_own_password_ends_other_sessions() {
     let server = TestServer::new().await;
     server.add_person("ada", "viewer").await;
     let other_browser = server.signed_in("ada").await;
@@ -336,7 +339,7 @@ async fn a_person_s_new_own_password_ends_other_sessions() {
 }
 
 #[tokio::test]
-async fn the_page_people_has_the_same_effects_as_the_api() {
+async fn people_page_has_the_same_effects_as_the_api() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     let ada = server.signed_in("ada").await;

@@ -24,9 +24,9 @@ static DECODING: Semaphore = Semaphore::const_new(1);
 /// Returns a message and its length in bytes. `None` for a part of a message, unless it is the last part, and for frames of the websocket
 /// protocol itself, such as a ping.
 pub(super) async fn read(
-    message: std::result::Result<Message, axum::Error>,
+    message: Result<Message, axum::Error>,
     partial: &mut PartialMessages,
-) -> std::result::Result<Option<(FromAgent, usize)>, End> {
+) -> Result<Option<(FromAgent, usize)>, End> {
     let bytes = match message? {
         Message::Binary(bytes) => bytes,
         Message::Text(_) => {
@@ -47,7 +47,7 @@ pub(super) async fn read(
     }
 }
 
-async fn decode_message(bytes: Bytes) -> std::result::Result<FromAgent, End> {
+async fn decode_message(bytes: Bytes) -> Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
         wire::decode(bytes)
             .map_err(|e| End::protocol(format!("the agent sent a message that cannot be read: {e}")))
@@ -61,9 +61,9 @@ async fn decode_message(bytes: Bytes) -> std::result::Result<FromAgent, End> {
 
 /// Reads the first message, which must be `Hello`.
 pub(super) async fn read_first(
-    message: std::result::Result<Message, axum::Error>,
+    message: Result<Message, axum::Error>,
     partial: &mut PartialMessages,
-) -> std::result::Result<Option<FromAgent>, End> {
+) -> Result<Option<FromAgent>, End> {
     if matches!(&message, Ok(Message::Binary(bytes)) if bytes.len() > HELLO_BYTES) {
         return Err(End::protocol("the first message is longer than 2 MiB, the maximum size of Hello"));
     }

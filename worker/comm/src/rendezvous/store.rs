@@ -100,18 +100,7 @@ impl Store {
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
-        match self.request_reply(&Request::Set { key: key.into(), value: value.into() })? {
-            Reply::Done => Ok(()),
-            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
-        }
-    }
-
-    /// Returns the values that are set now, without waiting.
-    ///
-    /// # Errors
-    /// The connection to rank 0 is lost.
-    pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
-        self.get(keys, Duration::ZERO)
+        self.request_reply(&Request::Set { key: key.into(), value: value.into() }).map(drop)
     }
 
     /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt.
@@ -160,12 +149,13 @@ impl Store {
     }
 
     /// Returns the values when all of them are set, or after `wait`.
-    fn get(&self, keys: &[String], wait: Duration) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+    pub(crate) fn get(
+        &self,
+        keys: &[String],
+        wait: Duration,
+    ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         let wait_ms = wait.as_millis() as u64;
-        match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })? {
-            Reply::Values(values) => Ok(values),
-            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
-        }
+        self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })
     }
 
     fn request_reply(&self, request: &Request) -> Result<Reply, RendezvousError> {

@@ -10,17 +10,6 @@ pub fn nccl_variable() -> Option<String> {
     std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
 }
 
-/// The interface that [`NCCL_INTERFACE`] names in this process's environment, with its address. `None` if the variable is not set, or
-/// only excludes interfaces.
-///
-/// # Errors
-/// No interface with such a name has an address. The error is a sentence.
-pub fn nccl_interface() -> Result<Option<(String, IpAddr)>, String> {
-    let Some(value) = nccl_variable() else { return Ok(None) };
-    let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
-    interface_of_variable(&all, &value)
-}
-
 /// The first interface that a value of [`NCCL_INTERFACE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
 /// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, nccl_interface, nccl_variable};
+pub use interfaces::{NCCL_INTERFACE, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -141,5 +141,10 @@ fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
         file.persist(path)?;
         Ok(())
     };
-    write().map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+    write().map_err(|error| with_path(path, error))
+}
+
+/// Adds a path to an error.
+pub fn with_path(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }

@@ -81,8 +81,8 @@ fn gpu_finding(gpu: &Gpu) -> Finding {
 }
 
 fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
-    let value = std::env::var_os(devices::VISIBLE)?;
-    let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
+    let value = std::env::var_os(devices::VISIBLE_DEVICES)?;
+    let shown = format!("{}={}", devices::VISIBLE_DEVICES, value.to_string_lossy());
     Some(match devices::visible(libraries) {
         Ok(gpus) if gpus.is_empty() => {
             let advice = "Unset the variable, or jobs train on the CPU.";

@@ -7,12 +7,9 @@ use super::{
     process::{Identity, RankProcess, UnixProcessGroup},
     spare::{self, Spare},
 };
-use crate::{
-    rank::{RankConfig, stop_within_secs},
-    report::with_path,
-};
+use crate::rank::{RankConfig, stop_within_secs};
 use lockstep_host::{
-    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_atomically, write_private,
+    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, with_path, write_atomically, write_private,
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{

@@ -58,9 +58,13 @@ pub struct Finding {
     pub advice: Option<String>,
 }
 
-fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
-    let advice = (grade != Grade::Ok || !advice.is_empty()).then(|| advice.into());
-    Finding { what: what.into(), grade, found, advice }
+/// A finding that needs no attention.
+fn ok(what: &str, found: impl Into<String>) -> Finding {
+    Finding { what: what.into(), grade: Grade::Ok, found: found.into(), advice: None }
+}
+
+fn finding(what: &str, grade: Grade, found: impl Into<String>, advice: &str) -> Finding {
+    Finding { what: what.into(), grade, found: found.into(), advice: Some(advice.into()) }
 }
 
 /// Runs all checks. `dir` is the folder for data. If `quick`, checks that allocate GPU memory are skipped, because ranks may

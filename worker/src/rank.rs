@@ -62,22 +62,14 @@ const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
 
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
-    let status = run_file(config_path);
-    exit_without_handlers(status)
-}
-
-fn run_file(config_path: &Path) -> i32 {
-    let config: RankConfig = match std::fs::read(config_path)
-        .map_err(|e| e.to_string())
-        .and_then(|json| serde_json::from_slice(&json).map_err(|e| e.to_string()))
-    {
-        Ok(config) => config,
+    let config = std::fs::read(config_path).and_then(|json| Ok(serde_json::from_slice(&json)?));
+    exit_without_handlers(match config {
+        Ok(config) => run_config(&config),
         Err(error) => {
             tracing::error!("{}: {error}", config_path.display());
-            return EXIT_FAILED;
+            EXIT_FAILED
         }
-    };
-    run_config(&config)
+    })
 }
 
 /// Runs a rank in this process, and returns its exit status.

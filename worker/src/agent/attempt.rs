@@ -57,11 +57,11 @@ impl Order {
 /// The agent's handle of an attempt. A separate task watches the attempt.
 #[derive(Debug)]
 pub(super) struct Attempt {
-    stored: StoredAttempt,
+    pub(super) stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     is_over: Arc<AtomicBool>,
     /// Present if other agents also have ranks of the attempt.
-    gang: Option<Gang>,
+    pub(super) gang: Option<Gang>,
 }
 
 /// See [`AttemptContext::check`].
@@ -154,14 +154,6 @@ impl Attempt {
 
     pub(super) fn attempt(&self) -> &AttemptRef {
         &self.stored.start.attempt
-    }
-
-    pub(super) fn stored(&self) -> &StoredAttempt {
-        &self.stored
-    }
-
-    pub(super) fn gang(&self) -> Option<&Gang> {
-        self.gang.as_ref()
     }
 
     /// Whether every rank has ended and all records are on disk.

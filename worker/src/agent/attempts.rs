@@ -5,6 +5,7 @@ use super::{
     attempt::{Attempt, Order},
     place,
 };
+use crate::report::events_path;
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
@@ -155,7 +156,7 @@ impl Agent {
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
         if let Some(attempt) = self.attempts.remove(&attempt.fencing_token) {
             if self.options.only_job.as_ref() == Some(&attempt.attempt().job) {
-                let start = &attempt.stored().start;
+                let start = &attempt.stored.start;
                 let has_failed = attempt.has_failed();
                 // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
                 // machine failed, or lost its lease while this agent was unreachable.
@@ -181,10 +182,9 @@ impl Agent {
         }
         self.spool_measured_at = Instant::now();
         let size = |a: &Attempt| {
-            let dir = a.stored().attempt_dir();
-            let ranks =
-                a.stored().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
-            ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
+            let dir = a.stored.attempt_dir();
+            let files = a.stored.start.ranks.iter().map(|(rank, _)| events_path(&dir, *rank));
+            files.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
         if bytes > self.options.spool_bytes {

@@ -45,7 +45,7 @@ pub(super) fn open(
     let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.join("datasets"));
     let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
     let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
-    copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::Wrong)
+    copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::InvalidOptions)
 }
 
 /// Why a try to copy failed.

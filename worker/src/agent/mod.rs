@@ -47,7 +47,7 @@ use remote::Remote;
 use session::{Outcome, Session};
 use signals::{AgentSignal, Signals};
 use slots::{nvlink_groups, slots};
-use socket::{NoSession, jittered};
+use socket::{ConnectError, jittered};
 use spares::Spares;
 use state_dir::StateDir;
 use std::{
@@ -80,15 +80,15 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// # Errors
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let address = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
+    let address = Arc::new(address::parse(&options).map_err(AgentError::InvalidOptions)?);
     // The server binds a certificate's name to the first agent that uses it, so this name is the agent's default name.
     let certificate_name =
-        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
-    let slots = slots(&options).map_err(AgentError::Wrong)?;
+        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::InvalidOptions)?;
+    let slots = slots(&options).map_err(AgentError::InvalidOptions)?;
     let network = Network::of(&options)?;
-    let state_dir = StateDir::open(&options.dir).map_err(AgentError::Wrong)?;
+    let state_dir = StateDir::open(&options.dir).map_err(AgentError::InvalidOptions)?;
     let fence = Fence::open(state_dir.dir())?;
-    let fence_path = fence.path().to_owned();
+    let fence_path = fence.path.clone();
     let lease = Arc::new(Lease::new(fence));
     let name = options.name.clone().or(certificate_name.flatten()).unwrap_or_else(lockstep_host::hostname);
     let remote = Arc::new(Remote {
@@ -199,7 +199,7 @@ struct Shutdown {
 
 impl Agent {
     async fn serve(&mut self, address: &Address) -> Result<(), AgentError> {
-        let server = address.server();
+        let server = &address.server;
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
         // Reasons for failed connections since the last welcome. Each is logged once.
@@ -231,8 +231,7 @@ impl Agent {
                 Ok(session) => match session.run(self, &mut signals).await {
                     Outcome::End => return self.result(),
                     Outcome::Refused(reason) => {
-                        let server = server.to_owned();
-                        return Err(AgentError::Refused { server, reason });
+                        return Err(AgentError::Refused { server: server.clone(), reason });
                     }
                     Outcome::Lost { reason, was_welcomed } => {
                         if was_welcomed {
@@ -249,14 +248,14 @@ impl Agent {
                 },
                 // The token is not an agent's, has expired, or was revoked by the `lockstep launch` that created it, so retrying is
                 // useless. A certificate may be replaced, and is read again for each connection.
-                Err(NoSession { reason, is_unauthorized, is_forbidden })
+                Err(ConnectError { reason, is_unauthorized, is_forbidden })
                     if (is_forbidden || (is_unauthorized && self.options.only_job.is_some()))
                         && self.attempts.is_empty()
-                        && !address.has_certificate() =>
+                        && address.identity.is_none() =>
                 {
-                    return Err(AgentError::Refused { server: server.to_owned(), reason });
+                    return Err(AgentError::Refused { server: server.clone(), reason });
                 }
-                Err(NoSession { reason, .. }) => {
+                Err(ConnectError { reason, .. }) => {
                     // A server that has ended cannot have given the work to other agents, and the next server first
                     // grants a full lease. A server that is only unreachable may have given the work away, so the lease is not
                     // renewed.
@@ -309,7 +308,7 @@ impl Agent {
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                let stored = attempt.stored();
+                let stored = &attempt.stored;
                 for (rank, _) in &stored.start.ranks {
                     RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }

@@ -91,7 +91,7 @@ impl Options {
 pub enum AgentError {
     /// The options are invalid, or name a folder that cannot be used.
     #[error("{0}")]
-    Wrong(String),
+    InvalidOptions(String),
     /// The server refused this agent.
     #[error("the server at {server} refused this agent: {reason}")]
     Refused { server: String, reason: String },
@@ -104,11 +104,4 @@ pub enum AgentError {
     /// An error of the operating system.
     #[error(transparent)]
     Io(#[from] std::io::Error),
-}
-
-impl AgentError {
-    /// Whether the options were wrong, rather than something failed while running.
-    pub fn is_wrong_request(&self) -> bool {
-        matches!(self, AgentError::Wrong(_))
-    }
 }

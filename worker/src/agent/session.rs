@@ -3,11 +3,11 @@
 use super::{
     Agent, Signals,
     address::Address,
-    attempt::{Attempt, Gang, Order},
+    attempt::{Gang, Order},
     findings, machine,
     outbox::Outbox,
     sampling,
-    socket::{CONNECT_TIMEOUT, NoSession, Socket, receive, send},
+    socket::{CONNECT_TIMEOUT, ConnectError, Socket, receive, send},
 };
 use crate::{inspect, tls};
 use futures_util::SinkExt;
@@ -62,17 +62,17 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
+    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, ConnectError> {
         let connector = Some(address.connector()?);
         let local = stream.local_addr().ok().map(|address| address.ip());
-        let request = address.request().clone();
+        let request = address.request.clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("the server does not answer".to_owned().into()),
             Ok(Ok((socket, _))) => Ok(Self { socket, local }),
-            Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::from_response(&answer)),
+            Ok(Err(tungstenite::Error::Http(answer))) => Err(ConnectError::from_response(&answer)),
             Ok(Err(error)) => {
-                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()).into())
+                Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string()).into())
             }
         }
     }
@@ -264,7 +264,7 @@ impl Connected {
             let state = self.attempts.entry(attempt_ref.clone()).or_default();
             if !is_over
                 && !state.has_reported_ready
-                && let Some(port) = attempt.gang().and_then(Gang::ready_port)
+                && let Some(port) = attempt.gang.as_ref().and_then(Gang::ready_port)
             {
                 state.has_reported_ready = true;
                 reports.push(FromAgent::Ready { attempt: attempt_ref.clone(), port });
@@ -276,9 +276,8 @@ impl Connected {
                 }
                 continue;
             }
-            let outbox =
-                state.outbox.get_or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
-            outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
+            let outbox = state.outbox.get_or_insert_with(|| Outbox::new(&attempt.stored, &self.acknowledged));
+            outbox.fill(&attempt.stored, is_over, Instant::now(), &mut reports);
             let is_delivered = outbox.is_delivered();
             let is_refused =
                 !is_delivered && state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
@@ -312,7 +311,7 @@ impl Connected {
             }
             ToAgent::Start(start) => agent.start(*start),
             ToAgent::Launch { attempt, master_port } => {
-                if let Some(gang) = agent.find_attempt(&attempt).and_then(Attempt::gang) {
+                if let Some(gang) = agent.find_attempt(&attempt).and_then(|attempt| attempt.gang.as_ref()) {
                     gang.launch(master_port);
                 }
             }

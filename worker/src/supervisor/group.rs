@@ -86,7 +86,7 @@ pub struct RankGroup<N: RecordSink> {
     /// The time since which a failure of a rank is known. `None` if no rank has failed.
     failure_since: Option<Instant>,
     /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
-    kills_suspended: bool,
+    pub kills_suspended: bool,
     orphans: Orphans,
 }
 
@@ -94,13 +94,6 @@ impl<N: RecordSink> RankGroup<N> {
     /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
         Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
-    }
-
-    /// From now on, suspended ranks get SIGKILL instead of SIGTERM.
-    #[must_use]
-    pub fn kill_suspended(mut self) -> Self {
-        self.kills_suspended = true;
-        self
     }
 
     /// Checks which ranks have ended.

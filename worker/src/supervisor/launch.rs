@@ -110,7 +110,7 @@ impl RankProcess {
     /// ended.
     fn from_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
         // The spare sees all GPUs of the agent, so its GPU may have another ordinal than in `config`.
-        let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
+        let config = RankConfig { gpu: Some(spare.gpu.clone()), ..config.clone() };
         if !spare.is_usable_as(program, &environment(&config)?) {
             spare.end();
             return Ok(None);

@@ -97,10 +97,6 @@ impl RankProcess {
         Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
     }
 
-    pub fn rank(&self) -> u32 {
-        self.rank
-    }
-
     /// Writes `bytes` to the standard input of the process, and closes the standard input.
     ///
     /// # Errors

@@ -25,7 +25,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(3);
 pub struct Spare {
     /// `None` after the spare has become a rank or was killed.
     process: Option<RankProcess>,
-    gpu: RankGpu,
+    /// The GPU and all GPUs that the process sees.
+    pub(super) gpu: RankGpu,
     environment: Vec<(OsString, OsString)>,
     program_version: (u64, u64, i64, i64),
 }
@@ -47,11 +48,6 @@ impl Spare {
             .stderr(Stdio::null());
         let process = RankProcess::spawn(0, &mut command, UnixProcessGroup::Own)?;
         Ok(Self { process: Some(process), gpu: gpu.clone(), environment, program_version })
-    }
-
-    /// The GPU and all GPUs that the process sees.
-    pub(super) fn gpu(&self) -> &RankGpu {
-        &self.gpu
     }
 
     /// Whether the process is running.

@@ -103,7 +103,8 @@ impl Watch {
             is_leaving: false,
             oom_kills: lockstep_host::oom_kills(),
         };
-        let mut ranks = RankGroup::new(Orphans::Stay).kill_suspended();
+        let mut ranks = RankGroup::new(Orphans::Stay);
+        ranks.kills_suspended = true;
         let decided = match mode {
             StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;

@@ -46,7 +46,6 @@ pub enum Grade {
     Problem,
 }
 
-/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
     /// What was checked: `CPU`, `memory`, ...

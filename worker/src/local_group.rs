@@ -22,7 +22,6 @@ use std::{
 /// The environment variable with a member's description for its process. It is not an argument, because other users
 /// can read arguments.
 const MEMBER_VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
-/// Interval between two polls of the members.
 const POLL_EVERY: Duration = Duration::from_millis(5);
 
 /// One rank of the group.

@@ -303,13 +303,11 @@ fn start_watchdog(
 /// State that the training thread and the threads for signals and the watchdog share.
 #[derive(Default)]
 struct RankState {
-    /// Whether the rank was asked to stop.
     stop: Arc<AtomicBool>,
     /// Number of completed steps of the run.
     progress: Arc<AtomicU64>,
     /// The step of the newest checkpoint known to this rank.
     checkpointed_step: AtomicU64,
-    /// Whether the last record has been written.
     has_written_last_record: AtomicBool,
     /// Whether training has ended without an error, because the rank has finished, paused, or stopped with all other ranks.
     has_ended: AtomicBool,
@@ -318,7 +316,6 @@ struct RankState {
 }
 
 impl RankState {
-    /// Aborts the calls of the rank's process group.
     fn abort(&self, reason: &str) {
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);

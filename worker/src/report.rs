@@ -119,7 +119,6 @@ impl Records {
     }
 }
 
-/// Receives the reports of a rank during training.
 pub trait Observer: Send + Sync {
     /// A point of a metric, whose name is in [`lockstep_protocol::metric::NAMES`]. NaN and infinities both arrive as
     /// NaN.

@@ -26,7 +26,6 @@ const KEEPALIVE_RETRIES: u32 = 8;
 /// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
 pub struct HandshakeTerms<'a> {
-    /// The attempt's secret.
     pub secret: &'a [u8],
     /// The purpose of the connection, such as `store` or `ring/gradients`.
     pub purpose: &'a str,

@@ -108,7 +108,6 @@ impl Nccl {
         self.rank
     }
 
-    /// The number of ranks in the group.
     pub fn size(&self) -> u32 {
         self.size
     }

@@ -116,7 +116,6 @@ impl Peers {
         Ok(handle.reserved.map(|byte| byte as u8).to_vec())
     }
 
-    /// Opens the buffers of the other ranks.
     fn open(&mut self, descriptors: &[IpcDescriptor]) -> Result<(), String> {
         let here = &descriptors[self.rank as usize].host;
         for (other, descriptor) in (0..).zip(descriptors) {

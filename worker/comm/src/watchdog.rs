@@ -46,7 +46,6 @@ struct Shared {
     stall_reason: OnceLock<String>,
 }
 
-/// The newest posts of all ranks.
 #[derive(Debug, Default)]
 struct PostedSteps {
     /// By rank.

@@ -72,7 +72,6 @@ pub fn exit_without_handlers(status: i32) -> ! {
     _exit(status)
 }
 
-/// The name of this machine.
 pub fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
@@ -144,7 +143,6 @@ fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     write().map_err(|error| with_path(path, error))
 }
 
-/// Adds a path to an error.
 pub fn with_path(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }

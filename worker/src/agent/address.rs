@@ -29,7 +29,6 @@ pub(super) struct Address {
     /// User ids of the processes that listened at the server's address when the server first accepted this agent. Not set if the
     /// server is on another machine.
     owners: OnceLock<Vec<u32>>,
-    /// The client certificate of this agent.
     pub(super) identity: Option<IdentityFiles>,
 }
 

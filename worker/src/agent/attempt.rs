@@ -33,7 +33,6 @@ mod watch;
 
 pub(super) use gang::Gang;
 
-/// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
     /// The server ordered the attempt to stop. If `patient`, ranks first finish their step and write a checkpoint.
@@ -84,7 +83,6 @@ pub(super) struct AttemptContext {
     pub(super) check: Check,
     /// Wakes the agent when an attempt has ended.
     pub(super) wake: Arc<Notify>,
-    /// The client for files of the server.
     pub(super) remote: Arc<Remote>,
     /// Copies of the server's datasets on this machine. `None` if datasets are not copied.
     pub(super) copies: Option<Arc<Copies>>,
@@ -161,7 +159,6 @@ impl Attempt {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Whether the attempt's recorded end is a failure.
     pub(super) fn has_failed(&self) -> bool {
         matches!(recorded_ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }

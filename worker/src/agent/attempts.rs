@@ -34,7 +34,6 @@ fn max_pause_between_attempts(recovery: &RecoverySpec) -> Duration {
 pub(super) struct NextAttemptWait {
     /// Whether the last attempt failed on this agent.
     pub(super) has_failed: bool,
-    /// When the last attempt ended.
     ended_at: Instant,
     /// When the wait began: at the end of the attempt, or at a later connection to the server.
     pub(super) since: Instant,
@@ -73,7 +72,6 @@ impl Agent {
         self.attempts.values().map(|a| a.attempt().clone()).collect()
     }
 
-    /// Handles the server's order to start ranks.
     pub(super) fn start(&mut self, mut start: StartAttempt) {
         if self.attempts.contains_key(&start.attempt.fencing_token) {
             return;

@@ -57,9 +57,7 @@ enum CopyError {
     Changed(String),
     /// Data arrived damaged: a checksum is wrong, or a response has the wrong form.
     Damaged(String),
-    /// The dataset cannot be copied.
     Unusable(String),
-    /// The disk has no space for the copy.
     NoSpace(String),
 }
 
@@ -130,7 +128,6 @@ struct PullProgress {
     has_advanced: bool,
 }
 
-/// Counts of failed tries.
 #[derive(Debug, Default)]
 struct RetryCounts {
     restarts: u32,

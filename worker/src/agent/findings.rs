@@ -16,7 +16,6 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 /// Findings that concern only GPUs (NCCL uses /dev/shm between GPUs). On a machine without GPUs they are ignored.
 const GPU_FINDINGS: [&str; 2] = ["GPUs", "/dev/shm"];
 
-/// The output of `doctor --json`.
 #[derive(Deserialize)]
 struct Report {
     findings: Vec<Finding>,

@@ -149,12 +149,10 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// See [`AttemptContext::spare_delay`].
 const SPARE_DELAY: Duration = Duration::from_secs(5);
 /// Maximum number of different reasons for failed connections that are logged before the next connection.
 const MAX_LOGGED_REASONS: usize = 16;
 
-/// The state of the agent, connected or not.
 struct Agent {
     options: Options,
     name: String,
@@ -167,14 +165,12 @@ struct Agent {
     context: AttemptContext,
     /// By fencing token, which is the order of starts.
     attempts: BTreeMap<FencingToken, Attempt>,
-    /// The orderly stop in progress.
     leaving: Option<Shutdown>,
     /// Why the agent accepts no work: its folder is not writable. `None` while it accepts work.
     no_work: Option<String>,
     /// Attempts that this agent did not start although the server had ordered it, and the reasons.
     declined: Vec<(AttemptRef, String)>,
     spool_measured_at: Instant,
-    /// The newest measurement of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
     /// The findings of `doctor`'s quick checks, after they have run.
     findings: Arc<OnceCell<Vec<MachineWarning>>>,

@@ -43,8 +43,10 @@ pub(super) enum Outcome {
     End,
     /// The server has refused this agent permanently.
     Refused(String),
-    /// The connection was lost.
-    Lost { reason: String, was_welcomed: bool },
+    Lost {
+        reason: String,
+        was_welcomed: bool,
+    },
 }
 
 impl Outcome {
@@ -57,19 +59,18 @@ impl Outcome {
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
-    /// The local address of the connection.
-    local: Option<IpAddr>,
+    local_ip: Option<IpAddr>,
 }
 
 impl Session {
     pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, ConnectError> {
         let connector = Some(address.connector()?);
-        let local = stream.local_addr().ok().map(|address| address.ip());
+        let local_ip = stream.local_addr().ok().map(|address| address.ip());
         let request = address.request.clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("the server does not answer".to_owned().into()),
-            Ok(Ok((socket, _))) => Ok(Self { socket, local }),
+            Ok(Ok((socket, _))) => Ok(Self { socket, local_ip }),
             Ok(Err(tungstenite::Error::Http(answer))) => Err(ConnectError::from_response(&answer)),
             Ok(Err(error)) => {
                 Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string()).into())
@@ -81,7 +82,7 @@ impl Session {
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
         agent.check_folder();
         let mut machine = machine::describe(agent.state_dir.dir());
-        agent.network.describe(&mut machine, self.local);
+        agent.network.describe(&mut machine, self.local_ip);
         machine.nvlink_groups.clone_from(&agent.nvlink_groups);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
@@ -120,7 +121,7 @@ impl Session {
                     answers: JoinSet::new(),
                     samples: agent.samples.clone(),
                     partial: PartialMessages::default(),
-                    split_messages: 0,
+                    split_message_count: 0,
                     parts: VecDeque::new(),
                 };
                 return connected.serve(agent, signals, revoked).await;
@@ -153,23 +154,19 @@ struct AttemptState {
 struct Connected {
     socket: Socket,
     attempts: HashMap<AttemptRef, AttemptState>,
-    /// The acknowledged records in `Welcome`.
+    /// The records that the server had at the time of `Welcome`.
     acknowledged: Vec<Acknowledged>,
     /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
     /// that the agent continues.
     has_announced_leaving: bool,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
-    /// When the server last sent anything.
     last_heard: Instant,
     /// Tasks that answer requests of the server.
     answers: JoinSet<FromAgent>,
-    /// Measurements of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
-    /// Messages that arrive in parts.
     partial: PartialMessages,
-    /// The number of messages sent in parts.
-    split_messages: u64,
+    split_message_count: u64,
     /// Parts of long replies that are still to be sent. Heartbeats and reports are sent in between.
     parts: VecDeque<Vec<u8>>,
 }
@@ -353,7 +350,7 @@ impl Connected {
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {
-        wire::frames(message, &mut self.split_messages, FromAgent::Part).map_err(Outcome::lost)
+        wire::frames(message, &mut self.split_message_count, FromAgent::Part).map_err(Outcome::lost)
     }
 
     /// Sends all frames of a message at once, because reports must arrive in order.

@@ -33,7 +33,6 @@ struct IndexMetadata {
 
 #[derive(Serialize, Deserialize)]
 struct WeightMap {
-    /// Maps the names of tensors to files.
     weight_map: BTreeMap<String, String>,
 }
 

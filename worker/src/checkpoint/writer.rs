@@ -49,7 +49,6 @@ struct Queue {
 #[derive(Debug, Default)]
 struct QueueState {
     waiting: Option<Snapshot>,
-    /// Whether the queue is closed to further snapshots.
     is_closed: bool,
 }
 
@@ -160,7 +159,6 @@ impl CheckpointWriter {
             .map(|Snapshot { state, .. }| CheckpointEvent::Dropped { epoch: state.epoch, step: state.step }))
     }
 
-    /// The events since the last call.
     pub fn events(&self) -> Vec<CheckpointEvent> {
         self.events.try_iter().collect()
     }

@@ -20,7 +20,6 @@ use std::{
 /// and port.
 const SSH_CONNECTION: &str = "SSH_CONNECTION";
 
-/// Facts about this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hostname: String,

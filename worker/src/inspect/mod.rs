@@ -211,7 +211,6 @@ mod tests {
     };
     use tokio::sync::SemaphorePermit;
 
-    /// Takes all permits of a queue.
     async fn fill(queue: RequestQueue) -> SemaphorePermit<'static> {
         QUEUES[queue as usize].acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap()
     }

@@ -32,18 +32,11 @@ pub struct Tail {
 /// Why a file of records cannot be read any further.
 #[derive(Debug, thiserror::Error)]
 pub enum TailError {
-    /// The file cannot be read.
     #[error("{path}: {error}")]
     Io { path: PathBuf, error: io::Error },
     /// A record before the end of the file is damaged.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
-    Damaged {
-        path: PathBuf,
-        /// The index of the record.
-        record: u64,
-        offset: u64,
-        detail: String,
-    },
+    Damaged { path: PathBuf, record: u64, offset: u64, detail: String },
 }
 
 impl Tail {

@@ -7,7 +7,6 @@ use lockstep_protocol::{
     reason::{FailureCode, ReasonKind},
 };
 
-/// The facts about one rank's end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
@@ -39,7 +38,6 @@ pub struct Failure {
 }
 
 impl RankEnd {
-    /// Whether the rank ended successfully.
     pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,

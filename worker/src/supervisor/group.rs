@@ -51,7 +51,6 @@ impl Stop {
 pub enum Orphans {
     /// The ranks continue to run, and the next supervisor adopts them.
     Stay,
-    /// The ranks get SIGTERM.
     Terminate,
     /// The ranks are killed, and their ends are awaited.
     Kill,
@@ -75,7 +74,6 @@ pub struct EndDelays {
 struct Stopping {
     how: Stop,
     since: Instant,
-    /// The number of SIGKILLs sent so far.
     kill_count: u32,
 }
 
@@ -91,7 +89,6 @@ pub struct RankGroup<N: RecordSink> {
 }
 
 impl<N: RecordSink> RankGroup<N> {
-    /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
         Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
     }
@@ -111,7 +108,6 @@ impl<N: RecordSink> RankGroup<N> {
         self.ranks.iter().map(|rank| &rank.end)
     }
 
-    /// Why the ranks fail, if one has failed.
     pub fn failure_cause(&self) -> Option<FailureCause<'_>> {
         failure_cause(self.ends())
     }

@@ -15,9 +15,7 @@ use std::{
 /// How a rank process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// The process exited with this status.
     Status(i32),
-    /// The process was ended by this signal.
     Signal(i32),
     /// The end was not observed. The rank's records may tell more.
     Unseen,

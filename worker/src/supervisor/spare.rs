@@ -50,7 +50,6 @@ impl Spare {
         Ok(Self { process: Some(process), gpu: gpu.clone(), environment, program_version })
     }
 
-    /// Whether the process is running.
     pub fn is_alive(&mut self) -> bool {
         self.process.as_mut().is_some_and(|process| process.poll().is_none())
     }

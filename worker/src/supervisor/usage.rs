@@ -9,7 +9,6 @@ const TICKS_PER_SEC: f64 = 100.0;
 /// The CPU time so far, and the memory now. Two measurements with equal `process` are of the same process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankUsage {
-    /// The time of the measurement.
     pub at: Instant,
     /// Process id and start time.
     pub process: (i32, u64),

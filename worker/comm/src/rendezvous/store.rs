@@ -65,7 +65,6 @@ impl Store {
         Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
     }
 
-    /// The configuration with which this rank has joined.
     pub fn config(&self) -> &RendezvousConfig {
         &self.config
     }

@@ -36,7 +36,6 @@ pub struct Gpu {
     pub is_divided: bool,
 }
 
-/// The connection between two GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     /// The indices of the two GPUs ([`Gpu::index`]).
@@ -172,7 +171,6 @@ pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     choose(gpus, &entries)
 }
 
-/// As [`select`], with the list as `entries`.
 fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     let mut chosen: Vec<Gpu> = Vec::new();
     for entry in entries {

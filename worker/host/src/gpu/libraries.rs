@@ -120,7 +120,6 @@ impl Library {
     }
 }
 
-/// A library that was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundLibrary {
     pub which: Library,
@@ -129,7 +128,6 @@ pub struct FoundLibrary {
     pub is_on_linker_path: bool,
 }
 
-/// The libraries that were found.
 #[derive(Debug, Clone, Default)]
 pub struct Libraries {
     pub found: Vec<FoundLibrary>,
@@ -164,12 +162,10 @@ impl Libraries {
         Self { found }
     }
 
-    /// The library `which`, if it was found.
     pub fn get(&self, which: Library) -> Option<&FoundLibrary> {
         self.found.iter().find(|library| library.which == which)
     }
 
-    /// The libraries in `needed` that were not found.
     pub fn missing(&self, needed: &[Library]) -> Vec<Library> {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }

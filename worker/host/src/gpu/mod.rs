@@ -32,7 +32,6 @@ pub struct RankGpu {
 }
 
 impl RankGpu {
-    /// The UUID of this rank's GPU.
     pub fn uuid(&self) -> Option<&str> {
         self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
     }

@@ -32,7 +32,6 @@ const GONE_PREFIX: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
-/// The copies of this machine.
 #[derive(Debug)]
 pub(in crate::agent) struct Copies {
     dir: PathBuf,
@@ -97,7 +96,6 @@ impl Entry {
         self.dir.join("uses").join(use_name(attempt))
     }
 
-    /// The attempts that use the copy.
     pub(super) fn uses(&self) -> Vec<String> {
         let entries = fs::read_dir(self.dir.join("uses")).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()

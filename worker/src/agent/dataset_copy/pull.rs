@@ -90,7 +90,6 @@ pub(super) async fn pull_missing(
     Ok(true)
 }
 
-/// The missing part of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Missing {
     /// The number of missing or incomplete files, and of missing folders.

@@ -258,7 +258,7 @@ mod tests {
     use crate::rendezvous::loopback::{rendezvous_config, unused_port};
     use std::sync::mpsc;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const MAX_WAIT: Duration = Duration::from_secs(20);
 
     #[test]
     fn waiting_ranks_name_the_rank_that_is_behind() {
@@ -291,7 +291,7 @@ mod tests {
             }
         }
         for _ in 0..2 {
-            let (rank, text) = receiver.recv_timeout(PATIENCE).unwrap();
+            let (rank, text) = receiver.recv_timeout(MAX_WAIT).unwrap();
             assert_ne!(rank, 1);
             assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
             assert_eq!(watchdogs[rank as usize].stall_reason(), Some(text.as_str()));
@@ -310,7 +310,7 @@ mod tests {
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
         assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
         watchdog.record_submitted(2);
-        let text = receiver.recv_timeout(PATIENCE).unwrap();
+        let text = receiver.recv_timeout(MAX_WAIT).unwrap();
         assert!(text.contains("after step 1"), "{text}");
     }
 

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, nccl_variable};
+pub use interfaces::{NCCL_INTERFACE_VARIABLE, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -54,7 +54,7 @@ pub fn memory_file() -> io::Result<File> {
 
 /// Environment variables of a server or an agent that contain credentials. Processes that read users' files do not get these
 /// variables.
-pub const SECRETS: [&str; 5] = [
+pub const SECRET_VARIABLES: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",
     "LOCKSTEP_DATABASE",

@@ -186,7 +186,7 @@ impl Agent {
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
         if bytes > self.options.spool_bytes {
-            let (agent, size_bytes) = (self.name.as_str().into(), bytes);
+            let (agent, size_bytes) = (self.context.remote.name.as_str().into(), bytes);
             let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {

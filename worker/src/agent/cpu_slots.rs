@@ -10,13 +10,13 @@ use std::{
 
 /// The slots, and the last measurement of the rank in each slot.
 #[derive(Debug)]
-pub(super) struct Shares {
+pub(super) struct CpuSlots {
     dir: PathBuf,
     slots: Vec<u32>,
     measurements: HashMap<u32, RankUsage>,
 }
 
-impl Shares {
+impl CpuSlots {
     pub(super) fn new(state_dir: &Path, slots: &[Slot]) -> Self {
         let shares = slots.iter().filter(|slot| slot.uuid.is_none()).map(|slot| slot.index);
         Self { dir: state_dir.to_owned(), slots: shares.collect(), measurements: HashMap::new() }

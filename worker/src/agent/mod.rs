@@ -91,11 +91,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let fence_path = fence.path.clone();
     let lease = Arc::new(Lease::new(fence));
     let name = options.name.clone().or(certificate_name.flatten()).unwrap_or_else(lockstep_host::hostname);
-    let remote = Arc::new(Remote {
-        address: address.clone(),
-        agent_id: state_dir.agent_id().to_owned(),
-        name: name.clone(),
-    });
+    let agent_id = state_dir.agent_id().to_owned();
+    let remote = Arc::new(Remote { address: address.clone(), agent_id, name });
     let uploaded_at = Arc::new(Mutex::new(None));
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
@@ -118,7 +115,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded_at.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
-        name,
         process: uuid::Uuid::new_v4().simple().to_string(),
         nvlink_groups: nvlink_groups(&slots),
         slots,
@@ -155,7 +151,6 @@ const MAX_LOGGED_REASONS: usize = 16;
 
 struct Agent {
     options: Options,
-    name: String,
     /// Random id of this agent process, see `Hello`.
     process: String,
     slots: Vec<Slot>,
@@ -334,10 +329,10 @@ impl Agent {
             let since = *leaving.ranks_ended_at.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.is_announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
-            let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
+            let limit = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
             // If attempts are left, the agent connects again, because a server that could not store a report closes the connection.
             let is_cut_off = !is_connected && self.attempts.is_empty();
-            if is_uploaded || is_cut_off || since.elapsed() > patience {
+            if is_uploaded || is_cut_off || since.elapsed() > limit {
                 return ControlFlow::Break(());
             }
             return ControlFlow::Continue(());

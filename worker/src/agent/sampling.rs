@@ -17,7 +17,7 @@ const NVML_RETRY_SAMPLES: u32 = 12;
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (sender, samples) = watch::channel(None);
     let gpu_slots: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
-    let mut shares = cpu_slots::Shares::new(&dir, slots);
+    let mut cpu_slots = cpu_slots::CpuSlots::new(&dir, slots);
     let measure = move || {
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
@@ -31,7 +31,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
                 gpus.extend(gpu_slots.iter().filter_map(|(slot, uuid)| nvml.sample(*slot, uuid).ok()));
             }
             let sample = usage.sample();
-            gpus.extend(shares.measure(f64::from(sample.cpus)));
+            gpus.extend(cpu_slots.measure(f64::from(sample.cpus)));
             if sender.send(Some(MachineSample { gpus, ..sample })).is_err() {
                 return;
             }

@@ -86,9 +86,9 @@ impl Session {
         machine.nvlink_groups.clone_from(&agent.nvlink_groups);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
-            agent_id: agent.state_dir.agent_id().to_owned(),
+            agent_id: agent.context.remote.agent_id.clone(),
             process: agent.process.clone(),
-            name: agent.name.clone(),
+            name: agent.context.remote.name.clone(),
             machine,
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
@@ -109,7 +109,7 @@ impl Session {
                 if let Some(wait) = &mut agent.next_attempt_wait {
                     wait.restart();
                 }
-                tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
+                tracing::info!(name = agent.context.remote.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
                     attempts: HashMap::new(),

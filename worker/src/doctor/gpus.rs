@@ -143,12 +143,12 @@ fn library_finding(
         // One GPU does not need NCCL.
         let needed = Library::needed(u32::try_from(gpu_count).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
-        return finding(which.name(), grade, "not found", which.advice());
+        return finding(which.name(), grade, "not found", &which.advice());
     };
     let path = library.path.display();
     let version = match library.version() {
         Ok(version) => version,
-        Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
+        Err(error) => return finding(which.name(), Grade::Problem, error, &which.advice()),
     };
     let found = match which {
         Library::Driver => format!("supports CUDA {version}: {path}"),

@@ -179,9 +179,11 @@ impl<N: RecordSink> RankGroup<N> {
     pub async fn kill_remaining(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
-            // `count` visits every rank, even if processes of another rank remain.
-            let have_ended = self.ranks.iter_mut().map(|rank| rank.process.kill_remaining());
-            if have_ended.filter(|has_ended| !has_ended).count() == 0 {
+            let mut all_ended = true;
+            for rank in &mut self.ranks {
+                all_ended &= rank.process.kill_remaining();
+            }
+            if all_ended {
                 return None;
             }
             if self.is_unkillable() || Instant::now() > until {

@@ -9,7 +9,8 @@ use super::{
 };
 use crate::rank::{RankConfig, stop_within_secs};
 use lockstep_host::{
-    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, with_path, write_atomically, write_private,
+    NCCL_INTERFACE_VARIABLE, boot_id, cores, gpu::RankGpu, nccl_variable, with_path, write_atomically,
+    write_private,
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
@@ -32,7 +33,7 @@ fn environment(config: &RankConfig) -> io::Result<Vec<(OsString, OsString)>> {
     let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
     if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
         // Without `=`, NCCL treats the name as a prefix.
-        variables.push((NCCL_INTERFACE.into(), format!("={interface}").into()));
+        variables.push((NCCL_INTERFACE_VARIABLE.into(), format!("={interface}").into()));
     }
     Ok(variables)
 }

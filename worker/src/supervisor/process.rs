@@ -1,7 +1,7 @@
 //! The process of a rank: signals, polling, and verification that it has ended.
 
 use super::proc_fs::{self, stat};
-use lockstep_host::{SECRETS, boot_id};
+use lockstep_host::{SECRET_VARIABLES, boot_id};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
@@ -79,7 +79,7 @@ impl RankProcess {
         if group == UnixProcessGroup::Own {
             command.process_group(0);
         }
-        for name in SECRETS {
+        for name in SECRET_VARIABLES {
             command.env_remove(name);
         }
         let child = command.spawn()?;

@@ -77,9 +77,7 @@ struct ListReader {
 
 impl ListReader {
     fn new(dataset: &str, path: &str, remaining_bytes: u64) -> Self {
-        let mut hash = Sha256::new();
-        hash.update(path.as_bytes());
-        hash.update([0]);
+        let hash = Sha256::new().chain_update(path).chain_update([0]);
         let (dataset, path, within) = (dataset.into(), path.into(), String::new());
         let about = About { dataset, path, within, files: 0, bytes: 0 };
         Self { remaining_bytes, hash, line: Vec::new(), about, has_begun: false, has_ended: false }

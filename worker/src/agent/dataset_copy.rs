@@ -190,11 +190,11 @@ async fn copy(
         other => other?,
     };
     let (key, about) = (list.key.clone(), list.about.clone());
-    let (entry, evicted) = copies.reserve(list, &start.attempt)?;
+    let (copy, evicted) = copies.reserve(list, &start.attempt)?;
     run_blocking(move || cache::remove(&evicted)).await?;
     // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
-    let copy_lock = copies.lock_copy(&entry).await;
-    if pull::pull_missing(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
+    let copy_lock = copies.lock_copy(&copy).await;
+    if pull::pull_missing(&client, (&copy, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
         let current = list::fetch(&client, copies.dir(), start, progress).await?;
@@ -204,10 +204,10 @@ async fn copy(
             ));
         }
     }
-    entry.record_read(&start.attempt).map_err(on_disk(entry.dir()))?;
+    copy.record_read(&start.attempt).map_err(on_disk(copy.dir()))?;
     Ok(Some(match about.within.as_str() {
-        "" => entry.data(),
-        within => entry.data().join(within),
+        "" => copy.data(),
+        within => copy.data().join(within),
     }))
 }
 

@@ -207,7 +207,7 @@ mod tests {
 
     /// Also passes on machines with GPUs, because two ranks cannot share memory on the same GPU.
     #[test]
-    fn all_ranks_get_the_reason_why_they_cannot_share() {
+    fn all_ranks_get_the_reason_why_they_cannot_share_memory() {
         let reasons = reasons([Ok(()), Ok(())]);
         assert!(!reasons[0].is_empty());
         assert_eq!(reasons[0], reasons[1]);

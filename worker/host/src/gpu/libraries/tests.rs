@@ -72,7 +72,7 @@ fn torchvision_s_copy_of_nvjpeg_is_found_if_there_is_no_other() {
 }
 
 #[test]
-fn folders_of_the_setting_are_searched_first() {
+fn folders_of_the_variable_are_searched_first() {
     let root = tempfile::tempdir().unwrap();
     let plain = environment(root.path());
     let own = root.path().join("own");

@@ -169,7 +169,7 @@ fn run_attempt(
             stop: state.stop.clone(),
         })?;
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
-            joined.listen_at(ip);
+            joined.prefer_local_ip(ip);
         }
         log_listen_address(config, reporter);
         let ring = Ring::connect(&joined, stall_timeout + COMM_TIMEOUT_MARGIN)?;

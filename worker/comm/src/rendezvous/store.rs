@@ -80,15 +80,15 @@ impl Store {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
-    /// Makes this rank listen for other ranks at `ip`, if `ip` is an address of this machine. A machine may have
-    /// several addresses.
-    pub fn listen_at(&mut self, ip: IpAddr) {
+    /// Makes `ip` this rank's address for other ranks, if `ip` is an address of this machine. A machine may have several
+    /// addresses.
+    pub fn prefer_local_ip(&mut self, ip: IpAddr) {
         if TcpListener::bind((ip, 0)).is_ok() {
             self.local_ip = ip;
         }
     }
 
-    /// The address of this machine for other ranks. Unless set by [`Store::listen_at`], it is the local address of
+    /// The address of this machine for other ranks. Unless set by [`Store::prefer_local_ip`], it is the local address of
     /// the connection to rank 0.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local_ip

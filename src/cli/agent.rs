@@ -167,8 +167,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             _ => {}
         }
     }
-    result
-        .map_err(|error| if error.is_wrong_request() { usage_error(error.to_string()) } else { error.into() })
+    result.map_err(|error| match error {
+        AgentError::InvalidOptions(why) => usage_error(why),
+        error => error.into(),
+    })
 }
 
 /// Parses `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working directory.

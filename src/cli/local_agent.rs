@@ -5,7 +5,7 @@
 
 use super::{describe_error, usage_error};
 use anyhow::Context;
-use lockstep_host::SECRETS;
+use lockstep_host::SECRET_VARIABLES;
 use lockstep_protocol::backoff::Backoff;
 use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
@@ -122,7 +122,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
         .stdout(Stdio::null())
         // Ctrl-C reaches only the server, which then ends its agent in order.
         .process_group(0);
-    for name in SECRETS {
+    for name in SECRET_VARIABLES {
         command.env_remove(name);
     }
     if let Some(path) = &settings.token_file {

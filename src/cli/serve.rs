@@ -308,8 +308,10 @@ impl Server {
             Ok(running) => {
                 let local_address = separate_address.unwrap_or_else(|| reachable_address(running.address()));
                 let ip = running.address().ip();
-                // If NCCL's variable names an interface, the agent uses it by itself.
-                let has_nccl_interface = !matches!(lockstep_host::nccl_interface(), Ok(None));
+                // If NCCL's variable names an interface, the agent uses it by itself. A value that begins with `^` only excludes
+                // interfaces.
+                let has_nccl_interface =
+                    lockstep_host::nccl_variable().is_some_and(|value| !value.starts_with('^'));
                 let is_specific = !ip.is_unspecified() && !ip.is_loopback();
                 let advertise = (!has_nccl_interface && is_specific).then(|| ip.to_string());
                 let server =

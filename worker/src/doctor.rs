@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::{
     net::{TcpListener, TcpStream},
     path::Path,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 const GIB: u64 = 1 << 30;
@@ -46,7 +46,6 @@ pub enum Grade {
     Problem,
 }
 
-/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
     /// What was checked: `CPU`, `memory`, ...
@@ -58,9 +57,13 @@ pub struct Finding {
     pub advice: Option<String>,
 }
 
-fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
-    let advice = (grade != Grade::Ok || !advice.is_empty()).then(|| advice.into());
-    Finding { what: what.into(), grade, found, advice }
+/// A finding that needs no attention.
+fn ok(what: &str, found: impl Into<String>) -> Finding {
+    Finding { what: what.into(), grade: Grade::Ok, found: found.into(), advice: None }
+}
+
+fn finding(what: &str, grade: Grade, found: impl Into<String>, advice: &str) -> Finding {
+    Finding { what: what.into(), grade, found: found.into(), advice: Some(advice.into()) }
 }
 
 /// Runs all checks. `dir` is the folder for data. If `quick`, checks that allocate GPU memory are skipped, because ranks may
@@ -77,7 +80,7 @@ fn cpu() -> Finding {
         let advice = "Ranks share one core: more ranks do not train faster.";
         return finding("CPU", Grade::Note, found, advice);
     }
-    finding("CPU", Grade::Ok, found, "")
+    ok("CPU", found)
 }
 
 fn simd() -> Finding {
@@ -92,11 +95,11 @@ fn simd() -> Finding {
     #[cfg(not(target_arch = "x86_64"))]
     let found = cfg!(target_arch = "aarch64").then_some("NEON");
     match found {
-        Some(found) => finding("SIMD", Grade::Ok, found.into(), ""),
+        Some(found) => ok("SIMD", found),
         None => {
             let advice =
                 "The CPU engine will be slow. In a virtual machine, pass the host's CPU model through.";
-            finding("SIMD", Grade::Problem, "neither AVX2 nor AVX-512".into(), advice)
+            finding("SIMD", Grade::Problem, "neither AVX2 nor AVX-512", advice)
         }
     }
 }
@@ -109,7 +112,7 @@ fn memory() -> Finding {
                       network.";
         return finding("memory", Grade::Problem, found, advice);
     }
-    finding("memory", Grade::Ok, found, "")
+    ok("memory", found)
 }
 
 fn gib(bytes: u64) -> String {
@@ -127,7 +130,7 @@ fn disk(dir: &Path) -> Finding {
     if free < MIN_FREE_DISK {
         return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");
     }
-    finding("disk", Grade::Ok, found, "")
+    ok("disk", found)
 }
 
 fn shared_memory() -> Finding {
@@ -137,7 +140,7 @@ fn shared_memory() -> Finding {
                 "NCCL uses /dev/shm between GPUs of one machine. Enlarge it: docker run --shm-size=1g.";
             finding("/dev/shm", Grade::Note, gib(s.f_blocks * s.f_frsize), advice)
         }
-        Ok(s) => finding("/dev/shm", Grade::Ok, gib(s.f_blocks * s.f_frsize), ""),
+        Ok(s) => ok("/dev/shm", gib(s.f_blocks * s.f_frsize)),
         Err(error) => {
             let advice = "NCCL uses /dev/shm between GPUs of one machine. Mount a tmpfs at /dev/shm.";
             finding("/dev/shm", Grade::Note, error.to_string(), advice)
@@ -149,28 +152,20 @@ fn open_files() -> Finding {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let found = limit.map_or("no limit".into(), |n| format!("{n} at once"));
     if limit.is_some_and(|n| n < MIN_OPEN_FILES) {
-        return finding(
-            "open files",
-            Grade::Note,
-            found,
-            "Raise the limit before you start a server: ulimit -n 4096.",
-        );
+        let advice = "Raise the limit before you start a server: ulimit -n 4096.";
+        return finding("open files", Grade::Note, found, advice);
     }
-    finding("open files", Grade::Ok, found, "")
+    ok("open files", found)
 }
 
 fn loopback() -> Finding {
-    let connect = || -> std::io::Result<Duration> {
+    let connect = || -> std::io::Result<()> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
-        let began = Instant::now();
         let _caller = TcpStream::connect_timeout(&listener.local_addr()?, CONNECT_TIMEOUT)?;
-        listener.accept()?;
-        Ok(began.elapsed())
+        listener.accept().map(drop)
     };
     match connect() {
-        Ok(_) => {
-            finding("loopback", Grade::Ok, "programs on this machine can connect to each other".into(), "")
-        }
+        Ok(()) => ok("loopback", "programs on this machine can connect to each other"),
         Err(error) => {
             let advice = "Ranks connect on 127.0.0.1: bring the loopback interface up (ip link set lo up) and \
                           look for a firewall that blocks it.";

@@ -26,7 +26,8 @@ fn uptime() -> u64 {
 #[derive(Debug)]
 pub(crate) struct Fence {
     file: File,
-    path: PathBuf,
+    /// The path of the file, for ranks.
+    pub(crate) path: PathBuf,
 }
 
 impl Fence {
@@ -35,11 +36,6 @@ impl Fence {
         let path = agent_dir.join("lease");
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path)?;
         Ok(Self { file, path })
-    }
-
-    /// The path of the file, for ranks.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Lets ranks continue for `duration` from now. The file is overwritten in place with a fixed length, so this works
@@ -65,17 +61,17 @@ mod tests {
     fn a_deadline_can_be_set_extended_and_missed() {
         let dir = tempfile::tempdir().unwrap();
         let fence = Fence::open(dir.path()).unwrap();
-        assert!(!has_passed(fence.path()), "no deadline was set");
+        assert!(!has_passed(&fence.path), "no deadline was set");
         fence.set(Duration::from_secs(100)).unwrap();
-        assert!(!has_passed(fence.path()));
+        assert!(!has_passed(&fence.path));
         fence.set(Duration::ZERO).unwrap();
         let until = std::time::Instant::now() + Duration::from_secs(10);
-        while !has_passed(fence.path()) {
+        while !has_passed(&fence.path) {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();
         }
         fence.set(Duration::from_secs(100)).unwrap();
-        assert!(!has_passed(fence.path()), "the deadline was extended");
+        assert!(!has_passed(&fence.path), "the deadline was extended");
         assert!(!has_passed(Path::new("/nowhere")));
     }
 }

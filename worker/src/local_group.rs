@@ -7,7 +7,7 @@ use lockstep_comm::{
     ring::Ring,
 };
 use lockstep_engine::registry;
-use lockstep_host::{NCCL_INTERFACE, gpu::RankGpu, memory_file, own_program};
+use lockstep_host::{NCCL_INTERFACE_VARIABLE, gpu::RankGpu, memory_file, own_program};
 use lockstep_protocol::spec::Device;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -22,7 +22,6 @@ use std::{
 /// The environment variable with a member's description for its process. It is not an argument, because other users
 /// can read arguments.
 const MEMBER_VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
-/// Interval between two polls of the members.
 const POLL_EVERY: Duration = Duration::from_millis(5);
 
 /// One rank of the group.
@@ -147,7 +146,7 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (F
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
         // Without `=`, NCCL treats the name as a prefix.
-        command.env(NCCL_INTERFACE, format!("={interface}"));
+        command.env(NCCL_INTERFACE_VARIABLE, format!("={interface}"));
     }
     // The members are in this process's group, so that Ctrl-C ends them too.
     let process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;

@@ -135,7 +135,6 @@ pub struct Planned {
     pub considered: Vec<Candidate>,
     /// `computing`, `communication` or `memory`.
     pub limited_by: &'static str,
-    /// Why this plan was chosen.
     pub why: String,
 }
 
@@ -332,7 +331,6 @@ fn explain(
     }
 }
 
-/// See [`Planned::limited_by`].
 fn name_limit(
     chosen: &Candidate,
     considered: &[Candidate],

@@ -62,22 +62,14 @@ const WATCHDOG_MARGIN: Duration = Duration::from_secs(3);
 
 /// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
-    let status = run_file(config_path);
-    exit_without_handlers(status)
-}
-
-fn run_file(config_path: &Path) -> i32 {
-    let config: RankConfig = match std::fs::read(config_path)
-        .map_err(|e| e.to_string())
-        .and_then(|json| serde_json::from_slice(&json).map_err(|e| e.to_string()))
-    {
-        Ok(config) => config,
+    let config = std::fs::read(config_path).and_then(|json| Ok(serde_json::from_slice(&json)?));
+    exit_without_handlers(match config {
+        Ok(config) => run_config(&config),
         Err(error) => {
             tracing::error!("{}: {error}", config_path.display());
-            return EXIT_FAILED;
+            EXIT_FAILED
         }
-    };
-    run_config(&config)
+    })
 }
 
 /// Runs a rank in this process, and returns its exit status.
@@ -177,7 +169,7 @@ fn run_attempt(
             stop: state.stop.clone(),
         })?;
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
-            joined.listen_at(ip);
+            joined.prefer_local_ip(ip);
         }
         log_listen_address(config, reporter);
         let ring = Ring::connect(&joined, stall_timeout + COMM_TIMEOUT_MARGIN)?;
@@ -311,13 +303,11 @@ fn start_watchdog(
 /// State that the training thread and the threads for signals and the watchdog share.
 #[derive(Default)]
 struct RankState {
-    /// Whether the rank was asked to stop.
     stop: Arc<AtomicBool>,
     /// Number of completed steps of the run.
     progress: Arc<AtomicU64>,
     /// The step of the newest checkpoint known to this rank.
     checkpointed_step: AtomicU64,
-    /// Whether the last record has been written.
     has_written_last_record: AtomicBool,
     /// Whether training has ended without an error, because the rank has finished, paused, or stopped with all other ranks.
     has_ended: AtomicBool,
@@ -326,7 +316,6 @@ struct RankState {
 }
 
 impl RankState {
-    /// Aborts the calls of the rank's process group.
     fn abort(&self, reason: &str) {
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);

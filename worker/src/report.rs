@@ -6,7 +6,7 @@
 //! [`AttemptEvent`] as MessagePack with named fields. The log lines are also in a text file next to it.
 
 use jiff::Timestamp;
-use lockstep_host::lock;
+use lockstep_host::{lock, with_path};
 use lockstep_protocol::{
     agent::{AttemptEvent, LogLine},
     metric::MetricColumn,
@@ -36,11 +36,6 @@ const MAX_LINE_BYTES: usize = 4096;
 /// Maximum size of a record's payload. A larger record is considered damaged.
 const MAX_RECORD_BYTES: u32 = 64 << 20;
 const HEADER_BYTES: usize = 8;
-
-/// Adds a path to an error.
-pub(crate) fn with_path(path: &Path, error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
-}
 
 /// The file of records of `rank` in an attempt's folder.
 pub fn events_path(attempt_dir: &Path, rank: u32) -> PathBuf {
@@ -124,7 +119,6 @@ impl Records {
     }
 }
 
-/// Receives the reports of a rank during training.
 pub trait Observer: Send + Sync {
     /// A point of a metric, whose name is in [`lockstep_protocol::metric::NAMES`]. NaN and infinities both arrive as
     /// NaN.

@@ -33,16 +33,13 @@ pub trait Policy {
     type Records: RecordSink;
     /// Orders that may arrive: a signal, or a message.
     type Order;
-    /// Why watching failed.
     type Error;
 
-    /// Interval between two polls of the processes.
     const POLL_EVERY: Duration;
 
     /// Waits for the next order. Never completes if there are none. Cancel safe: the future may be dropped and requested again.
     fn next_order(&mut self) -> impl Future<Output = Self::Order> + Send;
 
-    /// Carries out an order.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Records>);
 
     /// Reads new records of the ranks. Called after each poll of their processes, including the last poll.

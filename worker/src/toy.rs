@@ -28,7 +28,6 @@ pub(crate) fn device(name: &str) -> String {
     format!("{DEVICE}{name}")
 }
 
-/// The backend.
 #[derive(Debug)]
 struct Toy;
 

@@ -61,7 +61,6 @@ use votes::{NotFinite, Votes};
 #[derive(Clone)]
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
-    /// The dataset on this machine.
     pub dataset: &'a Path,
     /// The folders in which the file named by `model.pretrained` may be. `None` if it may be in any folder.
     pub weights_in: Option<&'a AllowedFolders>,

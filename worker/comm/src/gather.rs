@@ -53,8 +53,7 @@ pub fn run(store: &Store, ordinal: i32) -> Result<AllGatherResult, CommError> {
     let gathered = gpu.memory(4 * ranks).map_err(failed)?;
     let vector = gpu.memory(4 * LONG).map_err(failed)?;
     let finish = || {
-        gpu.finish(GPU_TIMEOUT).map_err(|error| {
-            let detail = error.unwrap_or_else(|| format!("not done after {} s", GPU_TIMEOUT.as_secs()));
+        gpu.finish().map_err(|detail| {
             nccl.abort(&detail);
             CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {detail}") }
         })
@@ -123,17 +122,18 @@ impl Gpu {
         }
     }
 
-    /// Waits until all work on the stream has completed. Returns `Err(None)` after `timeout`.
-    /// (`cuStreamSynchronize` has no time limit.)
-    fn finish(&self, timeout: Duration) -> Result<(), Option<String>> {
+    /// Waits until all work on the stream has completed, or for [`GPU_TIMEOUT`]. (`cuStreamSynchronize` has no time limit.)
+    fn finish(&self) -> Result<(), String> {
         let began = Instant::now();
         loop {
             // SAFETY: the stream lives as long as `self`.
             match unsafe { sys::cuStreamQuery(self.stream) } {
                 CUresult::CUDA_SUCCESS => return Ok(()),
-                CUresult::CUDA_ERROR_NOT_READY if began.elapsed() > timeout => return Err(None),
+                CUresult::CUDA_ERROR_NOT_READY if began.elapsed() > GPU_TIMEOUT => {
+                    return Err(format!("not done after {} s", GPU_TIMEOUT.as_secs()));
+                }
                 CUresult::CUDA_ERROR_NOT_READY => std::thread::yield_now(),
-                error => return Err(Some(DriverError(error).to_string())),
+                error => return Err(DriverError(error).to_string()),
             }
         }
     }

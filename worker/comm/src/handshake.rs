@@ -26,7 +26,6 @@ const KEEPALIVE_RETRIES: u32 = 8;
 /// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
 pub struct HandshakeTerms<'a> {
-    /// The attempt's secret.
     pub secret: &'a [u8],
     /// The purpose of the connection, such as `store` or `ring/gradients`.
     pub purpose: &'a str,
@@ -65,8 +64,7 @@ impl HandshakeTerms<'_> {
         stream.write_all(&proof)?;
         let mut accepted = [0];
         stream.read_exact(&mut accepted)?;
-        stream.set_read_timeout(None)?;
-        stream.set_write_timeout(None)
+        set_timeouts(stream, None)
     }
 
     /// Runs the handshake as the listener, and returns the caller's rank. Afterwards the stream has no time-outs.
@@ -75,28 +73,26 @@ impl HandshakeTerms<'_> {
     /// `PermissionDenied` if the caller has another secret or purpose. `InvalidData` if the caller uses another protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
         set_options(stream)?;
-        let mut hello = [0; MAGIC.len() + NONCE_BYTES + 4];
-        stream.read_exact(&mut hello)?;
-        let (magic, rest) = hello.split_at(MAGIC.len());
-        if magic != MAGIC {
+        let (mut magic, mut their_nonce, mut rank) = ([0; MAGIC.len()], [0; NONCE_BYTES], [0; 4]);
+        stream.read_exact(&mut magic)?;
+        stream.read_exact(&mut their_nonce)?;
+        stream.read_exact(&mut rank)?;
+        if magic != *MAGIC {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is not a rank of Lockstep"));
         }
-        let (their_nonce, rank) = rest.split_at(NONCE_BYTES);
-        let rank = rank.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
-        let own_nonce = nonce();
+        let (rank, own_nonce) = (u32::from_le_bytes(rank), nonce());
         let mut answer = Vec::from(own_nonce);
         answer.extend_from_slice(
-            &self.proof("listener", their_nonce, &own_nonce, rank).finalize().into_bytes(),
+            &self.proof("listener", &their_nonce, &own_nonce, rank).finalize().into_bytes(),
         );
         stream.write_all(&answer)?;
         let mut proof = [0; PROOF_BYTES];
         stream.read_exact(&mut proof)?;
-        self.proof("caller", their_nonce, &own_nonce, rank)
+        self.proof("caller", &their_nonce, &own_nonce, rank)
             .verify_slice(&proof)
             .map_err(|_| wrong_secret())?;
         stream.write_all(&[1])?;
-        stream.set_read_timeout(None)?;
-        stream.set_write_timeout(None)?;
+        set_timeouts(stream, None)?;
         Ok(rank)
     }
 }
@@ -114,15 +110,15 @@ fn set_options(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
     SockRef::from(stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_RETRIES))?;
-    stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
-    stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))
+    set_timeouts(stream, Some(HANDSHAKE_TIMEOUT))
+}
+
+fn set_timeouts(stream: &TcpStream, timeout: Option<Duration>) -> io::Result<()> {
+    stream.set_read_timeout(timeout)?;
+    stream.set_write_timeout(timeout)
 }
 
 /// Two version 4 UUIDs: 244 random bits.
 fn nonce() -> [u8; NONCE_BYTES] {
-    let mut nonce = [0; NONCE_BYTES];
-    let (left, right) = nonce.split_at_mut(16);
-    left.copy_from_slice(uuid::Uuid::new_v4().as_bytes());
-    right.copy_from_slice(uuid::Uuid::new_v4().as_bytes());
-    nonce
+    bytemuck::must_cast([(); 2].map(|()| uuid::Uuid::new_v4().into_bytes()))
 }

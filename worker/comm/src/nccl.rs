@@ -108,7 +108,6 @@ impl Nccl {
         self.rank
     }
 
-    /// The number of ranks in the group.
     pub fn size(&self) -> u32 {
         self.size
     }
@@ -240,22 +239,18 @@ fn exchange_id(
     name: &str,
 ) -> Result<ncclUniqueId, CommError> {
     let mut id = ncclUniqueId { internal: [0; 128] };
-    let mut own = Vec::new();
     if exchange.rank() == 0 {
         // SAFETY: `id` is valid for writes.
         let status = unsafe { sys::ncclGetUniqueId(&mut id) };
         if status != ncclResult_t::ncclSuccess {
             return Err(failure(operation, status, null_mut()));
         }
-        own = id.internal.iter().map(|byte| byte.cast_unsigned()).collect();
     }
+    let own: [u8; 128] = bytemuck::must_cast(id.internal);
     let bytes = exchange.all_gather_bytes(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
-    if bytes.len() != id.internal.len() {
+    let bytes: [u8; 128] = bytes.try_into().map_err(|bytes: Vec<u8>| {
         let detail = format!("sent an NCCL id of {} bytes", bytes.len());
-        return Err(CommError::Mismatch { operation, peer: 0, detail });
-    }
-    for (into, byte) in id.internal.iter_mut().zip(bytes) {
-        *into = byte.cast_signed();
-    }
-    Ok(id)
+        CommError::Mismatch { operation, peer: 0, detail }
+    })?;
+    Ok(ncclUniqueId { internal: bytemuck::must_cast(bytes) })
 }

@@ -29,14 +29,10 @@ const BLOCK_BYTES: usize = 2 << 20;
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// The addresses at which this rank's GPU accesses each rank's buffer, by rank.
-    pub data: [u64; MAX_PEERS],
-    /// This rank's buffer.
-    own_buffer: CUdeviceptr,
+    /// The addresses at which this rank's GPU accesses each rank's buffer, by rank. 0 if a buffer is not open.
+    pub data: [CUdeviceptr; MAX_PEERS],
     /// The UUID of this rank's GPU.
     gpu: [u8; 16],
-    /// The buffers of other ranks, opened in this process.
-    opened: Vec<CUdeviceptr>,
     context: Arc<CudaContext>,
 }
 
@@ -103,8 +99,8 @@ impl Peers {
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
         // SAFETY: the context is current on this thread.
         let own_buffer = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
-        let data = [0; MAX_PEERS];
-        let peers = Self { rank, world, data, own_buffer, gpu, opened: Vec::new(), context };
+        let mut peers = Self { rank, world, data: [0; MAX_PEERS], gpu, context };
+        peers.data[rank as usize] = own_buffer;
         // SAFETY: the buffer was just allocated, and is zeroed before another process can open it.
         unsafe { result::memset_d8_sync(own_buffer, 0, bytes) }.map_err(text)?;
         peers.context.synchronize().map_err(text)?;
@@ -114,38 +110,32 @@ impl Peers {
     fn handle(&self) -> Result<Vec<u8>, String> {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the address is a plain allocation of this process.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.own_buffer) }
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.data[self.rank as usize]) }
             .result()
             .map_err(|e| format!("GPU memory cannot be shared: {e}"))?;
-        Ok(handle.reserved.iter().map(|byte| *byte as u8).collect())
+        Ok(handle.reserved.map(|byte| byte as u8).to_vec())
     }
 
-    /// Opens the buffers of the other ranks.
     fn open(&mut self, descriptors: &[IpcDescriptor]) -> Result<(), String> {
         let here = &descriptors[self.rank as usize].host;
         for (other, descriptor) in (0..).zip(descriptors) {
             let bytes = descriptor.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
-            let mut address = self.own_buffer;
-            if other != self.rank {
-                if descriptor.host != *here {
-                    return Err(format!("rank {other} is on another machine"));
-                }
-                self.check_access(other, descriptor.gpu)?;
-                let mut handle = CUipcMemHandle { reserved: [0; 64] };
-                if bytes.len() != handle.reserved.len() {
-                    return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
-                }
-                for (into, byte) in handle.reserved.iter_mut().zip(bytes) {
-                    *into = *byte as _;
-                }
-                let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-                // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
-                unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }
-                    .result()
-                    .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
-                self.opened.push(address);
+            if other == self.rank {
+                continue;
             }
-            self.data[other as usize] = address;
+            if descriptor.host != *here {
+                return Err(format!("rank {other} is on another machine"));
+            }
+            self.check_access(other, descriptor.gpu)?;
+            let Ok(reserved) = <[u8; 64]>::try_from(bytes.as_slice()) else {
+                return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
+            };
+            let handle = CUipcMemHandle { reserved: reserved.map(|byte| byte as _) };
+            let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+            // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
+            unsafe { sys::cuIpcOpenMemHandle_v2(&mut self.data[other as usize], handle, flags) }
+                .result()
+                .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
         }
         Ok(())
     }
@@ -182,10 +172,13 @@ impl Drop for Peers {
         }
         // SAFETY: allocated by `allocate` and opened by `open`, and freed only here.
         unsafe {
-            for address in &self.opened {
-                let _ = sys::cuIpcCloseMemHandle(*address);
+            for (rank, address) in (0..).zip(self.data).filter(|(_, address)| *address != 0) {
+                if rank == self.rank {
+                    let _ = result::free_sync(address);
+                } else {
+                    let _ = sys::cuIpcCloseMemHandle(address);
+                }
             }
-            let _ = result::free_sync(self.own_buffer);
         }
     }
 }
@@ -214,7 +207,7 @@ mod tests {
 
     /// Also passes on machines with GPUs, because two ranks cannot share memory on the same GPU.
     #[test]
-    fn all_ranks_get_the_reason_why_they_cannot_share() {
+    fn all_ranks_get_the_reason_why_they_cannot_share_memory() {
         let reasons = reasons([Ok(()), Ok(())]);
         assert!(!reasons[0].is_empty());
         assert_eq!(reasons[0], reasons[1]);

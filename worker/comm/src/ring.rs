@@ -49,13 +49,14 @@ pub struct Ring {
     identity: Identity,
     sockets: Mutex<RingSockets>,
     mesh: Arc<Mesh>,
-    end: Arc<End>,
+    pub(crate) end: Arc<End>,
     /// The second ring of the same ranks ([`ProcessGroup::concurrent_group`](crate::ProcessGroup::concurrent_group)). `None` in the
     /// second ring itself.
     concurrent: Option<Arc<Ring>>,
     /// The number of groups split from this ring, which is the same on every rank.
     split_count: AtomicU64,
-    shm_unavailable_reason: OnceLock<String>,
+    /// Why the ranks do not share memory, as [`ProcessGroup::shared_memory`](crate::ProcessGroup::shared_memory) reports it.
+    pub(crate) shm_unavailable_reason: OnceLock<String>,
 }
 
 /// The data that groups split from a ring need in order to connect.
@@ -97,13 +98,13 @@ impl Ring {
         body: impl FnOnce(&mut ActiveCall<'_>) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         let operation = call.operation.name();
-        self.check_not_ended(operation)?;
+        self.end.check_not_ended(operation)?;
         let mut sockets = lock(&self.sockets);
         sockets.sequence += 1;
         let mut active =
             ActiveCall { ring: self, sockets: &mut sockets, operation, pending_header: Some(call) };
         let result = body(&mut active).and_then(|done| active.exchange_headers().map(|()| done));
-        result.map_err(|error| self.fail_with(error))
+        result.map_err(|error| self.end.fail_with(error))
     }
 
     /// Collective: checks that all ranks make the same call, for calls that do not exchange their values over the
@@ -111,21 +112,6 @@ impl Ring {
     pub(super) fn announce(&self, call: Call) -> Result<(), CommError> {
         // An all-gather of one byte returns after every rank has checked the header.
         self.call(call, |active| active.gather(&mut vec![0; active.ring.size as usize]))
-    }
-
-    /// Records why the ranks do not share memory. [`ProcessGroup::shared_memory`] returns this reason.
-    pub(super) fn set_shm_unavailable(&self, reason: String) {
-        let _ = self.shm_unavailable_reason.set(reason);
-    }
-
-    /// Fails if the group has ended on this rank.
-    pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        self.end.check_not_ended(operation)
-    }
-
-    /// Ends the group because of `error`. The neighbours notice at once, rather than after their time-outs.
-    pub(super) fn fail_with(&self, error: CommError) -> CommError {
-        self.end.fail_with(error)
     }
 
     /// Whether the next rank is on another machine, according to the addresses of the connection.

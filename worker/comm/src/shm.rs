@@ -20,7 +20,7 @@ pub use process_group::ShmProcessGroup;
 use std::{sync::Arc, time::Duration};
 
 /// The environment variable that disables shared memory for the rank's attempt if its value is `0`.
-pub const VARIABLE: &str = "LOCKSTEP_SHARED_MEMORY";
+pub const ENABLING_VARIABLE: &str = "LOCKSTEP_SHARED_MEMORY";
 
 /// Zeroed memory that all ranks of a group share, and functions to wait for the writes of other ranks.
 #[derive(Debug, Clone)]

@@ -8,7 +8,6 @@ use std::{sync::Arc, time::Duration};
 #[derive(Debug, Default)]
 pub struct SingleRank;
 
-/// Copies this rank's only part to the output.
 fn copy(operation: &'static str, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
     check::parts(operation, (&input, 1), (&output, 1))?;
     output.bytes_mut().copy_from_slice(input.bytes());

@@ -10,7 +10,6 @@ use shm::ShmProcessGroup;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The implementation of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Ring,
@@ -42,7 +41,6 @@ pub(super) fn values(rank: u32, length: usize) -> Vec<f32> {
     (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
 }
 
-/// `length` bytes of a rank.
 fn bytes(rank: u32, length: usize) -> Vec<u8> {
     (0..length).map(|i| (i as u32 * 7 + rank * 31) as u8).collect()
 }

@@ -2,7 +2,6 @@
 
 use super::CommError;
 
-/// The type of the values of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataType {
     /// Bytes, which are moved but never reduced.
@@ -43,7 +42,6 @@ impl DataType {
     }
 }
 
-/// Values to read.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     U8(&'a [u8]),
@@ -88,7 +86,6 @@ impl<'a> Values<'a> {
 }
 
 impl ValuesMut<'_> {
-    /// The same values, for reading.
     pub(crate) fn as_values(&self) -> Values<'_> {
         match self {
             Self::U8(values) => Values::U8(values),
@@ -120,7 +117,6 @@ impl ValuesMut<'_> {
     }
 }
 
-/// Conversions from slices, arrays and vectors.
 macro_rules! from_slices {
     ($($variant:ident of $number:ty),*) => {$(
         impl<'a> From<&'a [$number]> for Values<'a> {

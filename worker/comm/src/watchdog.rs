@@ -17,8 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Interval between two posts of a rank.
-const POST_EVERY: Duration = Duration::from_secs(1);
+/// Interval between two posts of a rank. Shorter in tests.
+const POST_EVERY: Duration = Duration::from_millis(if cfg!(test) { 5 } else { 1000 });
 /// A rank counts as silent if its posts have not changed for this long.
 const SILENT_AFTER: Duration = Duration::from_secs(5);
 
@@ -46,7 +46,6 @@ struct Shared {
     stall_reason: OnceLock<String>,
 }
 
-/// The newest posts of all ranks.
 #[derive(Debug, Default)]
 struct PostedSteps {
     /// By rank.
@@ -76,15 +75,6 @@ impl Watchdog {
         limit: Duration,
         on_stall: impl FnOnce(&str) + Send + 'static,
     ) -> io::Result<Arc<Self>> {
-        Self::start_with_interval(store, limit, POST_EVERY, on_stall)
-    }
-
-    fn start_with_interval(
-        store: Option<Arc<Store>>,
-        limit: Duration,
-        post_every: Duration,
-        on_stall: impl FnOnce(&str) + Send + 'static,
-    ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
             store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
         let posted = PostedSteps { ranks: vec![None; world_size as usize], last_response: None };
@@ -102,7 +92,7 @@ impl Watchdog {
         if let Some(store) = store {
             // A separate thread, because posting blocks while rank 0's process is suspended.
             let shared = shared.clone();
-            let post = move || shared.post(&store, post_every);
+            let post = move || shared.post(&store);
             std::thread::Builder::new().name("watchdog post".into()).spawn(post)?;
         }
         let watched = shared.clone();
@@ -167,14 +157,8 @@ impl Shared {
             let last_progress = Duration::from_millis(self.progress_ms.load(Ordering::Acquire));
             let without_progress = self.began.elapsed().saturating_sub(last_progress);
             if is_pending && without_progress > limit && !self.has_ended() {
-                let posted = lock(&self.posted);
-                let text = posted.describe(
-                    limit,
-                    self.rank,
-                    self.base_step.load(Ordering::Acquire) + done,
-                    Instant::now(),
-                );
-                drop(posted);
+                let step = self.base_step.load(Ordering::Acquire) + done;
+                let text = lock(&self.posted).describe(limit, self.rank, step, Instant::now());
                 on_stall(self.stall_reason.get_or_init(|| text));
                 return;
             }
@@ -182,7 +166,7 @@ impl Shared {
     }
 
     /// Posts this rank's step and reads the other ranks' posts, until the watchdog has been dropped or rank 0 is gone.
-    fn post(&self, store: &Store, every: Duration) {
+    fn post(&self, store: &Store) {
         let world_size = store.config().world_size;
         let key = |rank: u32| format!("watchdog/{rank}");
         let keys: Vec<String> = (0..world_size).map(key).collect();
@@ -193,10 +177,10 @@ impl Shared {
             let mut value = step.to_le_bytes().to_vec();
             // The posts of a live rank change even if its step does not.
             value.extend_from_slice(&post_count.to_le_bytes());
-            let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
+            let posted = store.set(&key(self.rank), &value).and_then(|()| store.get(&keys, Duration::ZERO));
             let Ok(values) = posted else { return };
             lock(&self.posted).record(values, Instant::now());
-            std::thread::sleep(every);
+            std::thread::sleep(POST_EVERY);
         }
     }
 }
@@ -274,7 +258,7 @@ mod tests {
     use crate::rendezvous::loopback::{rendezvous_config, unused_port};
     use std::sync::mpsc;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const MAX_WAIT: Duration = Duration::from_secs(20);
 
     #[test]
     fn waiting_ranks_name_the_rank_that_is_behind() {
@@ -291,8 +275,7 @@ mod tests {
                 let (rank, sender) = (store.config().rank, sender.clone());
                 let on_stall = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
                 let limit = Duration::from_millis(400);
-                Watchdog::start_with_interval(Some(store.clone()), limit, Duration::from_millis(5), on_stall)
-                    .unwrap()
+                Watchdog::start(Some(store.clone()), limit, on_stall).unwrap()
             })
             .collect();
         // Rank 1 never reaches step 813, and has no pending step.
@@ -308,7 +291,7 @@ mod tests {
             }
         }
         for _ in 0..2 {
-            let (rank, text) = receiver.recv_timeout(PATIENCE).unwrap();
+            let (rank, text) = receiver.recv_timeout(MAX_WAIT).unwrap();
             assert_ne!(rank, 1);
             assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
             assert_eq!(watchdogs[rank as usize].stall_reason(), Some(text.as_str()));
@@ -321,13 +304,13 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         let on_stall = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
-        let watchdog = Watchdog::start_with_interval(None, limit, limit, on_stall).unwrap();
+        let watchdog = Watchdog::start(None, limit, on_stall).unwrap();
         watchdog.record_submitted(1);
         watchdog.record_done(1);
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
         assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
         watchdog.record_submitted(2);
-        let text = receiver.recv_timeout(PATIENCE).unwrap();
+        let text = receiver.recv_timeout(MAX_WAIT).unwrap();
         assert!(text.contains("after step 1"), "{text}");
     }
 

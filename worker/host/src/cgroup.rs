@@ -8,7 +8,6 @@ use std::{
 /// The limits of this process's control groups and their ancestors.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlGroups {
-    /// The tightest limit of CPU time.
     cpu: Option<CpuLimit>,
     /// All limits of memory, because the tightest limit with swap may be another one than without swap.
     memory: Vec<MemoryLimit>,
@@ -59,7 +58,6 @@ fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
 }
 
 impl ControlGroups {
-    /// The limits of this process.
     pub(crate) fn of_this_process() -> Self {
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Self::read(&groups, Path::new("/sys/fs/cgroup"))

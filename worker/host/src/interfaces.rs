@@ -3,25 +3,14 @@
 use std::{io, net::IpAddr, path::Path};
 
 /// NCCL's environment variable for the network interface to use.
-pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+pub const NCCL_INTERFACE_VARIABLE: &str = "NCCL_SOCKET_IFNAME";
 
-/// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty or not set.
+/// The value of [`NCCL_INTERFACE_VARIABLE`] in this process's environment. `None` if it is empty or not set.
 pub fn nccl_variable() -> Option<String> {
-    std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
+    std::env::var(NCCL_INTERFACE_VARIABLE).ok().filter(|value| !value.is_empty())
 }
 
-/// The interface that [`NCCL_INTERFACE`] names in this process's environment, with its address. `None` if the variable is not set, or
-/// only excludes interfaces.
-///
-/// # Errors
-/// No interface with such a name has an address. The error is a sentence.
-pub fn nccl_interface() -> Result<Option<(String, IpAddr)>, String> {
-    let Some(value) = nccl_variable() else { return Ok(None) };
-    let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
-    interface_of_variable(&all, &value)
-}
-
-/// The first interface that a value of [`NCCL_INTERFACE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
+/// The first interface that a value of [`NCCL_INTERFACE_VARIABLE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
 /// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
@@ -36,7 +25,7 @@ pub fn interface_of_variable(
     let (exact, list) = value.strip_prefix('=').map_or((false, value), |list| (true, list));
     let is_named =
         |name: &str| list.split(',').any(|part| if exact { name == part } else { name.starts_with(part) });
-    first_address(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
+    first_address(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE_VARIABLE}={value}: {why}"))
 }
 
 /// The first address of the interfaces for which `is_meant` is true: IPv4 if there is one. Addresses that are valid only on their own

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, nccl_interface, nccl_variable};
+pub use interfaces::{NCCL_INTERFACE_VARIABLE, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -54,7 +54,7 @@ pub fn memory_file() -> io::Result<File> {
 
 /// Environment variables of a server or an agent that contain credentials. Processes that read users' files do not get these
 /// variables.
-pub const SECRETS: [&str; 5] = [
+pub const SECRET_VARIABLES: [&str; 5] = [
     "LOCKSTEP_TOKEN",
     "LOCKSTEP_TOKEN_FILE",
     "LOCKSTEP_DATABASE",
@@ -72,7 +72,6 @@ pub fn exit_without_handlers(status: i32) -> ! {
     _exit(status)
 }
 
-/// The name of this machine.
 pub fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
@@ -141,5 +140,9 @@ fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
         file.persist(path)?;
         Ok(())
     };
-    write().map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+    write().map_err(|error| with_path(path, error))
+}
+
+pub fn with_path(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }

@@ -21,16 +21,15 @@ use tokio_tungstenite::{
 #[derive(Debug)]
 pub(super) struct Address {
     /// The address as given in the options.
-    server: String,
+    pub(super) server: String,
     /// The request that opens the agents' websocket, with the agent's token.
-    request: Request,
+    pub(super) request: Request,
     /// CA certificates trusted in addition to the system's.
     ca_file: Option<PathBuf>,
     /// User ids of the processes that listened at the server's address when the server first accepted this agent. Not set if the
     /// server is on another machine.
     owners: OnceLock<Vec<u32>>,
-    /// The client certificate of this agent.
-    identity: Option<IdentityFiles>,
+    pub(super) identity: Option<IdentityFiles>,
 }
 
 /// Reads the server's address and the agent's credentials from `options`.
@@ -155,25 +154,11 @@ impl Address {
         })
     }
 
-    /// The server's address as given in the options.
-    pub(super) fn server(&self) -> &str {
-        &self.server
-    }
-
-    pub(super) fn request(&self) -> &Request {
-        &self.request
-    }
-
     /// The host and port of the server. An IPv6 address has no brackets.
     pub(super) fn host_and_port(&self) -> (&str, u16) {
         let uri = self.request.uri();
         let default_port = if uri.scheme_str() == Some("wss") { 443 } else { 80 };
         (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(default_port))
-    }
-
-    /// Whether the agent uses a client certificate.
-    pub(super) fn has_certificate(&self) -> bool {
-        self.identity.is_some()
     }
 
     /// User ids of the processes that listen at the server's address. Empty if nothing listens, or if the address is not a

@@ -33,7 +33,6 @@ mod watch;
 
 pub(super) use gang::Gang;
 
-/// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
     /// The server ordered the attempt to stop. If `patient`, ranks first finish their step and write a checkpoint.
@@ -57,11 +56,11 @@ impl Order {
 /// The agent's handle of an attempt. A separate task watches the attempt.
 #[derive(Debug)]
 pub(super) struct Attempt {
-    stored: StoredAttempt,
+    pub(super) stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     is_over: Arc<AtomicBool>,
     /// Present if other agents also have ranks of the attempt.
-    gang: Option<Gang>,
+    pub(super) gang: Option<Gang>,
 }
 
 /// See [`AttemptContext::check`].
@@ -84,7 +83,6 @@ pub(super) struct AttemptContext {
     pub(super) check: Check,
     /// Wakes the agent when an attempt has ended.
     pub(super) wake: Arc<Notify>,
-    /// The client for files of the server.
     pub(super) remote: Arc<Remote>,
     /// Copies of the server's datasets on this machine. `None` if datasets are not copied.
     pub(super) copies: Option<Arc<Copies>>,
@@ -156,20 +154,11 @@ impl Attempt {
         &self.stored.start.attempt
     }
 
-    pub(super) fn stored(&self) -> &StoredAttempt {
-        &self.stored
-    }
-
-    pub(super) fn gang(&self) -> Option<&Gang> {
-        self.gang.as_ref()
-    }
-
     /// Whether every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Whether the attempt's recorded end is a failure.
     pub(super) fn has_failed(&self) -> bool {
         matches!(recorded_ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }

@@ -5,6 +5,7 @@ use super::{
     attempt::{Attempt, Order},
     place,
 };
+use crate::report::events_path;
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
@@ -33,7 +34,6 @@ fn max_pause_between_attempts(recovery: &RecoverySpec) -> Duration {
 pub(super) struct NextAttemptWait {
     /// Whether the last attempt failed on this agent.
     pub(super) has_failed: bool,
-    /// When the last attempt ended.
     ended_at: Instant,
     /// When the wait began: at the end of the attempt, or at a later connection to the server.
     pub(super) since: Instant,
@@ -72,7 +72,6 @@ impl Agent {
         self.attempts.values().map(|a| a.attempt().clone()).collect()
     }
 
-    /// Handles the server's order to start ranks.
     pub(super) fn start(&mut self, mut start: StartAttempt) {
         if self.attempts.contains_key(&start.attempt.fencing_token) {
             return;
@@ -155,7 +154,7 @@ impl Agent {
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
         if let Some(attempt) = self.attempts.remove(&attempt.fencing_token) {
             if self.options.only_job.as_ref() == Some(&attempt.attempt().job) {
-                let start = &attempt.stored().start;
+                let start = &attempt.stored.start;
                 let has_failed = attempt.has_failed();
                 // Another attempt may follow if this attempt has failed, was stopped because its ranks on another
                 // machine failed, or lost its lease while this agent was unreachable.
@@ -181,14 +180,13 @@ impl Agent {
         }
         self.spool_measured_at = Instant::now();
         let size = |a: &Attempt| {
-            let dir = a.stored().attempt_dir();
-            let ranks =
-                a.stored().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
-            ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
+            let dir = a.stored.attempt_dir();
+            let files = a.stored.start.ranks.iter().map(|(rank, _)| events_path(&dir, *rank));
+            files.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
         if bytes > self.options.spool_bytes {
-            let (agent, size_bytes) = (self.name.as_str().into(), bytes);
+            let (agent, size_bytes) = (self.context.remote.name.as_str().into(), bytes);
             let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {

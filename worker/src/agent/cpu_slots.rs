@@ -6,24 +6,17 @@ use lockstep_protocol::agent::{GpuSample, Slot};
 use std::{
     collections::HashMap,
     path::{Path, PathBuf},
-    time::Instant,
 };
 
 /// The slots, and the last measurement of the rank in each slot.
 #[derive(Debug)]
-pub(super) struct Shares {
+pub(super) struct CpuSlots {
     dir: PathBuf,
     slots: Vec<u32>,
-    measurements: HashMap<u32, Measurement>,
+    measurements: HashMap<u32, RankUsage>,
 }
 
-#[derive(Debug)]
-struct Measurement {
-    at: Instant,
-    usage: RankUsage,
-}
-
-impl Shares {
+impl CpuSlots {
     pub(super) fn new(state_dir: &Path, slots: &[Slot]) -> Self {
         let shares = slots.iter().filter(|slot| slot.uuid.is_none()).map(|slot| slot.index);
         Self { dir: state_dir.to_owned(), slots: shares.collect(), measurements: HashMap::new() }
@@ -40,17 +33,15 @@ impl Shares {
         for stored in current_attempts(&self.dir) {
             let folder = stored.attempt_dir();
             for (rank, slot) in stored.start.ranks.iter().filter(|(_, slot)| self.slots.contains(slot)) {
-                if let Some(usage) = rank_usage(&folder, *rank) {
-                    now.insert(*slot, Measurement { at: Instant::now(), usage });
-                }
+                now.extend(rank_usage(&folder, *rank).map(|usage| (*slot, usage)));
             }
         }
         let before = std::mem::replace(&mut self.measurements, now);
-        let sample = |(slot, Measurement { at, usage }): (&u32, &Measurement)| {
-            let previous = before.get(slot).filter(|previous| previous.usage.process == usage.process);
+        let sample = |(slot, usage): (&u32, &RankUsage)| {
+            let previous = before.get(slot).filter(|previous| previous.process == usage.process);
             let busy = previous.map(|previous| {
-                let secs = (*at - previous.at).as_secs_f64();
-                (usage.cpu_secs - previous.usage.cpu_secs) / secs / cpus_per_slot
+                let secs = (usage.at - previous.at).as_secs_f64();
+                (usage.cpu_secs - previous.cpu_secs) / secs / cpus_per_slot
             });
             GpuSample {
                 slot: *slot,

@@ -45,7 +45,7 @@ pub(super) fn open(
     let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.join("datasets"));
     let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
     let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
-    copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::Wrong)
+    copies.map(|copies| Some(Arc::new(copies))).map_err(AgentError::InvalidOptions)
 }
 
 /// Why a try to copy failed.
@@ -57,9 +57,7 @@ enum CopyError {
     Changed(String),
     /// Data arrived damaged: a checksum is wrong, or a response has the wrong form.
     Damaged(String),
-    /// The dataset cannot be copied.
     Unusable(String),
-    /// The disk has no space for the copy.
     NoSpace(String),
 }
 
@@ -130,7 +128,6 @@ struct PullProgress {
     has_advanced: bool,
 }
 
-/// Counts of failed tries.
 #[derive(Debug, Default)]
 struct RetryCounts {
     restarts: u32,
@@ -193,11 +190,11 @@ async fn copy(
         other => other?,
     };
     let (key, about) = (list.key.clone(), list.about.clone());
-    let (entry, evicted) = copies.reserve(list, &start.attempt)?;
+    let (copy, evicted) = copies.reserve(list, &start.attempt)?;
     run_blocking(move || cache::remove(&evicted)).await?;
     // If several jobs need this copy, one job pulls it, and the other jobs then find it complete.
-    let copy_lock = copies.lock_copy(&entry).await;
-    if pull::pull_missing(&client, (&entry, &copy_lock), &about, copies, (progress, restart_reason)).await? {
+    let copy_lock = copies.lock_copy(&copy).await;
+    if pull::pull_missing(&client, (&copy, &copy_lock), &about, copies, (progress, restart_reason)).await? {
         // The server notices that a file changes while it is sent, but not later changes or new files. So the lists are
         // compared.
         let current = list::fetch(&client, copies.dir(), start, progress).await?;
@@ -207,10 +204,10 @@ async fn copy(
             ));
         }
     }
-    entry.record_read(&start.attempt).map_err(on_disk(entry.dir()))?;
+    copy.record_read(&start.attempt).map_err(on_disk(copy.dir()))?;
     Ok(Some(match about.within.as_str() {
-        "" => entry.data(),
-        within => entry.data().join(within),
+        "" => copy.data(),
+        within => copy.data().join(within),
     }))
 }
 

@@ -19,12 +19,10 @@ use std::{
     time::Duration,
 };
 
-/// Pauses between two tries to fetch.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Maximum number of times that a checkpoint with wrong checksums is fetched again.
 const MAX_REFETCHES: u32 = 3;
 
-/// Why a try to fetch failed.
 enum FetchError {
     Server(RequestError),
     Disk(PathBuf, io::Error),

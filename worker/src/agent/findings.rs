@@ -2,7 +2,7 @@
 //! libraries should not stay loaded in the agent.
 
 use crate::doctor::{Finding, Grade};
-use lockstep_host::SECRETS;
+use lockstep_host::SECRET_VARIABLES;
 use lockstep_protocol::{
     agent::MachineWarning,
     limits::{FINDING_CHARS, MAX_FINDINGS},
@@ -16,7 +16,6 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 /// Findings that concern only GPUs (NCCL uses /dev/shm between GPUs). On a machine without GPUs they are ignored.
 const GPU_FINDINGS: [&str; 2] = ["GPUs", "/dev/shm"];
 
-/// The output of `doctor --json`.
 #[derive(Deserialize)]
 struct Report {
     findings: Vec<Finding>,
@@ -27,7 +26,7 @@ struct Report {
 /// that uses the GPU's memory.
 pub(super) async fn find(program: &Path, dir: &Path, is_idle: bool) -> Vec<MachineWarning> {
     let mut command = Command::new(program);
-    for name in SECRETS {
+    for name in SECRET_VARIABLES {
         command.env_remove(name);
     }
     command.args(["doctor", "--quick", "--json", "--data-dir"]).arg(dir);

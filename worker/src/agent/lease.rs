@@ -82,7 +82,7 @@ impl Lease {
             && let Err(error) = self.fence.set(remaining)
             && !std::mem::replace(&mut lock(&self.state).has_logged_error, true)
         {
-            tracing::error!(%error, path = %self.fence.path().display(), "cannot extend the lease that ranks read");
+            tracing::error!(%error, path = %self.fence.path.display(), "cannot extend the lease that ranks read");
         }
     }
 }

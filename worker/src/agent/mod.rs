@@ -47,7 +47,7 @@ use remote::Remote;
 use session::{Outcome, Session};
 use signals::{AgentSignal, Signals};
 use slots::{nvlink_groups, slots};
-use socket::{NoSession, jittered};
+use socket::{ConnectError, jittered};
 use spares::Spares;
 use state_dir::StateDir;
 use std::{
@@ -80,22 +80,19 @@ const ONLY_JOB_UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// # Errors
 /// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let address = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
+    let address = Arc::new(address::parse(&options).map_err(AgentError::InvalidOptions)?);
     // The server binds a certificate's name to the first agent that uses it, so this name is the agent's default name.
     let certificate_name =
-        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
-    let slots = slots(&options).map_err(AgentError::Wrong)?;
+        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::InvalidOptions)?;
+    let slots = slots(&options).map_err(AgentError::InvalidOptions)?;
     let network = Network::of(&options)?;
-    let state_dir = StateDir::open(&options.dir).map_err(AgentError::Wrong)?;
+    let state_dir = StateDir::open(&options.dir).map_err(AgentError::InvalidOptions)?;
     let fence = Fence::open(state_dir.dir())?;
-    let fence_path = fence.path().to_owned();
+    let fence_path = fence.path.clone();
     let lease = Arc::new(Lease::new(fence));
     let name = options.name.clone().or(certificate_name.flatten()).unwrap_or_else(lockstep_host::hostname);
-    let remote = Arc::new(Remote {
-        address: address.clone(),
-        agent_id: state_dir.agent_id().to_owned(),
-        name: name.clone(),
-    });
+    let agent_id = state_dir.agent_id().to_owned();
+    let remote = Arc::new(Remote { address: address.clone(), agent_id, name });
     let uploaded_at = Arc::new(Mutex::new(None));
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
@@ -118,7 +115,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded_at.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
-        name,
         process: uuid::Uuid::new_v4().simple().to_string(),
         nvlink_groups: nvlink_groups(&slots),
         slots,
@@ -149,15 +145,12 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// See [`AttemptContext::spare_delay`].
 const SPARE_DELAY: Duration = Duration::from_secs(5);
 /// Maximum number of different reasons for failed connections that are logged before the next connection.
 const MAX_LOGGED_REASONS: usize = 16;
 
-/// The state of the agent, connected or not.
 struct Agent {
     options: Options,
-    name: String,
     /// Random id of this agent process, see `Hello`.
     process: String,
     slots: Vec<Slot>,
@@ -167,14 +160,12 @@ struct Agent {
     context: AttemptContext,
     /// By fencing token, which is the order of starts.
     attempts: BTreeMap<FencingToken, Attempt>,
-    /// The orderly stop in progress.
     leaving: Option<Shutdown>,
     /// Why the agent accepts no work: its folder is not writable. `None` while it accepts work.
     no_work: Option<String>,
     /// Attempts that this agent did not start although the server had ordered it, and the reasons.
     declined: Vec<(AttemptRef, String)>,
     spool_measured_at: Instant,
-    /// The newest measurement of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
     /// The findings of `doctor`'s quick checks, after they have run.
     findings: Arc<OnceCell<Vec<MachineWarning>>>,
@@ -199,7 +190,7 @@ struct Shutdown {
 
 impl Agent {
     async fn serve(&mut self, address: &Address) -> Result<(), AgentError> {
-        let server = address.server();
+        let server = &address.server;
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
         // Reasons for failed connections since the last welcome. Each is logged once.
@@ -231,8 +222,7 @@ impl Agent {
                 Ok(session) => match session.run(self, &mut signals).await {
                     Outcome::End => return self.result(),
                     Outcome::Refused(reason) => {
-                        let server = server.to_owned();
-                        return Err(AgentError::Refused { server, reason });
+                        return Err(AgentError::Refused { server: server.clone(), reason });
                     }
                     Outcome::Lost { reason, was_welcomed } => {
                         if was_welcomed {
@@ -249,14 +239,14 @@ impl Agent {
                 },
                 // The token is not an agent's, has expired, or was revoked by the `lockstep launch` that created it, so retrying is
                 // useless. A certificate may be replaced, and is read again for each connection.
-                Err(NoSession { reason, is_unauthorized, is_forbidden })
+                Err(ConnectError { reason, is_unauthorized, is_forbidden })
                     if (is_forbidden || (is_unauthorized && self.options.only_job.is_some()))
                         && self.attempts.is_empty()
-                        && !address.has_certificate() =>
+                        && address.identity.is_none() =>
                 {
-                    return Err(AgentError::Refused { server: server.to_owned(), reason });
+                    return Err(AgentError::Refused { server: server.clone(), reason });
                 }
-                Err(NoSession { reason, .. }) => {
+                Err(ConnectError { reason, .. }) => {
                     // A server that has ended cannot have given the work to other agents, and the next server first
                     // grants a full lease. A server that is only unreachable may have given the work away, so the lease is not
                     // renewed.
@@ -309,7 +299,7 @@ impl Agent {
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
-                let stored = attempt.stored();
+                let stored = &attempt.stored;
                 for (rank, _) in &stored.start.ranks {
                     RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
@@ -339,10 +329,10 @@ impl Agent {
             let since = *leaving.ranks_ended_at.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.is_announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
-            let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
+            let limit = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
             // If attempts are left, the agent connects again, because a server that could not store a report closes the connection.
             let is_cut_off = !is_connected && self.attempts.is_empty();
-            if is_uploaded || is_cut_off || since.elapsed() > patience {
+            if is_uploaded || is_cut_off || since.elapsed() > limit {
                 return ControlFlow::Break(());
             }
             return ControlFlow::Continue(());

@@ -25,7 +25,7 @@ impl Network {
     pub(super) fn of(options: &Options) -> Result<Self, AgentError> {
         let variable = nccl_variable();
         Self::choose(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
-            .map_err(AgentError::Wrong)
+            .map_err(AgentError::InvalidOptions)
     }
 
     /// `variable` is the value of NCCL_SOCKET_IFNAME.

@@ -19,7 +19,6 @@ pub struct Options {
     pub insecure_http: bool,
     /// The name shown on the dashboard. If absent, the name in the certificate, or the host's.
     pub name: Option<String>,
-    /// The agent's own folder.
     pub dir: PathBuf,
     /// The number of CPU slots, even if there are GPUs. If absent, one slot per GPU, or one per core without GPUs.
     pub cpu_slots: Option<u32>,
@@ -63,9 +62,7 @@ pub enum Warm {
     /// GPUs with at least 40 GB of memory.
     #[default]
     Auto,
-    /// All GPUs.
     On,
-    /// No GPUs.
     Off,
 }
 
@@ -91,24 +88,14 @@ impl Options {
 pub enum AgentError {
     /// The options are invalid, or name a folder that cannot be used.
     #[error("{0}")]
-    Wrong(String),
-    /// The server refused this agent.
+    InvalidOptions(String),
     #[error("the server at {server} refused this agent: {reason}")]
     Refused { server: String, reason: String },
-    /// The agent's only job has failed.
     #[error("the job failed on this agent")]
     JobFailed,
     /// A signal arrived before the agent's only job had finished.
     #[error("a signal ended this agent before its job was over")]
     Signalled,
-    /// An error of the operating system.
     #[error(transparent)]
     Io(#[from] std::io::Error),
-}
-
-impl AgentError {
-    /// Whether the options were wrong, rather than something failed while running.
-    pub fn is_wrong_request(&self) -> bool {
-        matches!(self, AgentError::Wrong(_))
-    }
 }

@@ -28,7 +28,6 @@ pub(super) struct Outbox {
     is_watched: bool,
 }
 
-/// The records of one source.
 #[derive(Debug)]
 struct Stream {
     source: Source,
@@ -37,7 +36,6 @@ struct Stream {
     acknowledged: u64,
     /// The unacknowledged reports, oldest first. Each entry has the number after the report's last record, and its size in bytes.
     in_flight: VecDeque<(u64, u64)>,
-    /// When the last report was sent.
     last_sent: Option<Instant>,
     /// The time since which the file cannot be read. `None` if it can be read.
     failing_since: Option<Instant>,
@@ -166,7 +164,6 @@ impl Outbox {
         }
     }
 
-    /// Handles an acknowledgement of the server.
     pub(super) fn acknowledge(&mut self, acknowledged: &Acknowledged) {
         self.is_watched = acknowledged.watched;
         let streams = self.ranks.iter_mut().chain([&mut self.agent]);

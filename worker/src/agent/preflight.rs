@@ -20,7 +20,6 @@ pub(super) enum Refusal {
     SharedMemoryTooSmall(String),
     /// The next attempt continues from another checkpoint.
     CheckpointDamaged(String),
-    /// Any other cause.
     NotStarted(String),
 }
 

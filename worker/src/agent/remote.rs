@@ -30,12 +30,10 @@ impl RequestError {
 
 type Result<T> = std::result::Result<T, RequestError>;
 
-/// The server, and how to reach it.
 #[derive(Debug)]
 pub(super) struct Remote {
     pub(super) address: Arc<Address>,
     pub(super) agent_id: String,
-    /// The agent's name, for messages.
     pub(super) name: String,
 }
 
@@ -43,7 +41,6 @@ pub(super) struct Remote {
 pub(super) struct AttemptClient<'a> {
     remote: &'a Remote,
     client: Client,
-    /// The URL of the attempt.
     base: String,
     fencing_token: String,
 }
@@ -114,7 +111,6 @@ impl AttemptClient<'_> {
         self.send(request.body(note)).await.map(drop)
     }
 
-    /// The list of the dataset's files.
     pub(super) async fn dataset_list(&self) -> Result<Download> {
         self.send(self.request(Method::GET, "/dataset/files")).await.map(Download)
     }

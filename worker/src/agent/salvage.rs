@@ -9,14 +9,14 @@ use std::{collections::BTreeMap, path::Path};
 
 /// The checkpoints that the ranks of an attempt have reported.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Reported {
+pub(super) struct ReportedCheckpoints {
     /// The step after which the attempt began. `None` until rank 0 has reported that it runs.
     start_step: Option<u64>,
     /// The steps of checkpoints reported as written, and whether each exists. Checkpoints are removed if they are too old or damaged.
     steps: BTreeMap<u64, bool>,
 }
 
-impl Reported {
+impl ReportedCheckpoints {
     pub(super) fn record(&mut self, event: &AttemptEvent) {
         match event {
             AttemptEvent::Running { start_step, .. } => self.start_step = Some(*start_step),
@@ -77,7 +77,7 @@ mod tests {
         for step in [20, 40, 60, 80, 100] {
             write(&checkpoints, &snapshot(1, step, Some(0.5)), None).unwrap();
         }
-        let mut reported = Reported::default();
+        let mut reported = ReportedCheckpoints::default();
         assert_eq!(reported.unreported(&checkpoints, 1000), [], "the attempt never ran");
         reported.record(&running(20));
         reported.record(&AttemptEvent::Checkpoint(
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
-        let mut reported = Reported::default();
+        let mut reported = ReportedCheckpoints::default();
         assert_eq!(reported.describe_lost_steps(7, &[]), None, "the attempt never ran");
         reported.record(&running(0));
         assert_eq!(reported.describe_lost_steps(0, &[]), None);

@@ -2,7 +2,7 @@
 
 use super::cpu_slots;
 use lockstep_host::{gpu::metrics::Reader, usage::UsageSampler};
-use lockstep_protocol::agent::{GpuSample, MachineSample, Slot};
+use lockstep_protocol::agent::{MachineSample, Slot};
 use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;
 
@@ -17,7 +17,7 @@ const NVML_RETRY_SAMPLES: u32 = 12;
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (sender, samples) = watch::channel(None);
     let gpu_slots: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
-    let mut shares = cpu_slots::Shares::new(&dir, slots);
+    let mut cpu_slots = cpu_slots::CpuSlots::new(&dir, slots);
     let measure = move || {
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
@@ -26,9 +26,12 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
                 // If NVML is missing, the agent has no metrics of GPUs. Ranks report some of them as well.
                 nvml = Reader::open().ok();
             }
-            let gpu_samples = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpu_slots)).unwrap_or_default();
+            let mut gpus = Vec::new();
+            if let Some(nvml) = &nvml {
+                gpus.extend(gpu_slots.iter().filter_map(|(slot, uuid)| nvml.sample(*slot, uuid).ok()));
+            }
             let sample = usage.sample();
-            let gpus = [gpu_samples, shares.measure(f64::from(sample.cpus))].concat();
+            gpus.extend(cpu_slots.measure(f64::from(sample.cpus)));
             if sender.send(Some(MachineSample { gpus, ..sample })).is_err() {
                 return;
             }
@@ -47,20 +50,6 @@ pub(super) async fn next_sample(samples: &mut watch::Receiver<Option<MachineSamp
         }
     }
     std::future::pending().await
-}
-
-fn measure_gpus(nvml: &Reader, gpus: &[(u32, String)]) -> Vec<GpuSample> {
-    let of_gpu = |(slot, uuid): &(u32, String)| {
-        let measured = nvml.sample(uuid).ok()?;
-        Some(GpuSample {
-            slot: *slot,
-            utilization: measured.utilization,
-            memory_used_bytes: measured.memory_bytes,
-            temperature_celsius: measured.temperature_celsius,
-            power_watts: measured.power_watts,
-        })
-    };
-    gpus.iter().filter_map(of_gpu).collect()
 }
 
 #[cfg(test)]

@@ -3,11 +3,11 @@
 use super::{
     Agent, Signals,
     address::Address,
-    attempt::{Attempt, Gang, Order},
+    attempt::{Gang, Order},
     findings, machine,
     outbox::Outbox,
     sampling,
-    socket::{CONNECT_TIMEOUT, NoSession, Socket, receive, send},
+    socket::{CONNECT_TIMEOUT, ConnectError, Socket, receive, send},
 };
 use crate::{inspect, tls};
 use futures_util::SinkExt;
@@ -43,8 +43,10 @@ pub(super) enum Outcome {
     End,
     /// The server has refused this agent permanently.
     Refused(String),
-    /// The connection was lost.
-    Lost { reason: String, was_welcomed: bool },
+    Lost {
+        reason: String,
+        was_welcomed: bool,
+    },
 }
 
 impl Outcome {
@@ -57,22 +59,21 @@ impl Outcome {
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
-    /// The local address of the connection.
-    local: Option<IpAddr>,
+    local_ip: Option<IpAddr>,
 }
 
 impl Session {
-    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
+    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, ConnectError> {
         let connector = Some(address.connector()?);
-        let local = stream.local_addr().ok().map(|address| address.ip());
-        let request = address.request().clone();
+        let local_ip = stream.local_addr().ok().map(|address| address.ip());
+        let request = address.request.clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("the server does not answer".to_owned().into()),
-            Ok(Ok((socket, _))) => Ok(Self { socket, local }),
-            Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::from_response(&answer)),
+            Ok(Ok((socket, _))) => Ok(Self { socket, local_ip }),
+            Ok(Err(tungstenite::Error::Http(answer))) => Err(ConnectError::from_response(&answer)),
             Ok(Err(error)) => {
-                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()).into())
+                Err(tls::in_words(&error, &address.server).unwrap_or_else(|| error.to_string()).into())
             }
         }
     }
@@ -81,13 +82,13 @@ impl Session {
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
         agent.check_folder();
         let mut machine = machine::describe(agent.state_dir.dir());
-        agent.network.describe(&mut machine, self.local);
+        agent.network.describe(&mut machine, self.local_ip);
         machine.nvlink_groups.clone_from(&agent.nvlink_groups);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
-            agent_id: agent.state_dir.agent_id().to_owned(),
+            agent_id: agent.context.remote.agent_id.clone(),
             process: agent.process.clone(),
-            name: agent.name.clone(),
+            name: agent.context.remote.name.clone(),
             machine,
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
@@ -108,7 +109,7 @@ impl Session {
                 if let Some(wait) = &mut agent.next_attempt_wait {
                     wait.restart();
                 }
-                tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
+                tracing::info!(name = agent.context.remote.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
                     attempts: HashMap::new(),
@@ -120,7 +121,7 @@ impl Session {
                     answers: JoinSet::new(),
                     samples: agent.samples.clone(),
                     partial: PartialMessages::default(),
-                    split_messages: 0,
+                    split_message_count: 0,
                     parts: VecDeque::new(),
                 };
                 return connected.serve(agent, signals, revoked).await;
@@ -153,23 +154,19 @@ struct AttemptState {
 struct Connected {
     socket: Socket,
     attempts: HashMap<AttemptRef, AttemptState>,
-    /// The acknowledged records in `Welcome`.
+    /// The records that the server had at the time of `Welcome`.
     acknowledged: Vec<Acknowledged>,
     /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
     /// that the agent continues.
     has_announced_leaving: bool,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
-    /// When the server last sent anything.
     last_heard: Instant,
     /// Tasks that answer requests of the server.
     answers: JoinSet<FromAgent>,
-    /// Measurements of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
-    /// Messages that arrive in parts.
     partial: PartialMessages,
-    /// The number of messages sent in parts.
-    split_messages: u64,
+    split_message_count: u64,
     /// Parts of long replies that are still to be sent. Heartbeats and reports are sent in between.
     parts: VecDeque<Vec<u8>>,
 }
@@ -264,7 +261,7 @@ impl Connected {
             let state = self.attempts.entry(attempt_ref.clone()).or_default();
             if !is_over
                 && !state.has_reported_ready
-                && let Some(port) = attempt.gang().and_then(Gang::ready_port)
+                && let Some(port) = attempt.gang.as_ref().and_then(Gang::ready_port)
             {
                 state.has_reported_ready = true;
                 reports.push(FromAgent::Ready { attempt: attempt_ref.clone(), port });
@@ -276,9 +273,8 @@ impl Connected {
                 }
                 continue;
             }
-            let outbox =
-                state.outbox.get_or_insert_with(|| Outbox::new(attempt.stored(), &self.acknowledged));
-            outbox.fill(attempt.stored(), is_over, Instant::now(), &mut reports);
+            let outbox = state.outbox.get_or_insert_with(|| Outbox::new(&attempt.stored, &self.acknowledged));
+            outbox.fill(&attempt.stored, is_over, Instant::now(), &mut reports);
             let is_delivered = outbox.is_delivered();
             let is_refused =
                 !is_delivered && state.stopped_late.is_some_and(|at| at.elapsed() > MAX_CROSSING);
@@ -312,7 +308,7 @@ impl Connected {
             }
             ToAgent::Start(start) => agent.start(*start),
             ToAgent::Launch { attempt, master_port } => {
-                if let Some(gang) = agent.find_attempt(&attempt).and_then(Attempt::gang) {
+                if let Some(gang) = agent.find_attempt(&attempt).and_then(|attempt| attempt.gang.as_ref()) {
                     gang.launch(master_port);
                 }
             }
@@ -354,7 +350,7 @@ impl Connected {
     }
 
     fn frames(&mut self, message: &FromAgent) -> Result<Vec<Vec<u8>>, Outcome> {
-        wire::frames(message, &mut self.split_messages, FromAgent::Part).map_err(Outcome::lost)
+        wire::frames(message, &mut self.split_message_count, FromAgent::Part).map_err(Outcome::lost)
     }
 
     /// Sends all frames of a message at once, because reports must arrive in order.

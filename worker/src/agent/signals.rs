@@ -10,7 +10,6 @@ pub(super) enum AgentSignal {
     Detach,
 }
 
-/// Streams of the handled signals.
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,

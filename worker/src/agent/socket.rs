@@ -39,7 +39,7 @@ pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
 
 /// Why there is no connection.
 #[derive(Debug)]
-pub(super) struct NoSession {
+pub(super) struct ConnectError {
     pub(super) reason: String,
     /// Whether the server itself reports that the agent's token is not valid. Any other reason may be temporary.
     pub(super) is_unauthorized: bool,
@@ -47,7 +47,7 @@ pub(super) struct NoSession {
     pub(super) is_forbidden: bool,
 }
 
-impl NoSession {
+impl ConnectError {
     pub(super) fn from_response(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
         let body = answer.body().as_deref().unwrap_or_default();
         // A problem document (RFC 9457). A response without a Lockstep error code comes from a proxy.
@@ -61,7 +61,7 @@ impl NoSession {
     }
 }
 
-impl From<String> for NoSession {
+impl From<String> for ConnectError {
     fn from(reason: String) -> Self {
         Self { reason, is_unauthorized: false, is_forbidden: false }
     }

@@ -28,17 +28,13 @@ pub struct StateDir {
     _lock: File,
 }
 
-/// An attempt as stored on disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredAttempt {
-    /// The server's order to start.
     pub start: StartAttempt,
-    /// The job's folder.
     pub job_dir: PathBuf,
 }
 
 impl StoredAttempt {
-    /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
@@ -90,7 +86,6 @@ impl StateDir {
         &self.agent_id
     }
 
-    /// The absolute path of the folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -132,7 +127,6 @@ impl StateDir {
         }
     }
 
-    /// The attempts that an earlier agent stored.
     pub fn stored_attempts(&self) -> Vec<StoredAttempt> {
         let stored = attempt_files(&self.dir).filter_map(|(path, read)| {
             read.inspect_err(|error| {

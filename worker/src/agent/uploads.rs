@@ -27,7 +27,6 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt};
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Number of bytes of a file per request. The server accepts at most 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Pauses after a failure.
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// Interval at which to ask the server whether a job's folder may be removed, if there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
@@ -43,7 +42,6 @@ pub(super) fn has_no_job(dir: &Path) -> bool {
     entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
 }
 
-/// The state of uploads from a job's folder.
 #[derive(Default)]
 struct JobUploads {
     /// For each checkpoint that the server has or refuses, or that is damaged here: the SHA-256 of its manifest.
@@ -75,7 +73,6 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, uploaded: Arc<Mutex<O
     }
 }
 
-/// The result of uploading one checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 enum UploadResult {
     /// The server has the checkpoint, or has refused it permanently.

@@ -126,7 +126,6 @@ fn size_if_kept(directory: &Path, state: &State) -> Result<Option<u64>, Checkpoi
     }
 }
 
-/// Exchanges two folders atomically.
 fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)

@@ -45,13 +45,17 @@ pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>
     Ok((None, damaged))
 }
 
+/// The name of the checkpoint in `folder`.
+pub(super) fn name_of(folder: &Path) -> String {
+    folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// Renames a damaged checkpoint, so that it no longer counts as a checkpoint, but can still be examined.
 ///
 /// # Errors
 /// The folder cannot be renamed.
 pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let aside = folder.with_file_name(format!("damaged-{name}"));
+    let aside = folder.with_file_name(format!("damaged-{}", name_of(folder)));
     if aside.exists() {
         fs::remove_dir_all(&aside).map_err(at(&aside))?;
     }

@@ -41,11 +41,9 @@ impl Entry {
     }
 }
 
-/// A parsed header.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Entry>,
-    /// The file's metadata.
     pub(super) metadata: HashMap<String, String>,
     /// The number of bytes after the header, according to the file's length.
     pub(super) data_bytes: u64,

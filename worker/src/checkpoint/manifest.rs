@@ -1,6 +1,6 @@
 //! The manifest of a checkpoint: sizes and checksums that reveal damage.
 
-use super::{CheckpointError, MANIFEST, STATE};
+use super::{CheckpointError, MANIFEST, STATE, folders::name_of};
 pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
 use sha2::{Digest, Sha256};
@@ -35,7 +35,7 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
 
 /// Reads the name and the manifest of a checkpoint. Fails unless the manifest names every required file.
 pub(super) fn read_manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name_of(folder);
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
     let json = fs::read(folder.join(MANIFEST)).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound if !folder.exists() => {

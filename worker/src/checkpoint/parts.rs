@@ -4,6 +4,7 @@
 
 use super::{
     AVERAGE, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, at,
+    folders::name_of,
     header::HEADER_BYTES,
     manifest::{check_file, read_manifest},
     tensors,
@@ -32,7 +33,6 @@ struct IndexMetadata {
 
 #[derive(Serialize, Deserialize)]
 struct WeightMap {
-    /// Maps the names of tensors to files.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -90,7 +90,7 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
         _ => return Ok(vec![path.into()]),
     };
-    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name_of(folder);
     if folder.join(MANIFEST).exists() {
         let (_, manifest) = read_manifest(folder)?;
         for (file, expected) in

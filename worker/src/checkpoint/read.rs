@@ -2,7 +2,7 @@
 
 use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
-    folders::{folder_name, list},
+    folders::{folder_name, list, name_of},
     manifest::{check_file, read_manifest, size_of, validate},
     parts::{files_of, read_files},
 };
@@ -26,7 +26,7 @@ pub struct LoadedCheckpoint {
 /// The checkpoint cannot be read, is damaged, or contains values that are not finite.
 pub fn load(folder: &Path) -> Result<LoadedCheckpoint, CheckpointError> {
     validate(folder)?;
-    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = name_of(folder);
     let tensors = |kind| read_tensors(folder, &name, kind);
     Ok(LoadedCheckpoint {
         state: read_state(folder, &name)?,

@@ -32,10 +32,8 @@ const BATCHES_TRACKED: &str = "num_batches_tracked";
 /// Maximum size of all tensors to read from a file.
 const MAX_TENSOR_BYTES: u64 = 256 << 30;
 
-/// The supported types, for messages.
 const SUPPORTED_TYPES: &str = "supported are float32, float64, bfloat16 and float16";
 
-/// A tensor to be written.
 struct TensorData<'a> {
     dtype: Dtype,
     shape: Vec<usize>,

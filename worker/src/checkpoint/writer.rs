@@ -49,7 +49,6 @@ struct Queue {
 #[derive(Debug, Default)]
 struct QueueState {
     waiting: Option<Snapshot>,
-    /// Whether the queue is closed to further snapshots.
     is_closed: bool,
 }
 
@@ -63,11 +62,11 @@ impl Queue {
         snapshot
     }
 
-    /// Puts a snapshot into the queue when no snapshot waits. After `patience`, replaces the waiting snapshot and
+    /// Puts a snapshot into the queue when no snapshot waits. After `max_wait`, replaces the waiting snapshot and
     /// returns the replaced snapshot.
-    fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
+    fn put(&self, snapshot: Snapshot, max_wait: Duration) -> Option<Snapshot> {
         let waited =
-            self.changed.wait_timeout_while(lock(&self.state), patience, |state| state.waiting.is_some());
+            self.changed.wait_timeout_while(lock(&self.state), max_wait, |state| state.waiting.is_some());
         let replaced = waited.unwrap_or_else(PoisonError::into_inner).0.waiting.replace(snapshot);
         self.changed.notify_all();
         replaced
@@ -132,7 +131,7 @@ impl CheckpointWriter {
     }
 
     /// Queues a snapshot. One snapshot may wait while another is being written. A third snapshot waits for at most
-    /// `patience`, during which the other ranks wait for this rank, and then replaces the waiting snapshot. So memory
+    /// `max_wait`, during which the other ranks wait for this rank, and then replaces the waiting snapshot. So memory
     /// does not grow, and a disk that hangs does not block training. Returns the event of the replaced snapshot.
     ///
     /// # Errors
@@ -141,7 +140,7 @@ impl CheckpointWriter {
     pub fn save(
         &self,
         snapshot: Snapshot,
-        patience: Duration,
+        max_wait: Duration,
     ) -> Result<Option<CheckpointEvent>, CheckpointError> {
         // The training thread checks the values itself, so that training does not continue with values that are not finite.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
@@ -153,14 +152,13 @@ impl CheckpointWriter {
             return Err(CheckpointError::Io { path: self.directory.join(name), error });
         }
         // If the disk hangs, waiting again for each further snapshot would be useless.
-        let patience = if self.is_disk_slow.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
-        let dropped = self.queue.put(snapshot, patience);
+        let max_wait = if self.is_disk_slow.load(Ordering::Relaxed) { Duration::ZERO } else { max_wait };
+        let dropped = self.queue.put(snapshot, max_wait);
         self.is_disk_slow.store(dropped.is_some(), Ordering::Relaxed);
         Ok(dropped
             .map(|Snapshot { state, .. }| CheckpointEvent::Dropped { epoch: state.epoch, step: state.step }))
     }
 
-    /// The events since the last call.
     pub fn events(&self) -> Vec<CheckpointEvent> {
         self.events.try_iter().collect()
     }
@@ -405,7 +403,7 @@ mod tests {
         fs::create_dir(pipe.parent().unwrap()).unwrap();
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
-        let save = |step, patience| match writer.save(snapshot(1, step, None), patience).unwrap() {
+        let save = |step, max_wait| match writer.save(snapshot(1, step, None), max_wait).unwrap() {
             Some(CheckpointEvent::Dropped { step, .. }) => Some(step),
             other => other.map(|event| panic!("{event:?}")),
         };

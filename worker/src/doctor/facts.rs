@@ -1,7 +1,7 @@
 //! Facts on which the machines of a job must agree, and the address at which other machines reach this machine.
 
 use lockstep_host::{
-    NCCL_INTERFACE, boot_id, cores,
+    NCCL_INTERFACE_VARIABLE, boot_id, cores,
     gpu::{
         devices::{self, Usable},
         libraries::{Libraries, Library},
@@ -20,7 +20,6 @@ use std::{
 /// and port.
 const SSH_CONNECTION: &str = "SSH_CONNECTION";
 
-/// Facts about this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hostname: String,
@@ -52,7 +51,7 @@ impl Facts {
         let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
         let address = find_address(
             &all,
-            variable(NCCL_INTERFACE).as_deref(),
+            variable(NCCL_INTERFACE_VARIABLE).as_deref(),
             variable(SSH_CONNECTION).as_deref(),
             address_of_route,
         )?;
@@ -96,7 +95,7 @@ fn find_address(
     let first = all.iter().map(|(_, ip)| *ip).filter(is_usable).min_by_key(IpAddr::is_ipv6);
     first.or(by_ssh).ok_or_else(|| {
         format!(
-            "this machine has no address that other machines can reach; name an interface with {NCCL_INTERFACE}"
+            "this machine has no address that other machines can reach; name an interface with {NCCL_INTERFACE_VARIABLE}"
         )
     })
 }

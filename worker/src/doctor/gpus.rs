@@ -1,6 +1,6 @@
 //! The doctor's findings about GPUs.
 
-use super::{Finding, Grade, finding, gib};
+use super::{Finding, Grade, finding, gib, ok};
 use lockstep_engine::nvjpeg;
 use lockstep_host::gpu::{
     devices::{self, Gpu, Link},
@@ -15,7 +15,7 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     if driver.is_none() && libraries.get(Library::Driver).is_none() {
         let advice = "Jobs train on the CPU. For GPUs install NVIDIA's driver (nvidia-smi must work), and in a \
                       container pass them in (docker run --gpus all).";
-        return vec![finding("GPUs", Grade::Note, "no NVIDIA driver found".into(), advice)];
+        return vec![finding("GPUs", Grade::Note, "no NVIDIA driver found", advice)];
     }
     let all = match devices::all(&libraries) {
         Ok(all) if !all.is_empty() => all,
@@ -46,7 +46,7 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
 /// Whether GPUs decode JPEG files. `decoder` describes the decoder of one GPU.
 fn jpeg_decoder_finding(decoder: Result<String, String>) -> Finding {
     match decoder {
-        Ok(decoder) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {decoder}"), ""),
+        Ok(decoder) => ok("JPEG decoder", format!("in each GPU: {decoder}")),
         Err(why) => {
             let advice = "JPEG files are decoded on CPU cores. A100, A30 and GPUs of the Ada, Hopper and Blackwell families \
                           have a decoder; it needs the driver's libnvcuvid.so.1, which a container gets with \
@@ -60,8 +60,8 @@ fn jpeg_decoder_finding(decoder: Result<String, String>) -> Finding {
 fn driver_finding(description: Option<&str>) -> Finding {
     let line =
         description.and_then(|text| text.lines().next()).unwrap_or("").trim_start_matches("NVRM version:");
-    let found = if line.trim().is_empty() { "version unknown".into() } else { line.trim().to_owned() };
-    finding("GPU driver", Grade::Ok, found, "")
+    let found = if line.trim().is_empty() { "version unknown" } else { line.trim() };
+    ok("GPU driver", found)
 }
 
 fn gpu_finding(gpu: &Gpu) -> Finding {
@@ -77,12 +77,12 @@ fn gpu_finding(gpu: &Gpu) -> Finding {
         let advice = "Other programs use this GPU's memory (nvidia-smi shows them): jobs may run out of memory or slow down.";
         return finding(&what, Grade::Note, found, advice);
     }
-    finding(&what, Grade::Ok, found, "")
+    ok(&what, found)
 }
 
 fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
-    let value = std::env::var_os(devices::VISIBLE)?;
-    let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
+    let value = std::env::var_os(devices::VISIBLE_DEVICES)?;
+    let shown = format!("{}={}", devices::VISIBLE_DEVICES, value.to_string_lossy());
     Some(match devices::visible(libraries) {
         Ok(gpus) if gpus.is_empty() => {
             let advice = "Unset the variable, or jobs train on the CPU.";
@@ -91,7 +91,7 @@ fn visible_finding(libraries: &Libraries, gpu_count: usize) -> Option<Finding> {
         Ok(gpus) => {
             let indices: Vec<_> = gpus.iter().map(|gpu| gpu.index.to_string()).collect();
             let found = format!("{} of {gpu_count}: {} ({shown})", gpus.len(), indices.join(", "));
-            finding("visible", Grade::Ok, found, "")
+            ok("visible", found)
         }
         Err(error) => {
             let advice = "Correct the variable, or unset it to use all GPUs.";
@@ -123,7 +123,7 @@ fn link_findings(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
         .map(|(by, peer_access, pairs)| {
             let pairs = if are_all_equal { "every pair".to_owned() } else { format!("pairs {}", pairs.join(", ")) };
             if peer_access {
-                return finding("links", Grade::Ok, format!("{pairs}: {by}, with peer access"), "");
+                return ok("links", format!("{pairs}: {by}, with peer access"));
             }
             let advice = "Data between these GPUs goes through the host's memory, which is slower. Consumer GPUs offer \
                           no peer access; in a virtual machine, the host may block it (ACS).";
@@ -143,12 +143,12 @@ fn library_finding(
         // One GPU does not need NCCL.
         let needed = Library::needed(u32::try_from(gpu_count).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
-        return finding(which.name(), grade, "not found".into(), which.advice());
+        return finding(which.name(), grade, "not found", &which.advice());
     };
     let path = library.path.display();
     let version = match library.version() {
         Ok(version) => version,
-        Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
+        Err(error) => return finding(which.name(), Grade::Problem, error, &which.advice()),
     };
     let found = match which {
         Library::Driver => format!("supports CUDA {version}: {path}"),
@@ -160,7 +160,7 @@ fn library_finding(
             "NVRTC is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
         return finding(which.name(), Grade::Problem, found, advice);
     }
-    finding(which.name(), Grade::Ok, found, "")
+    ok(which.name(), found)
 }
 
 #[cfg(test)]

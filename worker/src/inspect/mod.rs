@@ -12,7 +12,7 @@ mod samples;
 pub use model::to_onnx;
 pub use predict::{embed, predict, write_embeddings};
 
-use lockstep_host::{SECRETS, cache, files::allowed::is_allowed};
+use lockstep_host::{SECRET_VARIABLES, cache, files::allowed::is_allowed};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{MAX_CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -76,7 +76,7 @@ async fn send_to_process(
     let json = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
     let mut command = Command::new(program);
-    for name in SECRETS {
+    for name in SECRET_VARIABLES {
         command.env_remove(name);
     }
     let mut child = command
@@ -211,7 +211,6 @@ mod tests {
     };
     use tokio::sync::SemaphorePermit;
 
-    /// Takes all permits of a queue.
     async fn fill(queue: RequestQueue) -> SemaphorePermit<'static> {
         QUEUES[queue as usize].acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap()
     }

@@ -23,7 +23,6 @@ const MAX_RESIZE: usize = 8192;
 /// Allowed number of classes when probabilities are computed.
 const CLASS_COUNTS: RangeInclusive<usize> = 1..=100_000;
 
-/// What a model computes for a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     /// A value per class, before softmax.
@@ -48,12 +47,10 @@ pub(super) struct Model {
     pub(super) resize: Option<u32>,
 }
 
-/// The validated content of a model's file.
 struct ModelFile {
     network: Network,
     weights: NamedTensors,
     margin: Option<Margin>,
-    /// The metadata in the file's header.
     metadata: HashMap<String, String>,
     /// Empty for embeddings.
     classes: Vec<String>,

@@ -11,7 +11,6 @@ use lockstep_kernels::nearest::{Nearest, Neighbour};
 use lockstep_protocol::inspect::{EvaluateModel, NearestNeighbours};
 use std::{path::Path, time::Instant};
 
-/// The temperature of weighted votes.
 const TEMPERATURE: f64 = 0.07;
 
 pub(super) fn evaluate(request: &EvaluateModel, k: u32) -> Result<NearestNeighbours, String> {

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_out_of_the_allowed_folders_is_not_read() {
+    fn a_link_to_a_file_outside_the_allowed_folders_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
         let resnet20 = || model(Arch::ResNet20, Stem::Auto);
         let outside = write(dir.path(), &resnet20(), |_| {});

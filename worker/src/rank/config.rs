@@ -43,7 +43,6 @@ impl RankConfig {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
 
-    /// The device on which the rank computes.
     pub fn device(&self) -> DeviceChoice {
         registry::device_of(self.gpu.as_ref(), self.start.spec.parallel.device)
     }

@@ -5,7 +5,6 @@ use lockstep_comm::rendezvous::RendezvousError;
 use lockstep_engine::EngineError;
 use lockstep_protocol::reason::FailureCode;
 
-/// Why a rank could not continue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RankError {
     #[error(transparent)]

@@ -51,7 +51,7 @@ fn train_with(gpu: Option<RankGpu>) -> NamedTensors {
 }
 
 #[test]
-fn links_out_of_the_allowed_folders_are_refused() {
+fn links_to_files_outside_the_allowed_folders_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["private", "first", "second", "third", "root"] {

@@ -32,18 +32,11 @@ pub struct Tail {
 /// Why a file of records cannot be read any further.
 #[derive(Debug, thiserror::Error)]
 pub enum TailError {
-    /// The file cannot be read.
     #[error("{path}: {error}")]
     Io { path: PathBuf, error: io::Error },
     /// A record before the end of the file is damaged.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
-    Damaged {
-        path: PathBuf,
-        /// The index of the record.
-        record: u64,
-        offset: u64,
-        detail: String,
-    },
+    Damaged { path: PathBuf, record: u64, offset: u64, detail: String },
 }
 
 impl Tail {
@@ -142,13 +135,11 @@ fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
         return Ok(RecordAt::Nothing);
     }
     file.seek(SeekFrom::Start(offset))?;
-    let mut header = [0; HEADER_BYTES];
-    if !is_complete(file.read_exact(&mut header))? {
+    let mut header = [[0; 4]; 2];
+    if !is_complete(file.read_exact(header.as_flattened_mut()))? {
         return Ok(RecordAt::Nothing);
     }
-    let [a, b, c, d, e, f, g, h] = header;
-    let size = u32::from_le_bytes([a, b, c, d]);
-    let crc = u32::from_le_bytes([e, f, g, h]);
+    let [size, crc] = header.map(u32::from_le_bytes);
     if size > MAX_RECORD_BYTES {
         return Ok(RecordAt::Damage(format!("its length is {size} bytes, more than {MAX_RECORD_BYTES}")));
     }

@@ -7,7 +7,6 @@ use lockstep_protocol::{
     reason::{FailureCode, ReasonKind},
 };
 
-/// The facts about one rank's end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
@@ -38,8 +37,18 @@ pub struct Failure {
     pub secondary: bool,
 }
 
+/// How a rank's end explains the end of its attempt, from the best explanation to the worst.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Explanation {
+    OwnReason,
+    Killed,
+    Vanished,
+    Exited,
+    Stopped,
+    LostAnotherRank,
+}
+
 impl RankEnd {
-    /// Whether the rank ended successfully.
     pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,
@@ -71,20 +80,19 @@ impl RankEnd {
         self.exit == Some(Exit::Signal(6)) && self.has_run_out_of_memory
     }
 
-    /// How well this rank's end explains the end of the attempt. The lowest number is the best explanation. If the number is 4 or
-    /// more, another rank's end probably explains it better. `None` if the end explains nothing.
-    fn precedence(&self) -> Option<u32> {
+    /// How this rank's end explains the end of the attempt. `None` if it explains nothing.
+    fn explanation(&self) -> Option<Explanation> {
         if self.is_success() {
             return None;
         }
         match (&self.failure, self.exit) {
-            _ if self.has_own_reason() => Some(0),
-            (_, Some(_)) if self.was_asked_to_end && self.failure.is_none() => None,
-            (Some(_), _) => Some(5),
-            (None, Some(Exit::Signal(_))) => Some(1),
-            (None, Some(Exit::Unseen)) => Some(2),
-            (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => Some(4),
-            (None, Some(Exit::Status(_))) => Some(3),
+            (Some(failure), _) if !failure.secondary => Some(Explanation::OwnReason),
+            (Some(_), _) => Some(Explanation::LostAnotherRank),
+            (None, Some(_)) if self.was_asked_to_end => None,
+            (None, Some(Exit::Signal(_))) => Some(Explanation::Killed),
+            (None, Some(Exit::Unseen)) => Some(Explanation::Vanished),
+            (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => Some(Explanation::Stopped),
+            (None, Some(Exit::Status(_))) => Some(Explanation::Exited),
             (None, None) => None,
         }
     }
@@ -117,11 +125,12 @@ pub struct FailureCause<'a> {
 
 /// The cause among `ranks`: a rank that has ended, or that has reported why it cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
-    let (precedence, rank) = ranks
+    let (explanation, rank) = ranks
         .into_iter()
-        .filter_map(|rank| Some((rank.precedence()?, rank)))
-        .min_by_key(|(precedence, rank)| (*precedence, rank.step, rank.rank))?;
-    Some(FailureCause { rank, is_provisional: precedence >= 4 })
+        .filter_map(|rank| Some((rank.explanation()?, rank)))
+        .min_by_key(|(explanation, rank)| (*explanation, rank.step, rank.rank))?;
+    let is_provisional = matches!(explanation, Explanation::Stopped | Explanation::LostAnotherRank);
+    Some(FailureCause { rank, is_provisional })
 }
 
 #[cfg(test)]

@@ -51,7 +51,6 @@ impl Stop {
 pub enum Orphans {
     /// The ranks continue to run, and the next supervisor adopts them.
     Stay,
-    /// The ranks get SIGTERM.
     Terminate,
     /// The ranks are killed, and their ends are awaited.
     Kill,
@@ -75,7 +74,6 @@ pub struct EndDelays {
 struct Stopping {
     how: Stop,
     since: Instant,
-    /// The number of SIGKILLs sent so far.
     kill_count: u32,
 }
 
@@ -86,21 +84,13 @@ pub struct RankGroup<N: RecordSink> {
     /// The time since which a failure of a rank is known. `None` if no rank has failed.
     failure_since: Option<Instant>,
     /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
-    kills_suspended: bool,
+    pub kills_suspended: bool,
     orphans: Orphans,
 }
 
 impl<N: RecordSink> RankGroup<N> {
-    /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
         Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
-    }
-
-    /// From now on, suspended ranks get SIGKILL instead of SIGTERM.
-    #[must_use]
-    pub fn kill_suspended(mut self) -> Self {
-        self.kills_suspended = true;
-        self
     }
 
     /// Checks which ranks have ended.
@@ -118,7 +108,6 @@ impl<N: RecordSink> RankGroup<N> {
         self.ranks.iter().map(|rank| &rank.end)
     }
 
-    /// Why the ranks fail, if one has failed.
     pub fn failure_cause(&self) -> Option<FailureCause<'_>> {
         failure_cause(self.ends())
     }
@@ -190,9 +179,11 @@ impl<N: RecordSink> RankGroup<N> {
     pub async fn kill_remaining(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE_AFTER;
         loop {
-            // `count` visits every rank, even if processes of another rank remain.
-            let have_ended = self.ranks.iter_mut().map(|rank| rank.process.kill_remaining());
-            if have_ended.filter(|has_ended| !has_ended).count() == 0 {
+            let mut all_ended = true;
+            for rank in &mut self.ranks {
+                all_ended &= rank.process.kill_remaining();
+            }
+            if all_ended {
                 return None;
             }
             if self.is_unkillable() || Instant::now() > until {

@@ -7,12 +7,10 @@ use super::{
     process::{Identity, RankProcess, UnixProcessGroup},
     spare::{self, Spare},
 };
-use crate::{
-    rank::{RankConfig, stop_within_secs},
-    report::with_path,
-};
+use crate::rank::{RankConfig, stop_within_secs};
 use lockstep_host::{
-    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_atomically, write_private,
+    NCCL_INTERFACE_VARIABLE, boot_id, cores, gpu::RankGpu, nccl_variable, with_path, write_atomically,
+    write_private,
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
@@ -35,7 +33,7 @@ fn environment(config: &RankConfig) -> io::Result<Vec<(OsString, OsString)>> {
     let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
     if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
         // Without `=`, NCCL treats the name as a prefix.
-        variables.push((NCCL_INTERFACE.into(), format!("={interface}").into()));
+        variables.push((NCCL_INTERFACE_VARIABLE.into(), format!("={interface}").into()));
     }
     Ok(variables)
 }
@@ -113,7 +111,7 @@ impl RankProcess {
     /// ended.
     fn from_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
         // The spare sees all GPUs of the agent, so its GPU may have another ordinal than in `config`.
-        let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
+        let config = RankConfig { gpu: Some(spare.gpu.clone()), ..config.clone() };
         if !spare.is_usable_as(program, &environment(&config)?) {
             spare.end();
             return Ok(None);

@@ -7,7 +7,6 @@ use std::{fs, path::Path};
 pub(super) struct Stat {
     /// `R`, `S`, `D`, `T`, `Z`, ...
     pub(super) state: char,
-    /// The process group.
     pub(super) group: i32,
     /// Start time in clock ticks after boot.
     pub(super) start_time: u64,

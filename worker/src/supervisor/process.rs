@@ -1,7 +1,7 @@
 //! The process of a rank: signals, polling, and verification that it has ended.
 
 use super::proc_fs::{self, stat};
-use lockstep_host::{SECRETS, boot_id};
+use lockstep_host::{SECRET_VARIABLES, boot_id};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
@@ -15,9 +15,7 @@ use std::{
 /// How a rank process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// The process exited with this status.
     Status(i32),
-    /// The process was ended by this signal.
     Signal(i32),
     /// The end was not observed. The rank's records may tell more.
     Unseen,
@@ -81,7 +79,7 @@ impl RankProcess {
         if group == UnixProcessGroup::Own {
             command.process_group(0);
         }
-        for name in SECRETS {
+        for name in SECRET_VARIABLES {
             command.env_remove(name);
         }
         let child = command.spawn()?;
@@ -95,10 +93,6 @@ impl RankProcess {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
         Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
-    }
-
-    pub fn rank(&self) -> u32 {
-        self.rank
     }
 
     /// Writes `bytes` to the standard input of the process, and closes the standard input.

@@ -24,7 +24,6 @@ pub trait RecordSink {
     fn record(&mut self, event: AttemptEvent);
 }
 
-/// Stores nothing.
 impl RecordSink for () {
     fn record(&mut self, _event: AttemptEvent) {}
 }
@@ -50,14 +49,13 @@ pub struct Rank<N> {
 }
 
 impl<N: RecordSink> Rank<N> {
-    /// A rank of the attempt in `attempt_dir`.
     pub fn of_attempt(process: RankProcess, attempt_dir: &Path, sink: N) -> Self {
-        let tail = Tail::open(&events_path(attempt_dir, process.rank()), 0);
+        let tail = Tail::open(&events_path(attempt_dir, process.rank), 0);
         Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, sink) }
     }
 
     pub fn without_records(process: RankProcess, sink: N) -> Self {
-        let end = RankEnd { rank: process.rank(), ..RankEnd::default() };
+        let end = RankEnd { rank: process.rank, ..RankEnd::default() };
         Self { process, records: None, end, last_report: Instant::now(), sink, damage: None }
     }
 

@@ -25,7 +25,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(3);
 pub struct Spare {
     /// `None` after the spare has become a rank or was killed.
     process: Option<RankProcess>,
-    gpu: RankGpu,
+    /// The GPU and all GPUs that the process sees.
+    pub(super) gpu: RankGpu,
     environment: Vec<(OsString, OsString)>,
     program_version: (u64, u64, i64, i64),
 }
@@ -49,12 +50,6 @@ impl Spare {
         Ok(Self { process: Some(process), gpu: gpu.clone(), environment, program_version })
     }
 
-    /// The GPU and all GPUs that the process sees.
-    pub(super) fn gpu(&self) -> &RankGpu {
-        &self.gpu
-    }
-
-    /// Whether the process is running.
     pub fn is_alive(&mut self) -> bool {
         self.process.as_mut().is_some_and(|process| process.poll().is_none())
     }

@@ -1,7 +1,7 @@
 //! The resources used by a rank's process.
 
 use super::{launch::rank_file, proc_fs::stat, process::Identity};
-use std::{fs, path::Path};
+use std::{fs, path::Path, time::Instant};
 
 /// Clock ticks per second of CPU times in `/proc`, on every supported architecture.
 const TICKS_PER_SEC: f64 = 100.0;
@@ -9,6 +9,7 @@ const TICKS_PER_SEC: f64 = 100.0;
 /// The CPU time so far, and the memory now. Two measurements with equal `process` are of the same process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankUsage {
+    pub at: Instant,
     /// Process id and start time.
     pub process: (i32, u64),
     /// CPU time of all threads, over all CPUs.
@@ -23,6 +24,7 @@ pub fn rank_usage(attempt_dir: &Path, rank: u32) -> Option<RankUsage> {
     let Identity { pid, start_time, .. } = serde_json::from_slice(&recorded).ok()?;
     let now = stat(pid).filter(|now| now.start_time == start_time && !now.has_ended())?;
     Some(RankUsage {
+        at: Instant::now(),
         process: (pid, start_time),
         cpu_secs: now.cpu_ticks as f64 / TICKS_PER_SEC,
         memory_bytes: now.resident_pages * rustix::param::page_size() as u64,

@@ -7,7 +7,7 @@ use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 
 /// The environment variable that selects the decoder: `auto`, `cpu` or `gpu`.
-const DECODER: &str = "LOCKSTEP_DECODER";
+const DECODER_VARIABLE: &str = "LOCKSTEP_DECODER";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
@@ -25,7 +25,7 @@ impl DecoderChoice {
             None | Some("" | "auto") => Ok(Self::Auto),
             Some("cpu") => Ok(Self::Cores),
             Some("gpu") => Ok(Self::Gpu),
-            Some(other) => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
+            Some(other) => Err(format!("{DECODER_VARIABLE} is {other:?}; give auto, cpu or gpu")),
         }
     }
 
@@ -37,7 +37,7 @@ impl DecoderChoice {
         match self {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
-            Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
+            Self::Cores => Err(Some(format!("{DECODER_VARIABLE} is cpu"))),
             Self::Auto if deterministic => {
                 Err(Some("train.deterministic requires the same bits on every machine".into()))
             }
@@ -52,7 +52,8 @@ pub(super) fn choose_decoder(
     precision: Precision,
     data: &mut DataSource,
 ) -> Result<Option<String>, TrainError> {
-    let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
+    let choice =
+        DecoderChoice::of(std::env::var_os(DECODER_VARIABLE).as_deref()).map_err(TrainError::Impossible)?;
     let DeviceChoice { backend, ordinal } = training.device;
     let checked =
         choice.check_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
@@ -64,7 +65,7 @@ pub(super) fn choose_decoder(
             Some(line)
         }
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
-            return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
+            return Err(TrainError::Impossible(format!("{DECODER_VARIABLE} is gpu: {why}")));
         }
         Err(why) => why.map(|why| format!("JPEG files are decoded on CPU cores: {why}")),
     })
@@ -92,9 +93,10 @@ mod tests {
             let checked = choice.check_job(on_gpu, decodes_jpeg, deterministic);
             assert_eq!(checked, expected, "{choice:?} {on_gpu} {decodes_jpeg} {deterministic}");
         }
-        for (choice, deterministic, word) in
-            [(DecoderChoice::Auto, true, "train.deterministic"), (DecoderChoice::Cores, false, DECODER)]
-        {
+        for (choice, deterministic, word) in [
+            (DecoderChoice::Auto, true, "train.deterministic"),
+            (DecoderChoice::Cores, false, DECODER_VARIABLE),
+        ] {
             let (on_gpu, decodes_jpeg) = (true, true);
             let why = choice.check_job(on_gpu, decodes_jpeg, deterministic).unwrap_err().unwrap();
             assert!(why.contains(word), "{why}");

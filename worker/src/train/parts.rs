@@ -188,11 +188,11 @@ impl Run<'_> {
     }
 
     /// Collective: waits until the newest checkpoint is on disk. If writing fails, retries about once per second for up
-    /// to `patience`. All ranks make the same number of attempts.
-    pub(super) fn flush_parts(&mut self, patience: Duration) -> Result<(), TrainError> {
+    /// to `max_wait`. All ranks make the same number of attempts.
+    pub(super) fn flush_parts(&mut self, max_wait: Duration) -> Result<(), TrainError> {
         let mut tries = 0;
         while let Err(reason) = self.complete_parts(tries > 0)? {
-            if tries >= patience.as_secs().max(1) {
+            if tries >= max_wait.as_secs().max(1) {
                 return Err(last_checkpoint_error(tries, &reason));
             }
             tries += 1;

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn differing_ranks_are_named_and_all_ranks_without_a_majority() {
+    fn ranks_that_differ_from_the_majority_are_named_or_else_all_ranks() {
         for (checksums, named) in [
             (&[7, 7][..], None),
             (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),

@@ -39,8 +39,8 @@ impl Run<'_> {
             self.begin_part(own)?;
         } else if let Some(writer) = &self.writer {
             // Other ranks wait for this rank meanwhile, and must not consider it stalled.
-            let patience = self.stall_timeout() / 4;
-            let saved = writer.save(self.snapshot(whole_state(own)?), patience);
+            let max_wait = self.stall_timeout() / 4;
+            let saved = writer.save(self.snapshot(whole_state(own)?), max_wait);
             if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
                 return Err(self.diverged(detail));
             }
@@ -131,10 +131,10 @@ impl Run<'_> {
     /// Waits until the newest checkpoint is on disk, because unwritten data is lost when this process ends. If writing fails, it is
     /// retried for up to half of the stall time-out.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
-        let patience = self.stall_timeout() / 2;
+        let max_wait = self.stall_timeout() / 2;
         if self.parts.is_some() {
             self.throughput.report("checkpointing");
-            return self.flush_parts(patience);
+            return self.flush_parts(max_wait);
         }
         let Some(mut writer) = self.writer.take() else { return Ok(()) };
         self.throughput.report("checkpointing");
@@ -149,7 +149,7 @@ impl Run<'_> {
                 };
             }
             self.announce(events);
-            if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
+            if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > max_wait) {
                 let retries = self.unwritten.map_or(0, |(_, attempts)| attempts - 1);
                 return Err(last_checkpoint_error(retries, reason));
             }

@@ -52,18 +52,10 @@ impl Nccl {
         dtype: DataType,
         stream: CUstream,
     ) -> Result<(), CommError> {
+        let dtype = nccl_type(dtype);
         self.call("all_gather", |comm| {
             // SAFETY: as in `all_reduce`.
-            unsafe {
-                sys::ncclAllGather(
-                    from as *const _,
-                    to as *mut _,
-                    count,
-                    nccl_type(dtype),
-                    comm,
-                    stream.cast(),
-                )
-            }
+            unsafe { sys::ncclAllGather(from as *const _, to as *mut _, count, dtype, comm, stream.cast()) }
         })
     }
 
@@ -82,19 +74,11 @@ impl Nccl {
         dtype: DataType,
         stream: CUstream,
     ) -> Result<(), CommError> {
+        let dtype = nccl_type(dtype);
         self.call("reduce_scatter", |comm| {
+            let (from, to, stream) = (from as *const _, to as *mut _, stream.cast());
             // SAFETY: as in `all_reduce`.
-            unsafe {
-                sys::ncclReduceScatter(
-                    from as *const _,
-                    to as *mut _,
-                    count,
-                    nccl_type(dtype),
-                    SUM,
-                    comm,
-                    stream.cast(),
-                )
-            }
+            unsafe { sys::ncclReduceScatter(from, to, count, dtype, SUM, comm, stream) }
         })
     }
 

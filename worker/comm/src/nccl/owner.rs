@@ -29,7 +29,6 @@ pub(super) struct Owner<H: Handle> {
 struct State<H> {
     /// `None` after the handle has been taken or aborted.
     handle: Option<H>,
-    /// Whether a thread is inside a call.
     is_busy: bool,
     /// `None` if the handle was not aborted.
     abort_reason: Option<String>,

@@ -13,8 +13,8 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
     let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
     let found = gather::run(&store, 0).unwrap();
     assert_eq!(found.values, [0.0]);
-    let patience = Duration::from_secs(60);
-    let nccl = Nccl::connect(Exchange::Store(&store, patience), "another", 0, patience).unwrap();
+    let timeout = Duration::from_secs(60);
+    let nccl = Nccl::connect(Exchange::Store(&store, timeout), "another", 0, timeout).unwrap();
     nccl.async_error().unwrap();
     let began = Instant::now();
     nccl.abort("enough");
@@ -28,8 +28,8 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
 fn gpu_an_abort_is_safe_while_other_threads_ask_for_errors() {
     for round in 0..5 {
         let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
-        let patience = Duration::from_secs(60);
-        let nccl = Nccl::connect(Exchange::Store(&store, patience), "asked", 0, patience).unwrap();
+        let timeout = Duration::from_secs(60);
+        let nccl = Nccl::connect(Exchange::Store(&store, timeout), "asked", 0, timeout).unwrap();
         std::thread::scope(|scope| {
             let asking: Vec<_> = (0..4)
                 .map(|_| {
@@ -58,8 +58,7 @@ fn a_missing_nccl_is_an_error() {
         return;
     }
     let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
-    let patience = Duration::from_secs(5);
-    let error =
-        Nccl::connect(Exchange::Store(&store, patience), "none", 0, patience).unwrap_err().to_string();
+    let timeout = Duration::from_secs(5);
+    let error = Nccl::connect(Exchange::Store(&store, timeout), "none", 0, timeout).unwrap_err().to_string();
     assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
 }

@@ -22,11 +22,8 @@ pub(super) enum Request {
     },
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Reply {
-    Done,
-    Values(Vec<Option<Vec<u8>>>),
-}
+/// The values of the keys of a [`Request::Get`], `None` for keys that are not set. Empty for a [`Request::Set`].
+pub(super) type Reply = Vec<Option<Vec<u8>>>;
 
 pub(super) fn send(stream: &mut TcpStream, message: &impl Serialize) -> io::Result<()> {
     let body = lockstep_protocol::wire::encode(message).map_err(io::Error::other)?;

@@ -90,7 +90,7 @@ impl SharedValues {
             Request::Set { key, value } => {
                 values.insert(key, value);
                 self.changed.notify_all();
-                Reply::Done
+                Reply::new()
             }
             Request::Get { keys, wait_ms } => {
                 let wait = Duration::from_millis(wait_ms.min(MAX_SERVER_WAIT.as_millis() as u64));
@@ -100,7 +100,7 @@ impl SharedValues {
                     .changed
                     .wait_timeout_while(values, wait, is_incomplete)
                     .unwrap_or_else(PoisonError::into_inner);
-                Reply::Values(keys.iter().map(|key| values.get(key).cloned()).collect())
+                keys.iter().map(|key| values.get(key).cloned()).collect()
             }
         }
     }

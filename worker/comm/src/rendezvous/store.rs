@@ -65,7 +65,6 @@ impl Store {
         Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
     }
 
-    /// The configuration with which this rank has joined.
     pub fn config(&self) -> &RendezvousConfig {
         &self.config
     }
@@ -81,15 +80,15 @@ impl Store {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
-    /// Makes this rank listen for other ranks at `ip`, if `ip` is an address of this machine. A machine may have
-    /// several addresses.
-    pub fn listen_at(&mut self, ip: IpAddr) {
+    /// Makes `ip` this rank's address for other ranks, if `ip` is an address of this machine. A machine may have several
+    /// addresses.
+    pub fn prefer_local_ip(&mut self, ip: IpAddr) {
         if TcpListener::bind((ip, 0)).is_ok() {
             self.local_ip = ip;
         }
     }
 
-    /// The address of this machine for other ranks. Unless set by [`Store::listen_at`], it is the local address of
+    /// The address of this machine for other ranks. Unless set by [`Store::prefer_local_ip`], it is the local address of
     /// the connection to rank 0.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local_ip
@@ -100,18 +99,7 @@ impl Store {
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
-        match self.request_reply(&Request::Set { key: key.into(), value: value.into() })? {
-            Reply::Done => Ok(()),
-            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
-        }
-    }
-
-    /// Returns the values that are set now, without waiting.
-    ///
-    /// # Errors
-    /// The connection to rank 0 is lost.
-    pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
-        self.get(keys, Duration::ZERO)
+        self.request_reply(&Request::Set { key: key.into(), value: value.into() }).map(drop)
     }
 
     /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt.
@@ -160,12 +148,13 @@ impl Store {
     }
 
     /// Returns the values when all of them are set, or after `wait`.
-    fn get(&self, keys: &[String], wait: Duration) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+    pub(crate) fn get(
+        &self,
+        keys: &[String],
+        wait: Duration,
+    ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         let wait_ms = wait.as_millis() as u64;
-        match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })? {
-            Reply::Values(values) => Ok(values),
-            other => Err(RendezvousError::protocol(format_args!("unexpected {other:?}"))),
-        }
+        self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })
     }
 
     fn request_reply(&self, request: &Request) -> Result<Reply, RendezvousError> {

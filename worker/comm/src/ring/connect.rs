@@ -49,11 +49,9 @@ pub(super) struct PendingRing<'a> {
     pub(super) rank: u32,
     /// The addresses by rank.
     pub(super) addresses: Vec<Addresses>,
-    /// Time limit for other ranks to connect.
     pub(super) connect_timeout: Duration,
     /// The time-out of the group's calls.
     pub(super) timeout: Duration,
-    /// Whether this rank should stop connecting.
     pub(super) should_stop_waiting: &'a (dyn Fn() -> bool + Sync),
 }
 
@@ -91,7 +89,6 @@ impl Ring {
 }
 
 impl PendingRing<'_> {
-    /// Collective: connects the ranks of the group.
     pub(super) fn connect(self, listeners: Listeners) -> Result<Arc<Ring>, RendezvousError> {
         let end = Arc::new(End::default());
         let connected = self.connect_all(listeners, &end);

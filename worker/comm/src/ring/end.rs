@@ -14,7 +14,7 @@ use std::{
 /// ([`ProcessGroup::concurrent_group`](crate::ProcessGroup::concurrent_group), a second ring for collectives that run at the same
 /// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
-pub(super) struct End {
+pub(crate) struct End {
     /// The error of the call that ended the group. Other calls return the same error, with `operation` set to their own name.
     cause: OnceLock<CommError>,
     /// The reason of an abort. The group may have ended earlier for another cause.
@@ -73,14 +73,15 @@ impl End {
         self.cause.get().is_some()
     }
 
-    pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
+    pub(crate) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         let Some(mut error) = self.cause.get().cloned() else { return Ok(()) };
         *error.operation_mut() = operation;
         Err(error)
     }
 
-    /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
-    pub(super) fn fail_with(&self, mut error: CommError) -> CommError {
+    /// Ends the group because of `error`, which the neighbours notice at once. Returns `error`, or the reason why the group had
+    /// already ended.
+    pub(crate) fn fail_with(&self, mut error: CommError) -> CommError {
         if let Err(aborted) = self.check_not_ended(error.operation_mut()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;

@@ -58,7 +58,6 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// A call without values.
     pub(crate) fn empty(operation: Operation) -> Self {
         Self { operation, data_type: DataType::U8, length: 0 }
     }

@@ -25,7 +25,6 @@ const USER_TIMEOUT: Duration = Duration::from_millis(1500);
 /// both are lost. The wait ends early if the other neighbour has sent something recently.
 const SECOND_LOSS_WAIT: Duration = Duration::from_millis(600);
 
-/// A connection to a neighbour.
 #[derive(Debug)]
 pub(super) struct Neighbour {
     pub(super) rank: u32,

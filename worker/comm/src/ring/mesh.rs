@@ -186,7 +186,6 @@ impl Mesh {
                 Ok((stream, _)) => {
                     let _ = self.admit(stream);
                 }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 // The group has ended, or no file descriptor is available at the moment.
                 Err(_) if self.end.has_ended() => return,
                 Err(_) => std::thread::sleep(CHECK_EVERY),

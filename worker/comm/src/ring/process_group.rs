@@ -80,7 +80,7 @@ impl ProcessGroup for Ring {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), CommError> {
-        self.check_not_ended(operation)?;
+        self.end.check_not_ended(operation)?;
         // A call in progress notices a closed connection itself.
         let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {

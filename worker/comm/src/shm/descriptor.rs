@@ -1,7 +1,7 @@
 //! Allocates shared memory on rank 0, and opens it on the other ranks.
 
 use super::{
-    VARIABLE,
+    ENABLING_VARIABLE,
     layout::{Head, group_bytes},
     mapping::{Mapping, MemFile, SharedSlice},
 };
@@ -72,8 +72,8 @@ pub(super) fn head(memory: &Arc<Mapping>) -> SharedSlice<Head> {
 }
 
 fn check_enabled() -> Result<(), String> {
-    match std::env::var(VARIABLE) {
-        Ok(value) if value == "0" => Err(format!("{VARIABLE} is 0")),
+    match std::env::var(ENABLING_VARIABLE) {
+        Ok(value) if value == "0" => Err(format!("{ENABLING_VARIABLE} is 0")),
         _ => Ok(()),
     }
 }

@@ -18,7 +18,6 @@ use std::{
 /// A multiple of every page size: 4 KiB on x86-64, up to 64 KiB elsewhere.
 const PAGE: usize = 64 << 10;
 
-/// `bytes`, rounded up to whole pages.
 pub(super) fn whole_pages(bytes: usize) -> usize {
     bytes.next_multiple_of(PAGE)
 }
@@ -40,7 +39,6 @@ impl MemFile {
         OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/fd/{fd}")).map(Self)
     }
 
-    /// The file descriptor in this process.
     pub(super) fn fd(&self) -> i32 {
         self.0.as_raw_fd()
     }

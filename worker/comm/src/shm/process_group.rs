@@ -23,7 +23,7 @@ pub struct ShmProcessGroup {
     ring: Arc<Ring>,
     /// Whether a waiting rank may spin, because each rank has a core.
     spins: bool,
-    file: MemFile,
+    pub(super) file: MemFile,
     head: SharedSlice<Head>,
     announcements: SharedSlice<Announcements>,
     /// Two slots of each rank, used alternately.
@@ -50,7 +50,7 @@ impl ShmProcessGroup {
         Ok(match Self::connect(&ring)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
-                ring.set_shm_unavailable(reason);
+                let _ = ring.shm_unavailable_reason.set(reason);
                 ring
             }
         })
@@ -108,11 +108,6 @@ impl ShmProcessGroup {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn file(&self) -> &MemFile {
-        &self.file
-    }
-
     pub(super) fn queue(&self) -> &WaitQueue {
         &self.head[0].queue
     }
@@ -136,8 +131,8 @@ impl ShmProcessGroup {
         };
         match self.queue().wait(self.spins, idle, is_ready, check) {
             Err(_) if is_ready() => Ok(Duration::ZERO),
-            // `Ring::fail_with` returns the reason if the ring already knows why a rank has exited.
-            Err(error) => Err(self.ring.fail_with(error)),
+            // `End::fail_with` returns the reason if the ring already knows why a rank has exited.
+            Err(error) => Err(self.ring.end.fail_with(error)),
             Ok(waited) => Ok(waited),
         }
     }
@@ -155,7 +150,7 @@ impl ShmProcessGroup {
         read: impl FnOnce(&[f64], Duration) -> R,
     ) -> Result<R, CommError> {
         let name = call.operation.name();
-        self.ring.check_not_ended(name)?;
+        self.ring.end.check_not_ended(name)?;
         let mut state = lock(&self.state);
         state.calls += 1;
         let (number, half) = (state.calls, (state.calls % 2) as usize);
@@ -185,7 +180,7 @@ impl ShmProcessGroup {
                     Call::describe(theirs),
                     Call::describe(packed)
                 );
-                return Err(self.ring.fail_with(CommError::Mismatch { operation: name, peer, detail }));
+                return Err(self.ring.end.fail_with(CommError::Mismatch { operation: name, peer, detail }));
             }
         }
         Ok(read(&self.slots[half], waited))

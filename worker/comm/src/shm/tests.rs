@@ -100,7 +100,7 @@ fn abort_ends_a_wait_from_another_thread() {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {
                 let memory =
-                    SharedMemory { mapping: group.file().map(0, 1 << 16).unwrap(), group: group.clone() };
+                    SharedMemory { mapping: group.file.map(0, 1 << 16).unwrap(), group: group.clone() };
                 memory.wait("update", &mut || false, &|| false, &|| 1).unwrap_err()
             });
             group.abort("asked to stop");

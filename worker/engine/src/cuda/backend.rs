@@ -12,7 +12,7 @@ use lockstep_host::gpu::{
     RankGpu,
     devices::{self, Usable},
     libraries::{self, Library},
-    metrics::{Reader, Sample},
+    metrics::{Reader, metrics},
 };
 use lockstep_protocol::{
     agent::Slot,
@@ -165,8 +165,12 @@ impl Backend for Cuda {
     fn device_metrics(&self, gpu: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
         let Some(uuid) = gpu.and_then(RankGpu::uuid).map(str::to_owned) else { return Ok(None) };
         let nvml = Reader::open()?;
-        nvml.sample(&uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
-        Ok(Some(Box::new(move || nvml.sample(&uuid).map(Sample::metrics).unwrap_or_default())))
+        // The metrics do not include the slot.
+        let slot = 0;
+        nvml.sample(slot, &uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
+        Ok(Some(Box::new(move || {
+            nvml.sample(slot, &uuid).map(|sample| metrics(&sample)).unwrap_or_default()
+        })))
     }
 }
 

@@ -12,7 +12,7 @@ use nvml_wrapper::{
 };
 
 /// The environment variable that restricts the GPUs of a process and sets their order.
-pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+pub const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// The environment variable for the order of GPUs. Unless it is `PCI_BUS_ID`, CUDA puts the fastest GPU first.
 const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
@@ -36,7 +36,6 @@ pub struct Gpu {
     pub is_divided: bool,
 }
 
-/// The connection between two GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     /// The indices of the two GPUs ([`Gpu::index`]).
@@ -129,14 +128,14 @@ fn uuid_text(bytes: [u8; 16]) -> String {
     format!("GPU-{}", uuid::Uuid::from_bytes(bytes).hyphenated())
 }
 
-/// The GPUs that this process may use, in CUDA's numbering: the GPUs in [`VISIBLE`] in that order, or all.
+/// The GPUs that this process may use, in CUDA's numbering: the GPUs in [`VISIBLE_DEVICES`] in that order, or all.
 ///
 /// # Errors
 /// A sentence that says why the GPUs cannot be determined.
 pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let gpus = all(libraries)?;
     let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
-    let visible = variable(VISIBLE);
+    let visible = variable(VISIBLE_DEVICES);
     let have_same_name = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !have_same_name && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
         // CUDA puts the fastest GPU first, and only CUDA knows how it ranks GPUs.
@@ -149,7 +148,7 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     restrict(gpus, visible.as_deref())
 }
 
-/// Restricts `gpus` (in CUDA's order) to the GPUs in `visible`, the value of [`VISIBLE`].
+/// Restricts `gpus` (in CUDA's order) to the GPUs in `visible`, the value of [`VISIBLE_DEVICES`].
 ///
 /// # Errors
 /// An entry names no GPU, or a GPU is named twice. CUDA would silently show fewer GPUs.
@@ -158,7 +157,7 @@ fn restrict(gpus: Vec<Gpu>, visible: Option<&str>) -> Result<Vec<Gpu>, String> {
     // As in CUDA, a negative number ends the list.
     let entries: Vec<_> =
         visible.split(',').map(str::trim).take_while(|e| !e.is_empty() && !e.starts_with('-')).collect();
-    choose(&gpus, &entries).map_err(|e| format!("{VISIBLE}={visible}: {e}"))
+    choose(&gpus, &entries).map_err(|e| format!("{VISIBLE_DEVICES}={visible}: {e}"))
 }
 
 /// The GPUs that `list` names, in that order. An entry is a number, a UUID or the beginning of a UUID. Without a
@@ -172,7 +171,6 @@ pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     choose(gpus, &entries)
 }
 
-/// As [`select`], with the list as `entries`.
 fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     let mut chosen: Vec<Gpu> = Vec::new();
     for entry in entries {

@@ -28,9 +28,9 @@ mod version;
 pub use reexec::{links_dir, reexec_if_needed};
 
 /// The environment variable for folders to search first, separated by `:`.
-pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
+pub const FOLDERS_VARIABLE: &str = "LOCKSTEP_CUDA_LIBS";
 /// The environment variable for folders that the dynamic linker searches in addition to its own list.
-const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
+const LIBRARY_PATH_VARIABLE: &str = "LD_LIBRARY_PATH";
 
 /// A library that GPU ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,33 +82,23 @@ impl Library {
     }
 
     /// A sentence that says how to install the library.
-    pub fn advice(self) -> &'static str {
-        match self {
+    pub fn advice(self) -> String {
+        let packages = match self {
             Self::Driver | Self::Nvml => {
-                "Install NVIDIA's driver (nvidia-smi must work); in a container pass the GPUs in \
-                 (docker run --gpus all, with NVIDIA_DRIVER_CAPABILITIES=compute,utility)."
+                return "Install NVIDIA's driver (nvidia-smi must work); in a container pass the GPUs in (docker run --gpus all, with \
+                        NVIDIA_DRIVER_CAPABILITIES=compute,utility)."
+                    .into();
             }
-            Self::Nvrtc => {
-                "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit, or name its folder in \
-                 LOCKSTEP_CUDA_LIBS."
-            }
-            Self::Cudnn => {
-                "pip install nvidia-cudnn-cu13, or apt install libcudnn9-cuda-13, or name its folder in \
-                 LOCKSTEP_CUDA_LIBS."
-            }
-            Self::CublasLt => {
-                "pip install nvidia-cublas, or install the CUDA toolkit, or name its folder in \
-                 LOCKSTEP_CUDA_LIBS."
-            }
-            Self::Nccl => {
-                "pip install nvidia-nccl-cu13, or apt install libnccl2, or name its folder in \
-                 LOCKSTEP_CUDA_LIBS."
-            }
+            Self::Nvrtc => "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit",
+            Self::Cudnn => "pip install nvidia-cudnn-cu13, or apt install libcudnn9-cuda-13",
+            Self::CublasLt => "pip install nvidia-cublas, or install the CUDA toolkit",
+            Self::Nccl => "pip install nvidia-nccl-cu13, or apt install libnccl2",
             Self::Nvjpeg => {
-                "Without it JPEG files are decoded on cores. pip install nvidia-nvjpeg (for CUDA 12: \
-                 nvidia-nvjpeg-cu12), or install the CUDA toolkit, or name its folder in LOCKSTEP_CUDA_LIBS."
+                "Without it JPEG files are decoded on cores. pip install nvidia-nvjpeg (for CUDA 12: nvidia-nvjpeg-cu12), or \
+                 install the CUDA toolkit"
             }
-        }
+        };
+        format!("{packages}, or name its folder in {FOLDERS_VARIABLE}.")
     }
 
     /// The libraries that a rank needs in a job with `ranks` ranks.
@@ -120,7 +110,6 @@ impl Library {
     }
 }
 
-/// A library that was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundLibrary {
     pub which: Library,
@@ -129,14 +118,13 @@ pub struct FoundLibrary {
     pub is_on_linker_path: bool,
 }
 
-/// The libraries that were found.
 #[derive(Debug, Clone, Default)]
 pub struct Libraries {
     pub found: Vec<FoundLibrary>,
 }
 
 impl Libraries {
-    /// Searches for all libraries: in [`SETTING`], the dynamic linker's own list, the usual folders of CUDA, and
+    /// Searches for all libraries: in [`FOLDERS_VARIABLE`], the dynamic linker's own list, the usual folders of CUDA, and
     /// Python environments.
     pub fn find() -> Self {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
@@ -164,12 +152,10 @@ impl Libraries {
         Self { found }
     }
 
-    /// The library `which`, if it was found.
     pub fn get(&self, which: Library) -> Option<&FoundLibrary> {
         self.found.iter().find(|library| library.which == which)
     }
 
-    /// The libraries in `needed` that were not found.
     pub fn missing(&self, needed: &[Library]) -> Vec<Library> {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
@@ -210,7 +196,7 @@ impl Libraries {
             path.push(dir.to_path_buf());
         }
         path.extend(self.folders().into_iter().map(Path::to_path_buf));
-        let given = std::env::var_os(LIBRARY_PATH).unwrap_or_default();
+        let given = std::env::var_os(LIBRARY_PATH_VARIABLE).unwrap_or_default();
         for folder in std::env::split_paths(&given) {
             // An empty entry means the working directory, which a rank must not search.
             if !folder.as_os_str().is_empty() && !path.contains(&folder) {
@@ -221,7 +207,7 @@ impl Libraries {
             return Ok(Vec::new());
         }
         let joined = std::env::join_paths(&path).map_err(io::Error::other)?;
-        Ok(vec![(LIBRARY_PATH.into(), joined)])
+        Ok(vec![(LIBRARY_PATH_VARIABLE.into(), joined)])
     }
 
     /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would load
@@ -257,7 +243,7 @@ pub fn check_found(libraries: &Libraries, needed: &[Library]) -> Result<(), Stri
         return Ok(());
     }
     let names: Vec<_> = missing.iter().map(|w| format!("{} ({})", w.name(), w.files()[0])).collect();
-    let mut advice: Vec<&str> = missing.iter().map(|w| w.advice()).collect();
+    let mut advice: Vec<_> = missing.iter().map(|w| w.advice()).collect();
     advice.dedup();
     let verb = if missing.len() == 1 { "is" } else { "are" };
     Err(format!("{} {verb} not found on this machine. {}", names.join(", "), advice.join(" ")))
@@ -292,10 +278,10 @@ pub fn check_loadable(needed: &[Library]) -> Result<(), String> {
     let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
     let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();
     Err(format!(
-        "{} cannot be loaded although it is in {}; {LIBRARY_PATH} is {:?}",
+        "{} cannot be loaded although it is in {}; {LIBRARY_PATH_VARIABLE} is {:?}",
         names.join(", "),
         folders.join(", "),
-        std::env::var_os(LIBRARY_PATH).unwrap_or_default()
+        std::env::var_os(LIBRARY_PATH_VARIABLE).unwrap_or_default()
     ))
 }
 

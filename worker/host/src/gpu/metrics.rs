@@ -1,34 +1,22 @@
 //! GPU metrics, as measured by NVML.
 
 use super::libraries::{Libraries, Library};
+use lockstep_protocol::agent::GpuSample;
 use nvml_wrapper::{
     Nvml,
     enum_wrappers::device::{ComputeMode, P2pCapabilitiesIndex, P2pStatus, TemperatureSensor},
     error::NvmlError,
 };
 
-/// A measurement of a GPU. A virtual GPU reports only some of the values.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sample {
-    /// The fraction of NVML's last sampling period in which a kernel ran, 0 to 1.
-    pub utilization: Option<f32>,
-    /// Memory used by all processes.
-    pub memory_bytes: u64,
-    pub power_watts: Option<f32>,
-    pub temperature_celsius: Option<f32>,
-}
-
-impl Sample {
-    /// The measured values under their names in [`lockstep_protocol::metric::NAMES`].
-    pub fn metrics(self) -> Vec<(&'static str, f32)> {
-        let measured = [
-            ("gpu_utilization", self.utilization),
-            ("gpu_memory_bytes", Some(self.memory_bytes as f32)),
-            ("gpu_power_watts", self.power_watts),
-            ("gpu_temperature_celsius", self.temperature_celsius),
-        ];
-        measured.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
-    }
+/// The measured values under their names in [`lockstep_protocol::metric::NAMES`].
+pub fn metrics(sample: &GpuSample) -> Vec<(&'static str, f32)> {
+    let measured = [
+        ("gpu_utilization", sample.utilization),
+        ("gpu_memory_bytes", Some(sample.memory_used_bytes as f32)),
+        ("gpu_power_watts", sample.power_watts),
+        ("gpu_temperature_celsius", sample.temperature_celsius),
+    ];
+    measured.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
 /// Reads metrics from NVML. It creates no context, so it takes no GPU memory.
@@ -48,20 +36,21 @@ impl Reader {
         nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
     }
 
-    /// Measures the GPU with this UUID.
+    /// Measures the GPU with this UUID, which is the device of `slot`. A virtual GPU reports only some of the values.
     ///
     /// # Errors
     /// The GPU is unknown or does not respond.
-    pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
+    pub fn sample(&self, slot: u32, uuid: &str) -> Result<GpuSample, NvmlError> {
         let device = self.0.device_by_uuid(uuid)?;
         let optional = |value: Result<f32, NvmlError>| match value {
             Ok(value) => Ok(Some(value)),
             Err(NvmlError::NotSupported) => Ok(None),
             Err(error) => Err(error),
         };
-        Ok(Sample {
+        Ok(GpuSample {
+            slot,
             utilization: optional(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
-            memory_bytes: device.memory_info()?.used,
+            memory_used_bytes: device.memory_info()?.used,
             power_watts: optional(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
             temperature_celsius: optional(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
         })
@@ -88,16 +77,17 @@ mod tests {
 
     #[test]
     fn all_metrics_have_names_that_servers_know() {
-        let sample = Sample {
+        let sample = GpuSample {
+            slot: 0,
             utilization: Some(0.97),
-            memory_bytes: 11 << 30,
+            memory_used_bytes: 11 << 30,
             power_watts: Some(650.5),
             temperature_celsius: None,
         };
-        let metrics = sample.metrics();
-        let values = metrics.iter().map(|(_, value)| *value);
-        assert!(values.eq([0.97, (11u64 << 30) as f32, 650.5]), "{metrics:?}");
-        let names = Sample { temperature_celsius: Some(61.0), ..sample }.metrics();
+        let found = metrics(&sample);
+        let values = found.iter().map(|(_, value)| *value);
+        assert!(values.eq([0.97, (11u64 << 30) as f32, 650.5]), "{found:?}");
+        let names = metrics(&GpuSample { temperature_celsius: Some(61.0), ..sample });
         assert!(names.iter().all(|(name, _)| lockstep_protocol::metric::NAMES.contains(name)), "{names:?}");
     }
 
@@ -107,8 +97,8 @@ mod tests {
         let gpu = crate::gpu::devices::visible(&Libraries::find()).unwrap().remove(0);
         // A CUDA context takes some memory, even if nothing else runs on the GPU.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
-        let seen = Reader::open().unwrap().sample(&gpu.uuid).unwrap();
-        assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");
+        let seen = Reader::open().unwrap().sample(0, &gpu.uuid).unwrap();
+        assert!((1..=gpu.memory_bytes).contains(&seen.memory_used_bytes), "{seen:?}");
         assert!(seen.utilization.is_none_or(|u| (0.0..=1.0).contains(&u)), "{seen:?}");
         assert!(seen.power_watts.is_none_or(|w| (1.0..2000.0).contains(&w)), "{seen:?}");
         assert!(seen.temperature_celsius.is_none_or(|t| (5.0..110.0).contains(&t)), "{seen:?}");

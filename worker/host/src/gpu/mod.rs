@@ -4,7 +4,7 @@ pub mod devices;
 pub mod libraries;
 pub mod metrics;
 
-use devices::VISIBLE;
+use devices::VISIBLE_DEVICES;
 use libraries::{Libraries, links_dir};
 use serde::{Deserialize, Serialize};
 use std::{ffi::OsString, io};
@@ -19,10 +19,10 @@ fn queues_variable() -> Option<(OsString, OsString)> {
 }
 
 /// The GPU of a rank, as passed by its launcher.
-/// A rank process sees all GPUs that the attempt uses on its machine, in rank order, or all GPUs of its agent if it was
-/// started before the attempt. It creates a context only on its own GPU. The other GPUs are visible because
-/// `cuDeviceCanAccessPeer`, which reports whether two GPUs can access each other's memory, accepts only visible
-/// devices.
+/// A rank process sees all GPUs that the attempt uses on its machine, in rank order. A spare process, which the agent starts
+/// before an attempt needs it, sees all GPUs of the agent. Each process creates a context only on its own GPU. The other GPUs are
+/// visible because `cuDeviceCanAccessPeer`, which reports whether two GPUs can access each other's memory, accepts only
+/// visible devices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankGpu {
     /// The position in `visible`: CUDA's number for the GPU in this process.
@@ -32,7 +32,6 @@ pub struct RankGpu {
 }
 
 impl RankGpu {
-    /// The UUID of this rank's GPU.
     pub fn uuid(&self) -> Option<&str> {
         self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
     }
@@ -44,7 +43,7 @@ impl RankGpu {
     /// No folder for links to libraries can be created.
     pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
         let mut variables = Libraries::find().environment(&links_dir()?)?;
-        variables.push((VISIBLE.into(), self.visible.join(",").into()));
+        variables.push((VISIBLE_DEVICES.into(), self.visible.join(",").into()));
         variables.extend(queues_variable());
         Ok(variables)
     }

@@ -5,7 +5,6 @@ use super::NamedTensors;
 use lockstep_protocol::numbers::plural;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Shapes of tensors, by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// The weights of the first convolution, which every network has.

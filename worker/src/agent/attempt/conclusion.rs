@@ -135,7 +135,7 @@ impl Watch {
     /// Writes the last records. A full disk delays the write, but no record is lost.
     async fn write(&self, events: &[AttemptEvent]) {
         let path = agent_events_path(&self.stored);
-        let open = || fs::create_dir_all(&self.dir).and_then(|()| Records::append_to(&path));
+        let open = || fs::create_dir_all(self.stored.attempt_dir()).and_then(|()| Records::append_to(&path));
         let mut records = retry(&path, open).await;
         for event in events {
             // `records` keeps bytes that cannot be written now, and writes them in the next call.

@@ -52,7 +52,6 @@ fn fixture(ranks: u32, script: &str) -> Fixture {
 }
 
 impl Fixture {
-    /// Writes records of a rank.
     fn record(&self, rank: u32, events: &[AttemptEvent]) {
         let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");

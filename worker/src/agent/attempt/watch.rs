@@ -1,7 +1,10 @@
 //! Starts or adopts the ranks of an attempt, and decides when they end.
 
 use super::{
-    super::{lease::Lease, preflight::Refusal, salvage::Reported, spares::Spares, state_dir::StoredAttempt},
+    super::{
+        lease::Lease, preflight::Refusal, salvage::ReportedCheckpoints, spares::Spares,
+        state_dir::StoredAttempt,
+    },
     AttemptContext, Order, StartMode,
 };
 use crate::{
@@ -19,7 +22,6 @@ use lockstep_protocol::{
 use std::{
     convert::Infallible,
     io,
-    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -44,7 +46,7 @@ const PROVISIONAL_DELAY: Duration = Duration::from_secs(1);
 pub(super) struct RecordSummary {
     /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
-    pub(super) reported: Reported,
+    pub(super) reported: ReportedCheckpoints,
     /// Whether the rank has recorded the results of a step.
     is_training: bool,
 }
@@ -63,10 +65,9 @@ impl RecordSink for RecordSummary {
 /// An attempt whose ranks are being watched.
 pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
-    pub(super) dir: PathBuf,
     lease: Arc<Lease>,
-    /// From when on spares for the next attempt are started, once a rank trains: then it has the GPU memory that it needs. `None` after
-    /// they were started.
+    /// The earliest time to start spares for the next attempt. They start only after a rank has begun to train, because the rank
+    /// then has the GPU memory that it needs. `None` after they were started.
     next_spares: Option<(Instant, Arc<Spares>)>,
     orders: mpsc::UnboundedReceiver<Order>,
     last_read: Instant,
@@ -91,7 +92,6 @@ impl Watch {
         mode: StartMode,
     ) -> (Self, RankGroup<RecordSummary>) {
         let mut this = Self {
-            dir: stored.attempt_dir(),
             stored,
             lease: context.lease.clone(),
             next_spares: Some((Instant::now() + context.spare_delay, context.spares.clone())),
@@ -103,7 +103,8 @@ impl Watch {
             is_leaving: false,
             oom_kills: lockstep_host::oom_kills(),
         };
-        let mut ranks = RankGroup::new(Orphans::Stay).kill_suspended();
+        let mut ranks = RankGroup::new(Orphans::Stay);
+        ranks.kills_suspended = true;
         let decided = match mode {
             StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;
@@ -111,7 +112,8 @@ impl Watch {
             }
             StartMode::Over(ending) => Some(ending),
             StartMode::Adopt => {
-                let adopt = |(rank, _): &(u32, u32)| this.watch_rank(RankProcess::adopt(&this.dir, *rank));
+                let dir = this.stored.attempt_dir();
+                let adopt = |(rank, _): &(u32, u32)| this.watch_rank(RankProcess::adopt(&dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
                 this.has_started_no_rank().then(|| restart_ending(context))
             }
@@ -138,11 +140,12 @@ impl Watch {
 
     /// Whether an earlier agent ended before it started any of the ranks.
     fn has_started_no_rank(&self) -> bool {
-        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::has_begun(&self.dir, *rank))
+        let dir = self.stored.attempt_dir();
+        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::has_begun(&dir, *rank))
     }
 
     fn watch_rank(&self, process: RankProcess) -> Rank<RecordSummary> {
-        Rank::of_attempt(process, &self.dir, RecordSummary::default())
+        Rank::of_attempt(process, &self.stored.attempt_dir(), RecordSummary::default())
     }
 
     /// Watches the ranks until they end, and records how the attempt ended.

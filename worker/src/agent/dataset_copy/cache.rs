@@ -32,7 +32,6 @@ const GONE_PREFIX: &str = ".gone-";
 /// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
-/// The copies of this machine.
 #[derive(Debug)]
 pub(in crate::agent) struct Copies {
     dir: PathBuf,
@@ -70,11 +69,11 @@ impl CopyLock {
 
 /// A copy, complete or incomplete.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct DatasetCopy {
     dir: PathBuf,
 }
 
-impl Entry {
+impl DatasetCopy {
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -97,7 +96,6 @@ impl Entry {
         self.dir.join("uses").join(use_name(attempt))
     }
 
-    /// The attempts that use the copy.
     pub(super) fn uses(&self) -> Vec<String> {
         let entries = fs::read_dir(self.dir.join("uses")).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
@@ -170,9 +168,9 @@ impl Copies {
         let copies =
             Self { dir, limit_bytes, changes: Mutex::default(), copy_locks: Mutex::default(), _lock: lock };
         let live: Vec<_> = live.iter().map(|attempt| use_name(attempt)).collect();
-        for (entry, _) in copies.entries().map_err(failed)? {
-            for ended in entry.uses().iter().filter(|name| !live.contains(name)) {
-                fs::remove_file(entry.dir.join("uses").join(ended)).map_err(failed)?;
+        for (copy, _) in copies.all().map_err(failed)? {
+            for ended in copy.uses().iter().filter(|name| !live.contains(name)) {
+                fs::remove_file(copy.dir.join("uses").join(ended)).map_err(failed)?;
             }
         }
         // The limit may have been lowered. Hidden entries are incomplete, or were about to be removed.
@@ -193,24 +191,24 @@ impl Copies {
     }
 
     /// Waits until no other job pulls this copy, and locks it.
-    pub(super) async fn lock_copy(&self, entry: &Entry) -> CopyLock {
+    pub(super) async fn lock_copy(&self, copy: &DatasetCopy) -> CopyLock {
         let copy_lock = {
             let mut copy_locks = lock(&self.copy_locks);
             copy_locks.retain(|_, copy_lock| Arc::strong_count(copy_lock) > 1);
-            copy_locks.entry(entry.dir.clone()).or_default().clone()
+            copy_locks.entry(copy.dir.clone()).or_default().clone()
         };
         CopyLock { _held: Arc::new(copy_lock.lock_owned().await) }
     }
 
-    fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
+    fn all(&self) -> io::Result<Vec<(DatasetCopy, About)>> {
         let mut all = Vec::new();
         for found in fs::read_dir(&self.dir)? {
             let found = found?;
-            let entry = Entry { dir: found.path() };
-            if let Some(about) = entry.about()
+            let copy = DatasetCopy { dir: found.path() };
+            if let Some(about) = copy.about()
                 && !found.file_name().to_string_lossy().starts_with(HIDDEN_PREFIX)
             {
-                all.push((entry, about));
+                all.push((copy, about));
             }
         }
         Ok(all)
@@ -225,20 +223,20 @@ impl Copies {
         &self,
         List { file, key, about }: List,
         attempt: &AttemptRef,
-    ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
+    ) -> Result<(DatasetCopy, Vec<PathBuf>), CopyError> {
         let _changes = lock(&self.changes);
         let failed = on_disk(&self.dir);
         self.remove_uses(attempt).map_err(&failed)?;
-        let entry = Entry { dir: self.dir.join(key) };
+        let copy = DatasetCopy { dir: self.dir.join(key) };
         let mut evicted = Vec::new();
         // Evict an older state of the same dataset that no attempt uses.
-        for (old, old_about) in self.entries().map_err(&failed)? {
+        for (old, old_about) in self.all().map_err(&failed)? {
             let is_same_dataset = old_about.path == about.path && old_about.dataset == about.dataset;
-            if old != entry && is_same_dataset && old.uses().is_empty() {
+            if old != copy && is_same_dataset && old.uses().is_empty() {
                 evicted.push(self.hide(&old).map_err(&failed)?);
             }
         }
-        if !entry.data().exists() {
+        if !copy.data().exists() {
             let refused = |why: String| Err(CopyError::Unusable(why));
             let (bytes, limit) = (megabytes_up(about.bytes), megabytes_down(self.limit_bytes));
             if about.bytes > self.limit_bytes {
@@ -246,7 +244,7 @@ impl Copies {
                     "it has {bytes}, and the limit of all copies is {limit}: raise the agent's --dataset-cache-limit"
                 ));
             }
-            let (removed, remaining_bytes) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
+            let (removed, remaining_bytes) = self.evict(about.bytes, Some(&copy)).map_err(&failed)?;
             evicted.extend(removed);
             if remaining_bytes.saturating_add(about.bytes) > self.limit_bytes {
                 return refused(format!(
@@ -257,38 +255,38 @@ impl Copies {
             }
         }
         let create = || -> io::Result<()> {
-            if entry.about().is_none() {
+            if copy.about().is_none() {
                 let new = self.dir.join(format!("{NEW_PREFIX}{}", uuid::Uuid::new_v4().simple()));
                 create_private_dir(&new)?;
                 fs::create_dir(new.join("uses"))?;
                 file.persist(new.join("list"))?;
                 lockstep_host::write_atomically(&new.join("about.json"), &serde_json::to_vec(&about)?)?;
-                if entry.dir.exists() {
-                    evicted.push(self.hide(&entry)?);
+                if copy.dir.exists() {
+                    evicted.push(self.hide(&copy)?);
                 }
-                fs::rename(&new, &entry.dir)?;
+                fs::rename(&new, &copy.dir)?;
             }
-            fs::write(entry.use_path(attempt), "")?;
-            entry.record_use()
+            fs::write(copy.use_path(attempt), "")?;
+            copy.record_use()
         };
         create().map_err(&failed)?;
-        Ok((entry, evicted))
+        Ok((copy, evicted))
     }
 
     /// Hides unused copies, least recently used first, until `bytes` more fit within the limit. Never hides `except`.
     /// Returns the hidden folders, and the size of the remaining copies.
-    fn evict(&self, bytes: u64, except: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
-        let mut all = self.entries()?;
-        all.retain(|(entry, _)| Some(entry) != except);
-        all.sort_by_key(|(entry, _)| entry.last_used());
+    fn evict(&self, bytes: u64, except: Option<&DatasetCopy>) -> io::Result<(Vec<PathBuf>, u64)> {
+        let mut all = self.all()?;
+        all.retain(|(copy, _)| Some(copy) != except);
+        all.sort_by_key(|(copy, _)| copy.last_used());
         let mut remaining_bytes = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
         let mut evicted = Vec::new();
-        for (entry, about) in all {
+        for (copy, about) in all {
             if remaining_bytes.saturating_add(bytes) <= self.limit_bytes {
                 break;
             }
-            if entry.uses().is_empty() {
-                evicted.push(self.hide(&entry)?);
+            if copy.uses().is_empty() {
+                evicted.push(self.hide(&copy)?);
                 remaining_bytes -= about.bytes;
             }
         }
@@ -297,23 +295,23 @@ impl Copies {
 
     /// The size of the copies that no attempt uses, according to their lists.
     pub(super) fn unused_bytes(&self) -> io::Result<u64> {
-        let unused = self.entries()?.into_iter().filter(|(entry, _)| entry.uses().is_empty());
+        let unused = self.all()?.into_iter().filter(|(copy, _)| copy.uses().is_empty());
         Ok(unused.fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes)))
     }
 
     /// Hides the least recently used copy and returns its folder. `None` if all copies are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
         let _changes = lock(&self.changes);
-        let all = self.entries()?;
-        let unused = all.into_iter().map(|(entry, _)| entry).filter(|entry| entry.uses().is_empty());
-        unused.min_by_key(Entry::last_used).map(|entry| self.hide(&entry)).transpose()
+        let all = self.all()?;
+        let unused = all.into_iter().map(|(copy, _)| copy).filter(|copy| copy.uses().is_empty());
+        unused.min_by_key(DatasetCopy::last_used).map(|copy| self.hide(&copy)).transpose()
     }
 
     /// Renames a copy to a hidden name, so that it disappears at once. Its files are removed later.
-    fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
+    fn hide(&self, copy: &DatasetCopy) -> io::Result<PathBuf> {
         let hidden = self.dir.join(format!("{GONE_PREFIX}{}", uuid::Uuid::new_v4().simple()));
-        fs::rename(&entry.dir, &hidden)?;
-        tracing::info!(path = %entry.dir.display(), "a copy of a dataset is evicted");
+        fs::rename(&copy.dir, &hidden)?;
+        tracing::info!(path = %copy.dir.display(), "a copy of a dataset is evicted");
         Ok(hidden)
     }
 
@@ -326,9 +324,9 @@ impl Copies {
     }
 
     fn remove_uses(&self, attempt: &AttemptRef) -> io::Result<()> {
-        for (entry, _) in self.entries()? {
-            match fs::remove_file(entry.use_path(attempt)) {
-                Ok(()) => entry.record_use()?,
+        for (copy, _) in self.all()? {
+            match fs::remove_file(copy.use_path(attempt)) {
+                Ok(()) => copy.record_use()?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }

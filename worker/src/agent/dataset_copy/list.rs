@@ -18,7 +18,6 @@ pub(super) const LIST_PREFIX: &str = ".list-";
 /// Maximum size of a list: about a hundred million files.
 const LIST_BYTES: u64 = 8 << 30;
 
-/// A complete list.
 pub(super) struct List {
     pub(super) file: NamedTempFile,
     /// The hash of the list. It changes if a file, its modification time or the path on the server changes.
@@ -29,7 +28,6 @@ pub(super) struct List {
 /// The dataset of a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct About {
-    /// The dataset's name.
     pub(super) dataset: String,
     /// The dataset's path on the server.
     pub(super) path: String,
@@ -79,9 +77,7 @@ struct ListReader {
 
 impl ListReader {
     fn new(dataset: &str, path: &str, remaining_bytes: u64) -> Self {
-        let mut hash = Sha256::new();
-        hash.update(path.as_bytes());
-        hash.update([0]);
+        let hash = Sha256::new().chain_update(path).chain_update([0]);
         let (dataset, path, within) = (dataset.into(), path.into(), String::new());
         let about = About { dataset, path, within, files: 0, bytes: 0 };
         Self { remaining_bytes, hash, line: Vec::new(), about, has_begun: false, has_ended: false }
@@ -151,7 +147,6 @@ fn is_below(path: &str) -> bool {
     !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// The files and folders of a stored list.
 pub(super) struct Entries(io::Lines<BufReader<File>>);
 
 impl Entries {

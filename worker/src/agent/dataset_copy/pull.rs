@@ -5,7 +5,7 @@ mod incoming;
 
 use super::{
     CopyError, PullProgress,
-    cache::{self, Copies, CopyLock, Entry},
+    cache::{self, Copies, CopyLock, DatasetCopy},
     list::{About, Entries},
     on_disk, run_blocking,
     size::{megabytes_down, megabytes_up},
@@ -36,17 +36,17 @@ const MIN_FREE_BYTES: u64 = 64 << 20;
 /// starts again, the first request contains `restart_reason`, which is then cleared.
 pub(super) async fn pull_missing(
     client: &AttemptClient<'_>,
-    (entry, copy_lock): (&Entry, &CopyLock),
+    (copy, copy_lock): (&DatasetCopy, &CopyLock),
     about: &About,
     copies: &Copies,
     (progress, restart_reason): (&mut PullProgress, &mut Option<String>),
 ) -> Result<bool, CopyError> {
     let missing = {
-        let entry = entry.clone();
-        copy_lock.run_blocking(move || begin(&entry)).await?
+        let copy = copy.clone();
+        copy_lock.run_blocking(move || begin(&copy)).await?
     };
     let Some(missing) = missing else { return Ok(false) };
-    check_disk(entry, about, &missing, copies).await?;
+    check_disk(copy, about, &missing, copies).await?;
     tracing::info!(
         dataset = about.dataset,
         files = about.files,
@@ -54,7 +54,7 @@ pub(super) async fn pull_missing(
         "copying the dataset"
     );
     let mut copied_bytes = about.bytes.saturating_sub(missing.bytes);
-    let mut batches = PartBatches::new(entry)?;
+    let mut batches = PartBatches::new(copy)?;
     let mut unsynced = 0;
     loop {
         let parts;
@@ -73,24 +73,23 @@ pub(super) async fn pull_missing(
         let download = client.dataset_parts(&request).await?;
         progress.has_answered = true;
         *restart_reason = None;
-        receive(download, request.parts, (&entry.part_dir(), copy_lock), progress).await?;
+        receive(download, request.parts, (&copy.part_dir(), copy_lock), progress).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
-            let (entry, lines) = (entry.clone(), batches.complete_lines());
+            let (copy, lines) = (copy.clone(), batches.complete_lines());
             copy_lock
-                .run_blocking(move || sync(&entry).and_then(|()| Synced::in_this_boot(lines).store(&entry)))
+                .run_blocking(move || sync(&copy).and_then(|()| Synced::in_this_boot(lines).store(&copy)))
                 .await?;
             unsynced = 0;
         }
     }
-    let entry = entry.clone();
-    copy_lock.run_blocking(move || finish(&entry)).await?;
+    let copy = copy.clone();
+    copy_lock.run_blocking(move || finish(&copy)).await?;
     tracing::info!(dataset = about.dataset, "copied");
     Ok(true)
 }
 
-/// The missing part of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Missing {
     /// The number of missing or incomplete files, and of missing folders.
@@ -114,56 +113,56 @@ impl Synced {
         Self { boot_id: lockstep_host::boot_id(), lines }
     }
 
-    fn path(entry: &Entry) -> PathBuf {
-        entry.dir().join("synced.json")
+    fn path(copy: &DatasetCopy) -> PathBuf {
+        copy.dir().join("synced.json")
     }
 
-    fn of(entry: &Entry) -> Self {
-        let read = fs::read(Self::path(entry)).ok();
+    fn of(copy: &DatasetCopy) -> Self {
+        let read = fs::read(Self::path(copy)).ok();
         read.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
     }
 
-    fn store(&self, entry: &Entry) -> Result<(), CopyError> {
+    fn store(&self, copy: &DatasetCopy) -> Result<(), CopyError> {
         let json = serde_json::to_vec(self).unwrap_or_default();
-        lockstep_host::write_atomically(&Self::path(entry), &json).map_err(on_disk(entry.dir()))
+        lockstep_host::write_atomically(&Self::path(copy), &json).map_err(on_disk(copy.dir()))
     }
 }
 
 /// Prepares the copy to be continued, and returns its missing part. `None` if the copy is complete.
-fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
-    let (data, part_dir) = (entry.data(), entry.part_dir());
+fn begin(copy: &DatasetCopy) -> Result<Option<Missing>, CopyError> {
+    let (data, part_dir) = (copy.data(), copy.part_dir());
     if data.exists() {
-        if missing_of(entry, &data)? == Missing::default() {
+        if missing_of(copy, &data)? == Missing::default() {
             return Ok(None);
         }
         // Files of the complete copy were removed or changed.
-        if entry.has_readers() {
+        if copy.has_readers() {
             let why = format!(
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they have finished",
-                entry.dir().display()
+                copy.dir().display()
             );
             return Err(CopyError::Unusable(why));
         }
         fs::rename(&data, &part_dir).map_err(on_disk(&data))?;
     }
     fs::create_dir_all(&part_dir).map_err(on_disk(&part_dir))?;
-    let synced = Synced::of(entry);
+    let synced = Synced::of(copy);
     if synced.boot_id != lockstep_host::boot_id() {
         // The machine has restarted, so a file that was not synced may have the right size and wrong content.
-        for (line, found) in (1..).zip(entries(entry)?) {
-            if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
+        for (line, found) in (1..).zip(entries(copy)?) {
+            if let DatasetEntry::File(path, ..) = found.map_err(on_disk(copy.dir()))?
                 && line > synced.lines
             {
                 cache::remove(&[part_dir.join(path)])?;
             }
         }
-        Synced::in_this_boot(synced.lines).store(entry)?;
+        Synced::in_this_boot(synced.lines).store(copy)?;
     }
-    missing_of(entry, &part_dir).map(Some)
+    missing_of(copy, &part_dir).map(Some)
 }
 
-fn entries(entry: &Entry) -> Result<Entries, CopyError> {
-    let list = entry.list();
+fn entries(copy: &DatasetCopy) -> Result<Entries, CopyError> {
+    let list = copy.list();
     Entries::open(&list).map_err(on_disk(&list))
 }
 
@@ -172,10 +171,10 @@ fn received_bytes(path: &Path, size: u64) -> Option<u64> {
     fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
 }
 
-fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
+fn missing_of(copy: &DatasetCopy, folder: &Path) -> Result<Missing, CopyError> {
     let mut missing = Missing::default();
-    for found in entries(entry)? {
-        match found.map_err(on_disk(entry.dir()))? {
+    for found in entries(copy)? {
+        match found.map_err(on_disk(copy.dir()))? {
             DatasetEntry::File(path, size, _) => {
                 let received_bytes = received_bytes(&folder.join(path), size);
                 if received_bytes != Some(size) {
@@ -194,20 +193,20 @@ fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
 
 /// Checks that the disk has space for the missing part. Evicts unused copies if this frees enough space.
 async fn check_disk(
-    entry: &Entry,
+    copy: &DatasetCopy,
     about: &About,
     missing: &Missing,
     copies: &Copies,
 ) -> Result<(), CopyError> {
     let needed = missing.disk_bytes.saturating_add(MIN_FREE_BYTES);
     loop {
-        let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
-        let free = disk_free(entry.dir()).map_err(on_disk(entry.dir()))?;
+        let unused = copies.unused_bytes().map_err(on_disk(copy.dir()))?;
+        let free = disk_free(copy.dir()).map_err(on_disk(copy.dir()))?;
         if free >= needed {
             return Ok(());
         }
         let evicted = match free.saturating_add(unused) >= needed {
-            true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
+            true => copies.evict_oldest().map_err(on_disk(copy.dir()))?,
             false => None,
         };
         let Some(evicted) = evicted else {
@@ -244,9 +243,9 @@ struct PartBatches {
 }
 
 impl PartBatches {
-    fn new(entry: &Entry) -> Result<Self, CopyError> {
-        let entries = entries(entry)?;
-        Ok(Self { list: entry.list(), entries, part_dir: entry.part_dir(), lines: 0, current: None })
+    fn new(copy: &DatasetCopy) -> Result<Self, CopyError> {
+        let entries = entries(copy)?;
+        Ok(Self { list: copy.list(), entries, part_dir: copy.part_dir(), lines: 0, current: None })
     }
 
     /// The number of lines of the list whose files are complete.
@@ -310,26 +309,26 @@ impl PartBatches {
 }
 
 /// Syncs the whole file system with one call, because there may be a million files.
-fn sync(entry: &Entry) -> Result<(), CopyError> {
-    let part_dir = entry.part_dir();
+fn sync(copy: &DatasetCopy) -> Result<(), CopyError> {
+    let part_dir = copy.part_dir();
     let folder = File::open(&part_dir).map_err(on_disk(&part_dir))?;
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part_dir)(io::Error::from(e)))
 }
 
 /// Checks that all files are complete, and renames the copy to its final name, unless it has that name already.
-fn finish(entry: &Entry) -> Result<(), CopyError> {
-    if entry.data().exists() {
+fn finish(copy: &DatasetCopy) -> Result<(), CopyError> {
+    if copy.data().exists() {
         return Ok(());
     }
-    let part_dir = entry.part_dir();
-    let missing = missing_of(entry, &part_dir)?;
+    let part_dir = copy.part_dir();
+    let missing = missing_of(copy, &part_dir)?;
     if missing != Missing::default() {
         return Err(CopyError::Damaged(format!("{} files of its copy are incomplete", missing.files)));
     }
-    sync(entry)?;
-    fs::rename(&part_dir, entry.data()).map_err(on_disk(&part_dir))?;
-    let folder = File::open(entry.dir()).and_then(|folder| folder.sync_all());
-    folder.map_err(on_disk(entry.dir()))
+    sync(copy)?;
+    fs::rename(&part_dir, copy.data()).map_err(on_disk(&part_dir))?;
+    let folder = File::open(copy.dir()).and_then(|folder| folder.sync_all());
+    folder.map_err(on_disk(copy.dir()))
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
 //! Formats sizes. A needed size is rounded up and an available size down, so that the two differ in a message.
 
-/// The size in megabytes, rounded up.
 pub(super) fn megabytes_up(bytes: u64) -> String {
     format!("{:.1} MB", bytes.div_ceil(100_000) as f64 / 10.0)
 }
 
-/// The size in megabytes, rounded down.
 pub(super) fn megabytes_down(bytes: u64) -> String {
     format!("{:.1} MB", (bytes / 100_000) as f64 / 10.0)
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
-use lockstep_host::gpu::libraries::{Libraries, SETTING};
+use lockstep_host::gpu::libraries::{FOLDERS_VARIABLE, Libraries};
 use std::path::PathBuf;
 
 /// The path at which `tests/run` installs NVRTC.
@@ -12,14 +12,14 @@ fn nvrtc_path() -> PathBuf {
 
 /// Loads NVRTC before cudarc does, so that dlopen by bare name finds the loaded library.
 fn load_nvrtc() {
-    let is_set = std::env::var_os(SETTING).is_some();
+    let is_set = std::env::var_os(FOLDERS_VARIABLE).is_some();
     let installed = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
     let path = if nvrtc_path().is_file() && !is_set { Some(nvrtc_path()) } else { installed };
     let path = path.unwrap_or_else(|| {
         panic!(
             "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
              repository: python3 -m pip install --no-deps --target target/nvrtc 'nvidia-cuda-nvrtc==13.*'; or name \
-             its folder in {SETTING}"
+             its folder in {FOLDERS_VARIABLE}"
         )
     });
     let load = |path: &Path| {

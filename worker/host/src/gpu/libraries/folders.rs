@@ -1,6 +1,6 @@
 //! Folders with NVIDIA's libraries: CUDA toolkits, Python environments, and folders mounted into a container.
 
-use super::SETTING;
+use super::FOLDERS_VARIABLE;
 use std::{
     ffi::OsString,
     fs,
@@ -30,7 +30,7 @@ impl Folders {
 /// The folders that exist. `variable` returns the value of an environment variable.
 pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
     let mut folders = Folders::default();
-    let given = variable(SETTING).unwrap_or_default();
+    let given = variable(FOLDERS_VARIABLE).unwrap_or_default();
     folders.setting = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
 
     let mut usual: Vec<PathBuf> =

@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Environment variable set for the second execution, to prevent a third.
-const REEXECUTED: &str = "LOCKSTEP_LIBRARIES";
+const REEXECUTED_VARIABLE: &str = "LOCKSTEP_LIBRARIES";
 
 /// The folder for links to libraries: in the user's cache folder, or else in the folder for temporary files.
 ///
@@ -50,7 +50,8 @@ pub fn links_dir() -> io::Result<PathBuf> {
 /// [`check_loadable`] names the missing library.
 pub fn reexec_if_needed(needed: &[Library]) {
     let queues = crate::gpu::queues_variable();
-    if std::env::var_os(REEXECUTED).is_some() || (queues.is_none() && check_loadable(needed).is_ok()) {
+    if std::env::var_os(REEXECUTED_VARIABLE).is_some() || (queues.is_none() && check_loadable(needed).is_ok())
+    {
         return;
     }
     let libraries = Libraries::find();
@@ -63,7 +64,7 @@ pub fn reexec_if_needed(needed: &[Library]) {
     let mut command = std::process::Command::new(program);
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
-        command.arg0(name).args(arguments).envs(variables).envs(queues).env(REEXECUTED, "1");
+        command.arg0(name).args(arguments).envs(variables).envs(queues).env(REEXECUTED_VARIABLE, "1");
         // `exec` returns only if it fails. `check_loadable` then names the missing library.
         let error = command.exec();
         tracing::warn!(%error, "the program could not be executed again with the environment of a rank");

@@ -30,7 +30,7 @@ fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
     let cache = root.path().join("cache/libraries");
     let variables = libraries.environment(&cache).unwrap();
     let (name, value) = &variables[0];
-    assert_eq!(name, LIBRARY_PATH);
+    assert_eq!(name, LIBRARY_PATH_VARIABLE);
     let path: Vec<_> = std::env::split_paths(value).collect();
     assert_eq!(path[0].parent(), Some(&*cache));
     let dir = &path[0];
@@ -72,13 +72,13 @@ fn torchvision_s_copy_of_nvjpeg_is_found_if_there_is_no_other() {
 }
 
 #[test]
-fn folders_of_the_setting_are_searched_first() {
+fn folders_of_the_variable_are_searched_first() {
     let root = tempfile::tempdir().unwrap();
     let plain = environment(root.path());
     let own = root.path().join("own");
     touch(&own.join("libcudnn.so.9"));
     let with = |name: &str| {
-        if name == SETTING { Some(own.clone().into_os_string()) } else { plain(name) }
+        if name == FOLDERS_VARIABLE { Some(own.clone().into_os_string()) } else { plain(name) }
     };
     let libraries = Libraries::find_in(&folders(&with), false);
     assert_eq!(libraries.get(Library::Cudnn).unwrap().path, own.join("libcudnn.so.9"));
@@ -89,7 +89,7 @@ fn folders_of_the_setting_are_searched_first() {
 fn errors_for_missing_libraries_say_how_to_install_them() {
     let nothing = Libraries::default();
     let error = check_found(&nothing, Library::needed(2)).unwrap_err();
-    for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", SETTING] {
+    for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", FOLDERS_VARIABLE] {
         assert!(error.contains(part), "{part}: {error}");
     }
     assert!(!check_found(&nothing, Library::needed(1)).unwrap_err().contains("NCCL"));

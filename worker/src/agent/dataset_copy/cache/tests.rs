@@ -22,15 +22,15 @@ fn about(path: &str, bytes: u64) -> About {
 }
 
 /// Reserves the copy of `key` and completes it. Returns the copy, or why there is no space.
-fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
+fn add_copy(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<DatasetCopy, String> {
     let mut file = tempfile::NamedTempFile::with_prefix_in(LIST_PREFIX, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
     match copies.reserve(List { file, key: key.into(), about: about.clone() }, attempt) {
-        Ok((entry, removed)) => {
+        Ok((copy, removed)) => {
             remove(&removed).unwrap();
-            assert_eq!(fs::read(entry.list()).unwrap(), b"list");
-            fs::create_dir_all(entry.data()).unwrap();
-            Ok(entry)
+            assert_eq!(fs::read(copy.list()).unwrap(), b"list");
+            fs::create_dir_all(copy.data()).unwrap();
+            Ok(copy)
         }
         Err(CopyError::Unusable(why)) => Err(why),
         Err(other) => panic!("{other:?}"),
@@ -143,8 +143,8 @@ fn copies_are_hidden_from_other_accounts() {
     for (folder, expected) in [(&created, 0o700), (&existing, 0o755)] {
         let copies = Copies::open(folder, 100, &[]).unwrap();
         assert_eq!(mode(folder), expected, "{}", folder.display());
-        let entry = add_copy(&copies, "a", &about("/a", 1), &attempt()).unwrap();
-        assert_eq!(mode(entry.dir()), 0o700);
+        let copy = add_copy(&copies, "a", &about("/a", 1), &attempt()).unwrap();
+        assert_eq!(mode(copy.dir()), 0o700);
     }
 }
 

@@ -19,14 +19,12 @@ pub(super) struct ReceivedPart {
     pub(super) sum: BytesMut,
 }
 
-/// A response that is arriving.
 struct Incoming {
     download: Download,
     bytes: BytesMut,
 }
 
 impl Incoming {
-    /// The next `count` bytes of the response.
     async fn take(&mut self, count: usize) -> Result<BytesMut, RequestError> {
         while self.bytes.len() < count {
             match self.download.next().await? {

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use std::io::Write;
 
 /// A copy of these files, none of which has arrived.
-fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
+fn copy(dir: &Path, files: &[(&str, u64)]) -> (Copies, DatasetCopy) {
     let copies = Copies::open(dir, u64::MAX, &[]).unwrap();
     let mut file = tempfile::NamedTempFile::new_in(copies.dir()).unwrap();
     writeln!(file, "{{\"begin\":\"\"}}").unwrap();
@@ -31,8 +31,8 @@ fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
     };
     let list = List { file, key: "x".into(), about };
     let attempt = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-    let (entry, _) = copies.reserve(list, &attempt).unwrap();
-    (copies, entry)
+    let (copy, _) = copies.reserve(list, &attempt).unwrap();
+    (copies, copy)
 }
 
 fn next_parts(batches: &mut PartBatches) -> Vec<(String, u64, u64)> {
@@ -50,9 +50,9 @@ fn make_part(path: &str, offset: u64, bytes: &[u8]) -> ReceivedPart {
 fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let dir = tempfile::tempdir().unwrap();
     let large = DATASET_PARTS_BYTES + 5;
-    let (_copies, entry) = entry(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
-    assert_eq!(begin(&entry).unwrap().unwrap().files, 5);
-    let mut batches = PartBatches::new(&entry).unwrap();
+    let (_copies, copy) = copy(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
+    assert_eq!(begin(&copy).unwrap().unwrap().files, 5);
+    let mut batches = PartBatches::new(&copy).unwrap();
     let first = next_parts(&mut batches);
     assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
     assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
@@ -60,14 +60,14 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
     let offset = DATASET_PARTS_BYTES - 3;
     assert_eq!(next_parts(&mut batches), [("b".into(), offset, 8), ("c".into(), 0, 2)]);
     assert!(next_parts(&mut batches).is_empty());
-    assert!(entry.part_dir().join("a/2").is_file(), "an empty file is created");
+    assert!(copy.part_dir().join("a/2").is_file(), "an empty file is created");
 
     let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
     let many: Vec<_> = many.iter().map(|name| (name.as_str(), 1)).collect();
     let dir = tempfile::tempdir().unwrap();
-    let (_copies, entry) = self::entry(dir.path(), &many);
-    begin(&entry).unwrap();
-    let mut batches = PartBatches::new(&entry).unwrap();
+    let (_copies, copy) = self::copy(dir.path(), &many);
+    begin(&copy).unwrap();
+    let mut batches = PartBatches::new(&copy).unwrap();
     assert_eq!(next_parts(&mut batches).len(), DATASET_PARTS);
     assert_eq!(next_parts(&mut batches).len(), 1);
 }
@@ -75,11 +75,11 @@ fn small_files_are_fetched_together_and_large_ones_in_parts() {
 #[test]
 fn an_interrupted_copy_continues_at_its_last_byte() {
     let dir = tempfile::tempdir().unwrap();
-    let (_copies, entry) = entry(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
-    begin(&entry).unwrap();
-    let mut batches = PartBatches::new(&entry).unwrap();
+    let (_copies, copy) = copy(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
+    begin(&copy).unwrap();
+    let mut batches = PartBatches::new(&copy).unwrap();
     assert_eq!(next_parts(&mut batches).len(), 3);
-    let part_dir = entry.part_dir();
+    let part_dir = copy.part_dir();
     write(&make_part("a", 0, b"aaaaa"), &part_dir).unwrap();
     write(&make_part("b", 0, b"bb"), &part_dir).unwrap();
     let mut wrong = make_part("c", 0, b"cc");
@@ -89,45 +89,45 @@ fn an_interrupted_copy_continues_at_its_last_byte() {
     );
     // A file that is longer than it can be.
     fs::write(part_dir.join("c"), "cccc").unwrap();
-    let missing = begin(&entry).unwrap().unwrap();
+    let missing = begin(&copy).unwrap().unwrap();
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
-    assert!(matches!(finish(&entry), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
-    let mut batches = PartBatches::new(&entry).unwrap();
+    assert!(matches!(finish(&copy), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
+    let mut batches = PartBatches::new(&copy).unwrap();
     assert_eq!(next_parts(&mut batches), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
     write(&make_part("b", 2, b"BB"), &part_dir).unwrap();
     write(&make_part("c", 0, b"ccc"), &part_dir).unwrap();
-    finish(&entry).unwrap();
-    assert_eq!(fs::read(entry.data().join("b")).unwrap(), b"bbBB");
-    assert_eq!(begin(&entry).unwrap(), None);
+    finish(&copy).unwrap();
+    assert_eq!(fs::read(copy.data().join("b")).unwrap(), b"bbBB");
+    assert_eq!(begin(&copy).unwrap(), None);
     // If a file is removed, only this file is fetched again.
-    fs::remove_file(entry.data().join("a")).unwrap();
-    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
-    let mut batches = PartBatches::new(&entry).unwrap();
+    fs::remove_file(copy.data().join("a")).unwrap();
+    assert_eq!(begin(&copy).unwrap().unwrap().bytes, 5);
+    let mut batches = PartBatches::new(&copy).unwrap();
     assert_eq!(next_parts(&mut batches), [("a".into(), 0, 5)]);
 }
 
 /// Completes a copy whose only file is `a`, with one byte.
-fn complete(entry: &Entry) {
-    begin(entry).unwrap();
-    next_parts(&mut PartBatches::new(entry).unwrap());
-    write(&make_part("a", 0, b"a"), &entry.part_dir()).unwrap();
-    finish(entry).unwrap();
+fn complete(copy: &DatasetCopy) {
+    begin(copy).unwrap();
+    next_parts(&mut PartBatches::new(copy).unwrap());
+    write(&make_part("a", 0, b"a"), &copy.part_dir()).unwrap();
+    finish(copy).unwrap();
 }
 
 #[test]
 fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
-    complete(&entry);
+    let (_copies, copy) = copy(dir.path(), &[("a", 1)]);
+    complete(&copy);
     let reader = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-    fs::write(entry.dir().join("uses/another-1"), "").unwrap();
-    assert_eq!(entry.uses().len(), 2);
-    fs::remove_file(entry.data().join("a")).unwrap();
-    complete(&entry);
-    entry.record_read(&reader).unwrap();
-    assert_eq!(begin(&entry).unwrap(), None, "the copy is complete");
-    fs::remove_file(entry.data().join("a")).unwrap();
-    match begin(&entry) {
+    fs::write(copy.dir().join("uses/another-1"), "").unwrap();
+    assert_eq!(copy.uses().len(), 2);
+    fs::remove_file(copy.data().join("a")).unwrap();
+    complete(&copy);
+    copy.record_read(&reader).unwrap();
+    assert_eq!(begin(&copy).unwrap(), None, "the copy is complete");
+    fs::remove_file(copy.data().join("a")).unwrap();
+    match begin(&copy) {
         Err(CopyError::Unusable(why)) => {
             assert!(why.contains("other jobs use it"), "{why}");
         }
@@ -138,8 +138,8 @@ fn a_damaged_copy_is_repaired_only_while_no_job_reads_it() {
 #[tokio::test]
 async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
-    let (copies, entry) = entry(dir.path(), &[("a", 1)]);
-    let copy_lock = copies.lock_copy(&entry).await;
+    let (copies, copy) = copy(dir.path(), &[("a", 1)]);
+    let copy_lock = copies.lock_copy(&copy).await;
     let (release, released) = std::sync::mpsc::channel::<()>();
     let mut work = Box::pin(async move {
         copy_lock
@@ -152,46 +152,46 @@ async fn a_copy_abandoned_by_its_job_stays_locked_until_it_ends() {
     // The work has begun, and nothing waits for its result.
     assert!(futures_util::poll!(work.as_mut()).is_pending());
     drop(work);
-    let mut next = Box::pin(copies.lock_copy(&entry));
+    let mut next = Box::pin(copies.lock_copy(&copy));
     assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
     drop(release);
     let _copy_lock = next.await;
-    complete(&entry);
+    complete(&copy);
     // No effect on a copy that another job has completed.
-    finish(&entry).unwrap();
+    finish(&copy).unwrap();
 }
 
 #[test]
 fn unsynced_files_are_fetched_again_after_a_power_failure() {
     let dir = tempfile::tempdir().unwrap();
-    let (_copies, entry) = entry(dir.path(), &[("a", 1), ("b", 1)]);
-    begin(&entry).unwrap();
-    let mut batches = PartBatches::new(&entry).unwrap();
+    let (_copies, copy) = copy(dir.path(), &[("a", 1), ("b", 1)]);
+    begin(&copy).unwrap();
+    let mut batches = PartBatches::new(&copy).unwrap();
     next_parts(&mut batches);
-    write(&make_part("a", 0, b"a"), &entry.part_dir()).unwrap();
-    write(&make_part("b", 0, b"b"), &entry.part_dir()).unwrap();
+    write(&make_part("a", 0, b"a"), &copy.part_dir()).unwrap();
+    write(&make_part("b", 0, b"b"), &copy.part_dir()).unwrap();
     // File `a` is on the second line of the list, after `begin`.
-    Synced { boot_id: "an earlier one".into(), lines: 2 }.store(&entry).unwrap();
-    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
-    assert!(entry.part_dir().join("a").exists() && !entry.part_dir().join("b").exists());
-    assert_eq!(Synced::of(&entry), Synced::in_this_boot(2));
-    Synced { boot_id: "none was synced".into(), lines: 0 }.store(&entry).unwrap();
-    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
+    Synced { boot_id: "an earlier one".into(), lines: 2 }.store(&copy).unwrap();
+    assert_eq!(begin(&copy).unwrap().unwrap().bytes, 1);
+    assert!(copy.part_dir().join("a").exists() && !copy.part_dir().join("b").exists());
+    assert_eq!(Synced::of(&copy), Synced::in_this_boot(2));
+    Synced { boot_id: "none was synced".into(), lines: 0 }.store(&copy).unwrap();
+    assert_eq!(begin(&copy).unwrap().unwrap().bytes, 2);
 }
 
 #[tokio::test]
 async fn a_full_disk_is_reported_with_advice() {
     let dir = tempfile::tempdir().unwrap();
-    let (copies, entry) = entry(dir.path(), &[("a", 1)]);
+    let (copies, copy) = copy(dir.path(), &[("a", 1)]);
     let about = About { dataset: "x".into(), path: "/x".into(), within: String::new(), files: 1, bytes: 1 };
     let missing = Missing { files: 1, bytes: 1, disk_bytes: 1 << 60 };
-    match check_disk(&entry, &about, &missing, &copies).await {
+    match check_disk(&copy, &about, &missing, &copies).await {
         Err(CopyError::NoSpace(why)) => {
             assert!(why.contains("--dataset-cache"), "{why}")
         }
         other => panic!("{other:?}"),
     }
-    assert!(entry.list().exists(), "a copy in use is kept");
+    assert!(copy.list().exists(), "a copy in use is kept");
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn a_too_small_disk_is_reported_with_sizes_and_advice() {
 #[tokio::test]
 async fn a_too_large_copy_is_refused_and_existing_copies_stay() {
     let dir = tempfile::tempdir().unwrap();
-    let (copies, existing) = entry(dir.path(), &[("a", 5)]);
+    let (copies, existing) = copy(dir.path(), &[("a", 5)]);
     fs::remove_dir_all(existing.dir().join("uses")).unwrap();
     fs::create_dir(existing.dir().join("uses")).unwrap();
     let about =

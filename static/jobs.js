@@ -148,7 +148,8 @@ function handleJob(job) {
   if (groups.isGrouped) return groups.handleJob(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
-    if (known.last_seq <= job.last_seq && sortValue(known) !== sortValue(job)) reloadSoon();
+    // After the first validation, the server knows whether the initial weights were trained on the validation pictures.
+    if (known.last_seq <= job.last_seq && (sortValue(known) !== sortValue(job) || (job.best && !known.best))) reloadSoon();
     return show(job);
   }
   if (!fits(job, filter())) return;
@@ -200,6 +201,8 @@ function receive(job) {
 
 function show(job) {
   const known = jobs.get(job.id);
+  // Jobs from the stream have no diagnosis.
+  if (known) known.diagnosis = job.diagnosis ??= known.diagnosis;
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
   notifyOfEnd(job);

@@ -6,6 +6,7 @@ use crate::{
 };
 use askama::Template;
 use lockstep_protocol::{
+    inspect::trained_mark,
     job::{Job, JobState},
     labels::DEFAULT_PROJECT,
     numbers::uncertainty,
@@ -165,6 +166,8 @@ struct JobRow {
     best: String,
     /// Standard error of `best`, and the number of validation pictures. Empty for 10,000 pictures or more.
     uncertainty: String,
+    /// A sentence about validation pictures that the initial weights were trained on; empty if there is none. Their number is in `uncertainty`.
+    trained_validation: String,
     speed: String,
     age: String,
     created_at: String,
@@ -185,7 +188,14 @@ impl JobRow {
             sparkline: sparkline(&job.sparkline),
             loss: job.last.loss.map(value).unwrap_or_default(),
             best: job.best.map(|b| percent(b.value)).unwrap_or_default(),
-            uncertainty: job.best.map(|b| uncertainty(b.value, job.last.val_pictures)).unwrap_or_default(),
+            uncertainty: job
+                .best
+                .map(|b| {
+                    let mark = job.diagnosis.as_deref().map(trained_mark).unwrap_or_default();
+                    uncertainty(b.value, job.last.val_pictures) + &mark
+                })
+                .unwrap_or_default(),
+            trained_validation: job.diagnosis.clone().unwrap_or_default(),
             speed: job.images_per_second.map(rate).unwrap_or_default(),
             age: age(job.created_at),
             created_at: job.created_at.to_string(),

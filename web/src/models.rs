@@ -2,7 +2,12 @@
 
 use crate::{layout::CurrentUser, numbers::plural};
 use askama::Template;
-use lockstep_protocol::models::{Model, ModelVersion};
+use lockstep_protocol::{
+    inspect::trained_mark,
+    job::JobId,
+    models::{Model, ModelVersion},
+};
+use std::collections::HashMap;
 
 /// Number of characters of a fingerprint that are shown.
 const FINGERPRINT_CHARS: usize = 12;
@@ -13,6 +18,8 @@ const FINGERPRINT_CHARS: usize = 12;
 pub struct ModelsPage {
     /// All models, sorted by name.
     pub models: Vec<Model>,
+    /// For jobs that were validated on training pictures of their initial weights: a sentence that says so.
+    pub trained_validation: HashMap<JobId, String>,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
@@ -25,6 +32,8 @@ pub struct ModelPage {
     pub name: String,
     /// Newest first; never empty.
     pub versions: Vec<ModelVersion>,
+    /// As in [`ModelsPage`].
+    pub trained_validation: HashMap<JobId, String>,
     /// Whether the user may move aliases and remove versions.
     pub may_change: bool,
     /// The person or token that looks at the page.
@@ -83,20 +92,35 @@ mod tests {
             registered_at: jiff::Timestamp::UNIX_EPOCH,
         };
         let models = Model::of(vec![version.clone()]).into_iter().collect();
-        let list = ModelsPage { models, user: CurrentUser::NOBODY }.render().expect("renders");
+        let sentence =
+            "3 of the 8 validation pictures were training pictures of the run that the weights are from.";
+        let trained_validation = HashMap::from([(version.job.clone(), sentence.to_owned())]);
+        let list =
+            ModelsPage { models, trained_validation: trained_validation.clone(), user: CurrentUser::NOBODY };
+        let list = list.render().expect("renders");
         assert!(
-            list.contains("href=\"/models/shoes\"") && list.contains("champion") && list.contains("50.0 %"),
+            list.contains("href=\"/models/shoes\"")
+                && list.contains("champion")
+                && list.contains("50.0 %<small title=\"3 of"),
             "{list}"
         );
         let page = |may_change, sharded| {
             let versions = vec![ModelVersion { sharded, ..version.clone() }];
-            let page = ModelPage { name: "shoes".into(), versions, may_change, user: CurrentUser::NOBODY };
+            let trained_validation = trained_validation.clone();
+            let page = ModelPage {
+                name: "shoes".into(),
+                versions,
+                trained_validation,
+                may_change,
+                user: CurrentUser::NOBODY,
+            };
             page.render().expect("renders")
         };
         let html = page(true, false);
         assert!(!html.contains("<b>fine") && !html.contains("<i>job"), "{html}");
         for part in [
             "models:/shoes/2",
+            "<small title=\"3 of the 8 validation pictures were training pictures of the run that the weights are from.\">, 3 trained on</small>",
             "3-90",
             "0123456789ab<",
             "lockstep 0.1.0",

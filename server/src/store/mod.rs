@@ -250,6 +250,8 @@ pub trait Store {
     ) -> Result<bool>;
     /// At most `limit` matching events of kind `log`, in order.
     async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage>;
+    /// For those of the jobs that were validated on training pictures of their initial weights: the sentence of their log that says so.
+    async fn trained_validation(&self, jobs: &[JobId]) -> Result<HashMap<JobId, String>>;
     /// The newest report of each rank of an attempt.
     async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>>;
 

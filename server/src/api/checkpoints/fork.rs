@@ -139,7 +139,7 @@ async fn prepare(
         Schedule::new(&parent_job.spec.train, parent_job.steps_per_epoch, parent_job.total_steps);
     let new_schedule = Schedule::new(&spec.train, steps_per_epoch, total_steps);
     let schedule_warning = schedule::describe_change(&old_schedule, step, &new_schedule, new_step);
-    let warnings = [schedule_warning, validation_warning(&parent_job.spec, spec)];
+    let warnings = [schedule_warning, validation_warning("the parent", &parent_job.spec, spec)];
     checked.warnings.extend(warnings.into_iter().flatten());
     Ok((parent_job, source, checked))
 }
@@ -182,13 +182,19 @@ fn renumbered_step(parent_job: &Job, step: u64, spec: &JobSpec, steps_per_epoch:
     epoch * steps_per_epoch + step_in_epoch.min(steps_per_epoch.saturating_sub(1))
 }
 
-/// Returns a warning if the fork's validation pictures may include pictures that the parent trained on.
-fn validation_warning(parent_spec: &JobSpec, spec: &JobSpec) -> Option<String> {
-    let (old, new) = (ValidationDivision::of(&parent_spec.data), ValidationDivision::of(&spec.data));
+/// Returns a warning if the validation pictures of a job with the weights of an earlier one may include pictures that the earlier one
+/// trained on. `earlier`: `the parent`, for example.
+pub(in crate::api) fn validation_warning(
+    earlier: &str,
+    earlier_spec: &JobSpec,
+    spec: &JobSpec,
+) -> Option<String> {
+    let (old, new) = (ValidationDivision::of(&earlier_spec.data), ValidationDivision::of(&spec.data));
     (new.holds_out() && old.dataset == new.dataset && old != new).then(|| {
-        "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent \
-         trained on, so the fork's accuracy says less about new pictures. The job's log has the number of these pictures"
-            .to_owned()
+        format!(
+            "data.validation, data.validation_seed or data.fold is not as in {earlier}: the job is validated on pictures that {earlier} \
+             trained on, so its accuracy says less about new pictures. The job's log has the number of these pictures"
+        )
     })
 }
 

@@ -280,6 +280,9 @@ async fn check_with_datasets(
             let mut warnings = submission::warnings(&spec, &dataset);
             warnings.extend(refresh_warning.flatten());
             warnings.extend(weights_warning);
+            if start != Start::Checkpoint {
+                warnings.extend(submission::trained_validation_warning(&*scheduler.store, &spec).await?);
+            }
             warnings.extend(unsaved_best_warning(&spec, &dataset));
             warnings.extend(few_pictures_warning(&spec, &dataset));
             Ok(CheckedSpec { spec, dataset, warnings })

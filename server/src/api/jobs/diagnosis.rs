@@ -1,15 +1,13 @@
 //! The course of a job's accuracy: whether it improves while the job runs; after the end, whether it is low, why, and what to change.
 
-use super::logs;
 use crate::{
     http::error::Result,
     metrics::{Metrics, chunk::Bucket, query},
     store::{MetricFilter, Store},
 };
 use lockstep_protocol::{
-    Job, JobSpec, JobState,
+    Job, JobId, JobSpec, JobState,
     dataset::{DatasetInfo, held_out_share},
-    inspect::TRAINED_VALIDATION,
     numbers::{accuracy_of, confidence_interval, exact, percent, plural, value},
     reason::ReasonKind,
     spec::{Augment, ImageSize, KNOWN_WEIGHTS, LossSpec, Validation},
@@ -53,8 +51,12 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     }
     let is_running = job.state == JobState::Running;
     let has_course = is_running || job.state == JobState::Succeeded;
-    if !has_course || job.last.val_accuracy.is_none() || job.external.is_some() {
+    if job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
+    }
+    let trained_validation = store.trained_validation(&validated_with_weights([job])).await?.remove(&job.id);
+    if !has_course {
+        return Ok(trained_validation);
     }
     // The loss at the start of this job; of a fork, not the loss at the start of its parent.
     let start_loss = job.sparkline.first().map_or(f64::INFINITY, |loss| f64::from(*loss));
@@ -79,7 +81,9 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     }
     let validations: Vec<f64> = by_step.into_values().collect();
     if is_running {
-        return Ok(progress(&validations, job.last.val_pictures));
+        let sentences: Vec<String> =
+            trained_validation.into_iter().chain(progress(&validations, job.last.val_pictures)).collect();
+        return Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()));
     }
     let (train, data) = (&job.spec.train, &job.spec.data);
     // With mixed pictures, or a loss other than the default, training and validation accuracy are not comparable.
@@ -100,11 +104,6 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let is_from_scratch = spec.model.pretrained.is_none() && job.parent.is_none();
     let dataset = store.dataset(&spec.data.dataset).await?;
     let pictures_side = dataset.as_ref().map_or(0, |dataset| dataset.info.short_side());
-    let trained_validation = if is_from_scratch {
-        None
-    } else {
-        logs::find_line(store, job, TRAINED_VALIDATION).await?.map(|line| format!("{line}."))
-    };
     let course = Course {
         spec,
         training,
@@ -120,6 +119,19 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     };
     let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
+}
+
+/// The validated jobs that began with weights of another run. Only these may be validated on pictures that the weights were trained on.
+fn validated_with_weights<'a>(jobs: impl IntoIterator<Item = &'a Job>) -> Vec<JobId> {
+    let has_weights = |job: &Job| job.spec.model.pretrained.is_some() || job.parent.is_some();
+    jobs.into_iter().filter(|job| job.best.is_some() && has_weights(job)).map(|job| job.id.clone()).collect()
+}
+
+/// Sets the diagnosis of the jobs of a list that were validated on training pictures of their initial weights to the sentence that says so.
+pub(super) async fn mark_trained_validation(store: &dyn Store, jobs: &mut [Job]) -> Result<()> {
+    let mut found = store.trained_validation(&validated_with_weights(&*jobs)).await?;
+    jobs.iter_mut().for_each(|job| job.diagnosis = found.remove(&job.id));
+    Ok(())
 }
 
 /// The most frequent class of the validation pictures and its share of them. `None` if the pictures of the classes are not counted, or the

@@ -3,7 +3,7 @@
 use crate::api::prelude::*;
 use crate::{
     api::{
-        jobs::{conditions, group_keys, sorting::parse_sort},
+        jobs::{conditions, diagnosis, group_keys, sorting::parse_sort},
         large,
         list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
@@ -152,6 +152,9 @@ pub(crate) async fn list(
         // With all metrics, a long list would consist mostly of metrics.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
         scheduler.last_plan.fill_in(job);
+    }
+    if fields.as_ref().is_none_or(|fields| fields.has("diagnosis")) {
+        diagnosis::mark_trained_validation(&*scheduler.store, &mut page.jobs).await?;
     }
     let total = match query.count {
         Some(true) => Some(scheduler.store.count_jobs(&filter).await?),

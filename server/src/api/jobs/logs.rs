@@ -203,13 +203,6 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
     }
 }
 
-/// The first line of rank 0 that contains `text`, among the first [`SEARCH_EVENTS`] events of a job.
-pub(super) async fn find_line(store: &dyn Store, job: &Job, text: &str) -> Result<Option<String>> {
-    let filter = LogFilter { rank: Some(0), before: Some(SEARCH_EVENTS), limit: 1, ..LogFilter::default() };
-    let found = search(store, job, filter, text).await?;
-    Ok(found.lines.into_iter().next().map(|line| line.line.text))
-}
-
 /// Returns the log lines of `events`; with `containing`, only lines that contain this text, ignoring case.
 fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
     let containing = containing.map(str::to_lowercase);

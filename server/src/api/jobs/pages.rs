@@ -1,6 +1,6 @@
 //! Pages of jobs: stored data in the views of `lockstep_web`.
 
-use super::{ListQuery, check_readable, diagnose, find_visible, panels, submit};
+use super::{ListQuery, check_readable, diagnose, diagnosis, find_visible, panels, submit};
 use crate::api::prelude::*;
 use crate::{
     agents::Agents,
@@ -46,6 +46,7 @@ pub(crate) async fn jobs(
     }
     let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
+    diagnosis::mark_trained_validation(&*scheduler.store, &mut page.jobs).await?;
     let any_job = JobFilter { limit: 1, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();
     html(jobs_views::JobsPage {

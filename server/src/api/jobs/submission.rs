@@ -123,6 +123,19 @@ async fn model_advice(store: &dyn Store, caller: &Caller, given: &str) -> Result
     Ok(newest.map(|version| format!("; did you mean \"{SCHEME}{given}/{version}\"?")))
 }
 
+/// Returns a warning if the job whose checkpoint is `model.pretrained` may have trained on the validation pictures.
+pub(crate) async fn trained_validation_warning(store: &dyn Store, spec: &JobSpec) -> Result<Option<String>> {
+    let Some(given) = spec.model.pretrained.as_deref().filter(|given| dispatch::is_checkpoint_id(given))
+    else {
+        return Ok(None);
+    };
+    let Some(row) = store.checkpoint(given).await? else { return Ok(None) };
+    let source = store.job(&row.job).await?;
+    Ok(source.and_then(|source| {
+        checkpoints::fork::validation_warning("the run that the weights are from", &source.job.spec, spec)
+    }))
+}
+
 /// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header. Without a dataset,
 /// the classes are unknown, and only the path or the id is checked.
 ///

@@ -15,7 +15,9 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, user: caller.current_user() })
+    let jobs: Vec<_> = models.iter().map(|model| model.newest.job.clone()).collect();
+    let trained_validation = store.trained_validation(&jobs).await?;
+    html(views::ModelsPage { models, trained_validation, user: caller.current_user() })
 }
 
 /// `GET /models/{name}`
@@ -32,6 +34,8 @@ pub(crate) async fn model(
     if rows.is_empty() {
         return Err(no_such_model().into());
     }
-    let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    html(views::ModelPage { name, versions, may_change, user: caller.current_user() })
+    let versions: Vec<_> = rows.into_iter().rev().map(|row| row.version).collect();
+    let jobs: Vec<_> = versions.iter().map(|version| version.job.clone()).collect();
+    let trained_validation = store.trained_validation(&jobs).await?;
+    html(views::ModelPage { name, versions, trained_validation, may_change, user: caller.current_user() })
 }

@@ -1,7 +1,7 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX, batch,
     jobs::{SELECT_JOBS, job_row, like_pattern},
     pages::bounded,
 };
@@ -15,11 +15,13 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
+    inspect::TRAINED_VALIDATION,
     job::{Job, JobId},
-    stream::Event,
+    stream::{Event, EventBody},
 };
 use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row};
+use std::collections::HashMap;
 
 fn event_row(row: &DbRow) -> Result<EventRow> {
     let content = match row.try_get::<Option<Vec<u8>>, _>("points")? {
@@ -32,6 +34,9 @@ fn event_row(row: &DbRow) -> Result<EventRow> {
     };
     Ok(EventRow { seq: uint(row.try_get("seq")?), at: time(row.try_get("at")?)?, content })
 }
+
+/// Number of a job's first events among which its ranks log how they start.
+const MAX_START_EVENTS: u64 = 50_000;
 
 /// Parses an event's body.
 fn parse_event<T: DeserializeOwned>(job: &JobId, seq: i64, body: &str) -> Result<T> {
@@ -166,6 +171,30 @@ impl SqlStore {
             Ok(Event { seq: uint(*seq), at: time(*at)?, body: parse_event(job, *seq, body)? })
         });
         Ok(LogPage { events: readable(events), range, is_full })
+    }
+
+    pub(in crate::store) async fn trained_validation(
+        &self,
+        jobs: &[JobId],
+    ) -> Result<HashMap<JobId, String>> {
+        let text = format!(
+            "SELECT job_id, seq, body FROM events {USE_LOG_INDEX} WHERE job_id IN ({{}}) AND kind = 'log' AND rank = 0 \
+             AND seq < {MAX_START_EVENTS} AND body LIKE '%{TRAINED_VALIDATION}%' ORDER BY seq"
+        );
+        let mut found = HashMap::new();
+        let mut db = self.reader.acquire().await?;
+        for query in batch::statements(&text, 1, jobs, |query, id| Ok(query.bind(id.as_str())))? {
+            for row in query.fetch_all(&mut *db).await? {
+                let job = job_id(row.try_get("job_id")?)?;
+                let body = parse_event(&job, row.try_get("seq")?, row.try_get("body")?)?;
+                let EventBody::Log { lines, .. } = body else { continue };
+                let line = lines.into_iter().find(|line| line.text.contains(TRAINED_VALIDATION));
+                if let Some(line) = line {
+                    found.entry(job).or_insert(format!("{}.", line.text));
+                }
+            }
+        }
+        Ok(found)
     }
 
     pub(in crate::store) async fn rank_reports(

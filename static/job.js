@@ -53,7 +53,10 @@ const histograms = new Histograms(job.id), network = new Network(job.id, (plan) 
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const weightsFrom = byId("weights-from");
 // The link keeps its text if the job was deleted.
-if (weightsFrom) ask(`/api/v1${weightsFrom.pathname}`).then(({ name }) => setText(weightsFrom, name)).catch(() => {});
+if (weightsFrom) ask(`/api/v1${weightsFrom.pathname}`).then(({ name }) => {
+  setText(weightsFrom, name);
+  for (const value of document.querySelectorAll(".own-settings dd")) if (value.textContent === job.spec.model.pretrained) value.append(` (${name})`);
+}).catch(() => {});
 const tabs = new Tabs({ evaluation: () => evaluation.update(), notes: () => actions.reloadAnnotations(), histograms: () => histograms.load(), network: () => network.load() });
 checkpoints.changeListeners.add(() => actions.show());
 byId("predict").addEventListener("click", () => {
@@ -170,7 +173,10 @@ function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
   for (const [, key, value] of advice.matchAll(/((?:train|data|model|loss)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+\d*))?/g)) named.set(key, named.get(key) ?? value);
   const links = (document.body.dataset.readsOnly === undefined ? [...named] : []).flatMap(([key, given]) => {
     const value = given ?? NEXT_VALUE[key]?.(spec);
-    return value ? [" · ", make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` })] : [];
+    const link = () => make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` });
+    // Whether a machine has downloaded public weights is known only when a job is checked.
+    const note = key === "model.pretrained" ? [" (needs ", make("code", { textContent: `lockstep weights get ${value}` }), " on the machine that trains)"] : [];
+    return value ? [" · ", link(), ...note] : [];
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));
   byId("diagnosis").hidden = !diagnosis && !links.length;

@@ -10,17 +10,22 @@ const refresh = refresher((page) => {
   setText(byId("summary"), page.getElementById("summary").textContent);
   for (const field of byId("queue").querySelectorAll("[data-priority]")) if (field !== document.activeElement) field.value = field.defaultValue;
 });
-// The scheduler considers the queue shortly after a job has been added or removed.
-const refreshSoon = followJobs(refresh, 600);
+/** The scheduler considers the queue shortly after a change. */
+const CHANGE_MS = 600;
+followJobs(refresh, CHANGE_MS);
 
 /** Sets a job's priority to the result of `choose`. */
 async function setPriority(id, choose) {
-  const error = byId("queue-error");
+  const error = byId("queue-error"), status = byId("queue-status");
   setText(error, "");
+  setText(status, "Saving the priority …");
   try {
-    await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority: await choose() } });
-    refreshSoon();
-  } catch (e) { setMessage(error, errorTexts(e)); }
+    const priority = await choose();
+    await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body: { priority } });
+    setText(status, `Saved: priority ${priority} for ${document.querySelector(`[data-cancel="${id}"]`)?.dataset.name ?? "the job"}.`);
+    // Not delayed further by changes of other jobs.
+    setTimeout(refresh, CHANGE_MS);
+  } catch (e) { setText(status, ""); setMessage(error, errorTexts(e)); }
 }
 
 byId("queue").addEventListener("change", ({ target }) => setPriority(target.dataset.priority, () => Number(target.value)));

@@ -98,6 +98,12 @@ async function readForm(signal) {
 /** Whether the form does not have the text's values: the text is new or has mistakes. `reading` aborts the newest call of `readText`. */
 let isUnread = false, readTimer = 0, reading = null;
 
+/** Throws the mistake of a line of the sweep. The server does not see the lines. */
+function checkLines() {
+  const detail = lineMistake();
+  if (detail) throw new Problem(422, { errors: [{ pointer: "/sweep/parameters", detail }] });
+}
+
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
@@ -185,7 +191,7 @@ function showReplaced() {
   setText(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose the recipe "none" to restore these values.` : "");
 }
 
-byId("spec-text").addEventListener("input", () => { isUnread = true; clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
+byId("spec-text").addEventListener("input", () => { if (!readsOnly) addEventListener("beforeunload", keepPage); isUnread = true; clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
 byId("spec-text").addEventListener("blur", async () => {
   // The form's check would write the form's earlier values into the text.
   if (isUnread) await readText();
@@ -209,8 +215,10 @@ function showMistakes(errors) {
   if (wrongLine && errors.length) errors = [{ pointer: "/sweep/parameters", detail: wrongLine }, ...errors.filter((error) => fields.some(({ name }) => isAt(pathOf(error), name)))];
   for (const error of errors) {
     const path = pathOf(error), key = swept.find((name) => isAt(path, name));
-    const field = isAt(path, "sweep") || key ? sweepField : fields.find(({ name }) => isAt(path, name));
-    if (field) detailsOf.get(field).push(key ? `${key}: ${error.detail}` : error.detail);
+    const own = fields.find(({ name }) => isAt(path, name)), isShown = isSubmitted || touched.has(own);
+    // A field that the reader has not changed has a mistake because of the sweep's values, such as a sweep of data.folds.
+    const isOfSweep = own && (key || (swept.length > 0 && !isShown)), field = isAt(path, "sweep") || isOfSweep ? sweepField : own;
+    if (field) detailsOf.get(field).push(isOfSweep ? `${key ?? path}: ${error.detail}` : error.detail);
     const message = make("span");
     setMessage(message, error.detail);
     listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), message));
@@ -294,6 +302,7 @@ async function check() {
     // Mistakes are not shown to readers who may not start jobs.
     if (readsOnly) return setText(byId("plan"), "Starting jobs needs another role. You can copy the file beside the form.");
     plan = await ask("/api/v1/jobs/validate", { method: "POST", body, signal });
+    checkLines();
   } catch (error) {
     if (signal.aborted) return;
     // The file beside the form still has earlier values.
@@ -307,7 +316,11 @@ async function check() {
 
 // --- actions of the reader --------------------------------------------------------------------------
 
+/** Makes the browser ask before the page is left, because the form would lose what the reader has typed. */
+const keepPage = (event) => event.preventDefault();
+
 form.addEventListener("input", ({ target }) => {
+  if (!readsOnly) addEventListener("beforeunload", keepPage);
   markEdited(target);
   if (target.name === "train.recipe") chooseRecipe(target.value);
   if (target.name === "data.dataset") suggest();
@@ -396,9 +409,11 @@ form.addEventListener("submit", async (event) => {
   setText(byId("plan"), "");
   try {
     const body = await readForm(), kind = body.sweep ? "sweeps" : "jobs", text = JSON.stringify(body);
+    checkLines();
     if (text !== unanswered?.text) unanswered = { text, key: crypto.randomUUID?.() ?? String(Math.random()) };
     const made = await ask(`/api/v1/${kind}`, { method: "POST", body, headers: { "idempotency-key": unanswered.key } });
     unanswered = null;
+    removeEventListener("beforeunload", keepPage);
     location.href = `/${kind}/${made.id}`;
   } catch (error) {
     button.disabled = false;

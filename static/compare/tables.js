@@ -4,12 +4,12 @@ import { caution } from "./caution.js";
 import { swatch } from "./colours.js";
 import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
-import { byId, make, makeButton, setText } from "../page.js";
+import { ask, byId, make, makeButton, setText } from "../page.js";
 import { writeShortened } from "../cut.js";
 import { readUrl, writeUrl } from "../address.js";
 import { formatSetting } from "../settings.js";
 import { stateWords } from "../job/states.js";
-import { uncertainty } from "../numbers.js";
+import { trainedMark, trainedValidation, uncertainty } from "../numbers.js";
 
 /** Columns of the table of results. `get(job)`: the value, also for sorting. */
 const COLUMNS = [
@@ -24,6 +24,8 @@ const VALIDATED = ["val. accuracy", "best accuracy"];
 export class Tables {
   #showsAllSettings = false;
   #isScrolled = false;
+  /** Promises of the names of jobs whose weights others begin with, by id. */
+  #names = new Map();
 
   /** `selected()`: ids of the selected jobs. */
   constructor(jobs, remove, selected) { Object.assign(this, { jobs, remove, selected }); }
@@ -69,7 +71,7 @@ export class Tables {
         if (i) setText(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
         if (typeof v === "number") cell.title = String(v);
         if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(make("small", { className: "muted", textContent: " so far" }));
-        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
+        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) + trainedMark(trainedValidation(job.diagnosis)), title: trainedValidation(job.diagnosis) }));
         row.append(cell);
       });
       row.append(make("td", { className: "num" }, makeButton("Leave out", () => this.remove(job.id), { "aria-label": `Leave out ${titleOf(job, this.jobs())}` })));
@@ -85,11 +87,20 @@ export class Tables {
     this.#isScrolled = true;
   }
 
+  /** Adds the name of the job to the id of a checkpoint of this server. */
+  async #nameSource(cell) {
+    const [, id] = /^(j\w{20,})-/.exec(cell.textContent) ?? [];
+    if (!id) return;
+    if (!this.#names.has(id)) this.#names.set(id, ask(`/api/v1/jobs/${id}`).then(({ name }) => ` (${name})`).catch(() => ""));
+    cell.append(await this.#names.get(id));
+  }
+
   #drawSettings() {
     const jobs = this.jobs(), all = settings(jobs, withSummary), shown = all.filter((r) => this.#showsAllSettings || r.different).sort((a, b) => b.different - a.different);
     byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#jobName(job)))));
-    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
+    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "", "data-key": key },
       make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatSetting(v) })))));
+    for (const cell of document.querySelectorAll('#settings [data-key="model.pretrained"] td')) this.#nameSource(cell);
     setText(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
     setText(byId("settings-none"), jobs.length < 2 ? "Choose a second job." : "All settings are the same.");

@@ -1,6 +1,6 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
-import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, setText } from "../page.js";
+import { ask, byId, confirmThen, errorText, errorTexts, openForm, Problem, setMessage, setText } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { frontPriority } from "../jobs/queue.js";
 import { APPLIES, isActive, isWaiting } from "./states.js";
@@ -70,7 +70,7 @@ export class Actions {
     try {
       await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: await choose() } });
       setText(status, "Saved");
-    } catch (error) { setText(status, errorText(error)); }
+    } catch (error) { setMessage(status, errorText(error)); }
   }
 
   #cancel() {
@@ -116,6 +116,7 @@ export class Actions {
     };
     const choose = () => { suggest(); byId("fork-weights").href = `/jobs/new?from=${id}&set=model.pretrained=${choice.value}`; };
     choose();
+    const labels = JSON.parse(byId("fork-set").dataset.labels);
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {
       const set = {};
@@ -123,7 +124,8 @@ export class Actions {
         const equals = line.indexOf("=");
         if (equals < 1) throw new Problem(400, { detail: `${line}: write key.path = value, such as train.lr = 0.001` });
         const words = line.slice(equals + 1).trim();
-        try { set[line.slice(0, equals).trim()] = JSON.parse(words); } catch { set[line.slice(0, equals).trim()] = words; }
+        const given = line.slice(0, equals).trim(), field = labels[given.toLowerCase()] ?? given;
+        try { set[field] = JSON.parse(words); } catch { set[field] = words; }
       }
       return { checkpoint: choice.value, set };
     };
@@ -137,7 +139,14 @@ export class Actions {
     choice.onchange = () => { choose(); check(); };
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
     check();
-    openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, errorTexts);
+    // A running job replaces its checkpoints.
+    const offerAgain = () => { this.page.checkpoints.offer(choice, choice.value); choose(); };
+    choice.onfocus = offerAgain;
+    openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, (error) => {
+      const chosen = choice.value;
+      offerAgain();
+      return errorTexts(error) + (choice.value === chosen ? "" : "\nThe list has the current checkpoints now.");
+    });
   }
 
   /** Sets up the panel with the job's notes, tags and project. */
@@ -152,7 +161,7 @@ export class Actions {
         setText(status, "Saved");
         // Text that was typed while the request was sent is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
-      } catch (problem) { setText(status, ""); setText(error, errorText(problem)); }
+      } catch (problem) { setText(status, ""); setMessage(error, errorText(problem)); }
     };
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));

@@ -1,6 +1,6 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
-import { Problem, ask, byId, make, errorText, setText } from "../page.js";
+import { Problem, ask, byId, make, errorText, setMessage, setText } from "../page.js";
 import { accuracyOf, percent, plural, trainedValidation } from "../numbers.js";
 import { readUrl } from "../address.js";
 
@@ -75,7 +75,7 @@ export class Classify {
       if (requested !== this.#requested) return;
       // Refused pictures are not sent again to other checkpoints.
       if (error instanceof Problem && error.status < 500 && error.status !== 429) requested.splice(requested.indexOf(files), 1);
-      setText(status, errorText(error));
+      setMessage(status, errorText(error));
     }
   }
 }

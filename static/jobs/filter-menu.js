@@ -1,7 +1,7 @@
 // Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
 // shown as a chip, which removes it.
 
-import { ask, byId, makeClosable, make, makeButton, setText } from "../page.js";
+import { ask, byId, makeClosable, make, makeButton, setMessage, setText } from "../page.js";
 import { readUrl } from "../address.js";
 import { count, twoDigits } from "../numbers.js";
 import { parseCondition, filter } from "./query.js";
@@ -16,6 +16,12 @@ export function menu(label, className, ...children) {
   makeClosable(node);
   return node;
 }
+
+/** Where the page filters by what is neither a setting nor a result. */
+const OTHER_FILTERS = {
+  state: "Choose states with the buttons above the list.", notes: "Search the notes with the field above the list.",
+  owner: "Choose the owner in this menu, below.", tag: "Choose tags in this menu, below.",
+};
 
 const dayOf = (at) => {
   const date = new Date(at);
@@ -36,12 +42,14 @@ export class FilterMenu {
     const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", "aria-describedby": "condition-hint", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
     const list = make("datalist", { id: "condition-keys" });
     const form = make("form", {}, field("A setting or result: = != < <= > >=", input), make("button", { textContent: "Add" }));
-    const hint = make("p", { className: "small", id: "condition-hint", textContent: "Any setting, the best validation accuracy (best > 80 % or best > 0.8), speed in images/s, or the newest value of a metric, such as val_loss." });
+    const hint = make("p", { className: "small", id: "condition-hint", textContent: "Any setting, the best validation accuracy (best > 80 % or best > 0.8), speed in images/s, or the newest value of a metric, such as val_loss. accuracy is the training accuracy of the newest step." });
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = parseCondition(input.value), { conditions } = filter();
       if (!found?.value) return setText(error, "Write a setting, a sign and a value, such as lr > 0.1.");
       if (found.value.includes(",")) return setText(error, "The value must not contain a comma.");
+      if (Object.hasOwn(OTHER_FILTERS, found.key)) return setText(error, OTHER_FILTERS[found.key]);
+      if (/^(best|(val_)?accuracy)$/.test(found.key) && Number(found.value) > 1) return setText(error, `${found.key} is from 0 to 1: write ${found.key} ${found.sign} ${found.value} % or ${found.key} ${found.sign} ${Number(found.value) / 100}.`);
       setText(error, "");
       input.value = "";
       change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
@@ -117,5 +125,5 @@ export class FilterMenu {
   }
 
   /** Shows the server's error about the filter or the order, or removes the error if `words` is empty. */
-  showProblem(words) { setText(this.problem, words); }
+  showProblem(words) { setMessage(this.problem, words.replace(/^where /, "The filter ")); }
 }

@@ -26,10 +26,16 @@ function parameter(given) {
   return { values: Array.isArray(values) ? values : given.split(",").map((value) => value.trim()).filter(Boolean).map(literal) };
 }
 
-/** Returns what is wrong with the first line that has no equals sign; undefined if all lines have one. */
+/** Returns what is wrong with the first line that has no equals sign, or the key of an earlier line; undefined if there is no such line. */
 export function lineMistake() {
-  const at = byId("sweep-parameters").value.split("\n").findIndex((text) => text.trim() && !text.includes("="));
-  return at < 0 ? undefined : `line ${at + 1} has no "=": write Learning rate = 0.1, 0.05`;
+  const lineOf = new Map();
+  for (const [at, text] of byId("sweep-parameters").value.split("\n").entries()) {
+    if (!text.trim()) continue;
+    if (!text.includes("=")) return `line ${at + 1} has no "=": write Learning rate = 0.1, 0.05`;
+    const key = keyOf(text.split("=", 1)[0].trim());
+    if (lineOf.has(key)) return `line ${at + 1} has ${key} again: write all its values in line ${lineOf.get(key)}`;
+    lineOf.set(key, at + 1);
+  }
 }
 
 /** Returns `[key path, parameter]` for each parameter, also in nested tables. */

@@ -138,6 +138,20 @@ impl AuditLine {
         }
     }
 
+    /// The meaning of the response's status: `, not permitted`. Empty for other statuses.
+    fn status_text(&self) -> &'static str {
+        match self.entry.status {
+            401 => ", not signed in",
+            403 => ", not permitted",
+            404 => ", not found",
+            409 => ", conflict",
+            413 => ", too large",
+            400 | 422 => ", mistakes in the request",
+            429 => ", too many requests",
+            _ => "",
+        }
+    }
+
     /// Describes the object of the action: a job's name, an id, or the name of the created object.
     fn object_text(&self) -> String {
         let (url, _) = self.url_and_name();

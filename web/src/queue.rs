@@ -66,12 +66,15 @@ impl QueuePage {
         if query.is_empty() { "/queue".into() } else { format!("/queue?{}", query.join("&")) }
     }
 
-    /// Describes a job: `ada · vision · priority 5`.
+    /// Describes a job: `ada · vision · priority 5`. The id distinguishes jobs of one name.
     fn about(&self, job: &QueuedJob) -> String {
         let project = job.project.clone().filter(|project| project != DEFAULT_PROJECT);
         let priority = job.priority.filter(|n| *n != 0).map(|n| format!("priority {n}"));
         let state = job.state.filter(|state| *state != JobState::Queued).map(|state| state.to_string());
-        let parts = [job.owner.clone(), project, priority, state];
+        let namesakes =
+            self.jobs.iter().filter(|other| other.name.is_some() && other.name == job.name).count();
+        let id = job.id.as_ref().filter(|_| namesakes > 1).map(ToString::to_string);
+        let parts = [job.owner.clone(), project, priority, state, id];
         parts.into_iter().flatten().collect::<Vec<_>>().join(" · ")
     }
 

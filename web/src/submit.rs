@@ -21,6 +21,11 @@ mod presets;
 
 pub use form::{Form, job_file};
 
+/// The keys of the form's fields, by their labels in lower case.
+pub fn labels() -> BTreeMap<String, &'static str> {
+    FIELDS.iter().rev().map(|field| (field.label.to_lowercase(), field.key)).collect()
+}
+
 /// `GET /jobs/new`, and the response to a `POST /jobs/new` with mistakes.
 #[derive(Debug, Clone, Template)]
 #[template(path = "submit.html")]

@@ -188,6 +188,12 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
                     _ => Err("must be a table with values, or with min and max".into()),
                 };
                 match outcome {
+                    Ok(_) if parameters.contains_key(&path) => {
+                        errors.push(mistake(
+                            &format!("/parameters/{}", escaped(&path)),
+                            "is given twice".into(),
+                        ));
+                    }
                     Ok(parameter) => drop(parameters.insert(path, parameter)),
                     Err(detail) => {
                         errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail));
@@ -266,7 +272,10 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
         (Some(Value::Array(values)), None, None)
             if (1..=MAX_TRIALS as usize).contains(&values.len()) && !table.contains_key("distribution") =>
         {
-            Ok(Parameter::Values(values.clone()))
+            match values.iter().enumerate().find(|(i, value)| values[..*i].contains(value)) {
+                Some((_, value)) => Err(format!("has the value {} twice", describe_value(value))),
+                None => Ok(Parameter::Values(values.clone())),
+            }
         }
         (Some(_), None, None) => {
             Err(format!("values must be a list of 1 to {MAX_TRIALS} values, without distribution"))
@@ -557,6 +566,16 @@ mod tests {
             ("method = \"grid\"\nparameters.a = [1]", "/sweep/parameters/a", "a table with values"),
             ("method = \"grid\"\nparameters.a.b = { min = 1 }", "/sweep/parameters/a.b", "min and max"),
             ("method = \"grid\"\nparameters.a = { min = 1, max = 2 }", "/sweep/method", "needs values"),
+            (
+                "method = \"grid\"\nparameters.a = { values = [1, 2, 1] }",
+                "/sweep/parameters/a",
+                "value 1 twice",
+            ),
+            (
+                "method = \"grid\"\nparameters.a.b = { values = [1] }\nparameters.\"a.b\" = { values = [2] }",
+                "/sweep/parameters/a.b",
+                "is given twice",
+            ),
             ("method = \"random\"\nparameters.a = { min = 1, max = 2 }", "/sweep/max_trials", "is missing"),
             (
                 "method = \"random\"\nparameters.a = { min = 2, max = 1 }",

@@ -56,6 +56,13 @@ impl Form {
         form
     }
 
+    /// Writes out the settings that are the dataset's own by default.
+    pub fn write_dataset_defaults(spec: &mut JobSpec, info: &DatasetInfo) {
+        spec.data.mean.get_or_insert_with(|| info.mean.clone());
+        spec.data.std.get_or_insert_with(|| info.std.clone());
+        spec.data.image_size.get_or_insert(ImageSize::Fixed(info.height));
+    }
+
     /// Creates the form of a job with the recipe finetune that begins with `weights` of the job `spec`. Pictures are prepared as for that job,
     /// because its network expects them; `info` describes its dataset, if it is still registered. Public weights, such as `resnet18`, have
     /// their own network, and pictures are prepared as in the recipe.
@@ -63,9 +70,7 @@ impl Form {
         let is_public = KNOWN_WEIGHTS.contains(&weights);
         // An empty field would mean the recipe's value.
         if let Some(info) = info.filter(|_| !is_public) {
-            spec.data.mean.get_or_insert_with(|| info.mean.clone());
-            spec.data.std.get_or_insert_with(|| info.std.clone());
-            spec.data.image_size = spec.data.image_size.or(Some(ImageSize::Fixed(info.height)));
+            Self::write_dataset_defaults(&mut spec, info);
         }
         let TrainSpec { batch_size, global_batch_size, accumulate, precision, .. } = spec.train;
         spec.train =

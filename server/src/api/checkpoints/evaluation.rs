@@ -159,7 +159,7 @@ async fn find(
         && !caller.sees_owned(&ownership)
     {
         return Err(Error::unprocessable(format!(
-            "the dataset {:?} is no longer registered",
+            "the dataset {:?} is no longer registered; upload or add it again under this name",
             job.spec.data.dataset
         )));
     }
@@ -266,7 +266,10 @@ async fn resolve_dataset(
         }
         None => {
             let gone = || {
-                Error::unprocessable(format!("the dataset {:?} is no longer registered", spec.data.dataset))
+                Error::unprocessable(format!(
+                    "the dataset {:?} is no longer registered; upload or add it again under this name",
+                    spec.data.dataset
+                ))
             };
             datasets.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
         }

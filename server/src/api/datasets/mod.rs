@@ -146,7 +146,7 @@ async fn replace_path(
         let Dataset { name, path, .. } = &dataset;
         let detail = format!(
             "a dataset is already called {name:?}; its folder {path} no longer exists, and the pictures at {new_path} differ from its \
-             pictures: choose another name, or run `lockstep dataset remove {name}` first"
+             pictures: choose another name, or remove that dataset first (on the page Datasets, or with `lockstep dataset remove {name}`)"
         );
         return Err(Error::WithCode(Code::NameTaken, detail).into());
     }

@@ -117,9 +117,10 @@ pub(crate) async fn register_upload(
     let new = NewDataset { name, path: path.clone(), private: new.private };
     let inspected = inspect_new(&datasets, &caller, new, max_wait).await.map_err(|error| match error {
         // The path on the server means nothing to the sender.
-        NotInspected::Failed(error @ Error::Invalid(_)) => {
-            Error::unprocessable(error.detail().replace(&path, "the zip file")).into()
-        }
+        NotInspected::Failed(error @ Error::Invalid(_)) => Error::unprocessable(
+            error.detail().replace(&format!("{path}/"), "").replace(&path, "the zip file"),
+        )
+        .into(),
         other => other,
     });
     Ok(created_response(run_to_completion(add(datasets, upload, unpacked.pictures, inspected?)).await?))

@@ -440,7 +440,7 @@ impl DocumentMistakes {
 pub(in crate::api) fn no_dataset_message<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
     let names: Vec<_> = names.collect();
     let hint = if names.is_empty() {
-        "no dataset is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned()
+        "no dataset is registered yet; upload one on the page Datasets, or add one with `lockstep dataset add NAME PATH`".to_owned()
     } else {
         list::suggest(name, &names, "the datasets are")
     };

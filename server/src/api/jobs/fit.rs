@@ -145,7 +145,8 @@ pub(crate) async fn check_can_continue(checkpoints: &Checkpoints, caller: &Calle
     let Some(dataset) = checkpoints.store.dataset(name).await?.filter(is_usable) else {
         // `lifecycle` refuses to continue a job in any other state.
         let can_continue = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
-        let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
+        let detail =
+            format!("the dataset {name:?} is no longer registered; upload or add it again under this name");
         return if can_continue { Err(Error::invalid("/data/dataset", detail)) } else { Ok(()) };
     };
     let Some(newest) = checkpoints.store.checkpoints(&job.id).await?.into_iter().next() else {

@@ -101,10 +101,16 @@ pub(crate) async fn new_job(
         let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
         let name = free_name(&scheduler, &caller, &job.name).await?;
-        let cloned = (job.name.clone(), submit_views::Form::from_spec(&job.spec));
+        let mut cloned = (job.name.clone(), submit_views::Form::from_spec(&job.spec));
         let setting = query.set.as_deref().and_then(|set| set.split_once('='));
         page.form = if let Some(("model.pretrained", weights)) = setting {
             let dataset = page.datasets.iter().find(|dataset| dataset.name == job.spec.data.dataset);
+            // The form writes these out, which does not change them.
+            if let Some(dataset) = dataset {
+                let mut spec = job.spec.clone();
+                submit_views::Form::write_dataset_defaults(&mut spec, &dataset.info);
+                cloned.1 = submit_views::Form::from_spec(&spec);
+            }
             let spec = JobSpec { name, tags: Vec::new(), ..job.spec };
             submit_views::Form::finetuning(spec, weights, dataset.map(|dataset| &dataset.info))
         } else {

@@ -153,8 +153,11 @@ pub(crate) async fn of_job(
     let dataset = scheduler.store.dataset(&spec.data.dataset).await?;
     // Another dataset may have this name now, so access is checked again.
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
-    let dataset =
-        dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
+    let dataset = dataset.ok_or_else(|| {
+        Error::NotFound(
+            "the job's dataset is no longer registered; upload or add it again under its name".into(),
+        )
+    })?;
     let indices: Vec<&str> = list::split_list(Some(&query.indices)).collect();
     if indices.len() > MAX_PICTURES as usize {
         let detail = format!(

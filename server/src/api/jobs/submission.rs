@@ -48,7 +48,27 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     };
     let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
     let broken = broken_files_warning(spec, dataset);
-    broken.into_iter().chain(unvalidated).chain(no_split_warning(&spec.parallel)).collect()
+    broken
+        .into_iter()
+        .chain(enlarged_warning(spec, dataset))
+        .chain(unvalidated)
+        .chain(no_split_warning(&spec.parallel))
+        .collect()
+}
+
+/// Pictures are far enlarged from this factor on.
+const FAR_ENLARGED: u32 = 4;
+
+/// Returns a warning if the pictures are far enlarged for a network with random weights. Trained weights may need large pictures.
+fn enlarged_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+    let size = spec.data.image_size.as_ref()?.last();
+    let side = dataset.info.short_side();
+    (spec.model.pretrained.is_none() && side > 0 && size >= FAR_ENLARGED * side).then(|| {
+        format!(
+            "data.image_size is {size}, and the pictures' shorter sides have {side} pixels (median): enlarged pictures show no more detail, \
+             but take longer to train on"
+        )
+    })
 }
 
 /// Returns a warning if a job of mode `hybrid` splits nothing, so that it trains as with mode `data`.
@@ -111,7 +131,9 @@ pub(crate) async fn resolve_version(
             spec.model.pretrained = Some(version.checkpoint.clone());
             Ok(None)
         }
-        None => mistake(format!("no version is called {name}; `lockstep model list` lists the models")),
+        None => mistake(format!(
+            "no version is called {name}; the page Models and `lockstep model list` list the models"
+        )),
     }
 }
 
@@ -160,7 +182,8 @@ pub(crate) async fn check_pretrained(
     let is_number = |part: &str| part.parse::<u64>().is_ok();
     if given.split_once('-').is_some_and(|(epoch, step)| is_number(epoch) && is_number(step)) {
         return mistake(format!(
-            "{given:?} lacks the job's id: write JOB-{given}. `lockstep checkpoints JOB` lists the full ids"
+            "{given:?} lacks the job's id: write JOB-{given}. `lockstep checkpoints JOB` lists the full ids, and Fork on the job's \
+             page leads to a new job with a checkpoint's weights"
         ));
     }
     let is_checkpoint = dispatch::is_checkpoint_id(given);
@@ -194,8 +217,8 @@ pub(crate) async fn check_pretrained(
             }
             None => {
                 return mistake(format!(
-                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: `lockstep checkpoints JOB` lists a job's \
-                     checkpoints"
+                    "no checkpoint has the id {given:?}; the checkpoint may have been removed: the job's page and `lockstep checkpoints JOB` list \
+                     a job's checkpoints"
                 ));
             }
         }
@@ -227,7 +250,10 @@ pub(crate) async fn check_pretrained(
         }
         Err(error @ RequestError::NobodyHasFiles { .. }) if is_known_name => {
             let why = error.in_words();
-            return mistake(format!("{why}; run `lockstep weights get {given}` on the machine that trains"));
+            return mistake(format!(
+                "{why}; run `lockstep weights get {given}` on the machine that trains, or ask whoever runs it; a \
+                 model or checkpoint of this server needs no download"
+            ));
         }
         Err(error @ RequestError::NobodyHasFiles { .. }) => {
             let near =

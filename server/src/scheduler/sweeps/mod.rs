@@ -85,7 +85,7 @@ async fn advance(scheduler: &Scheduler, sweep: &SweepRow) -> Result<()> {
         let reason = job.reason.as_deref().unwrap_or_default();
         let ids: Vec<&str> = failed.iter().map(|job| job.id.as_str()).collect();
         let why = format!(
-            "the job {} failed: {reason}; solve the problem, run `lockstep retry {}`, then resume the sweep",
+            "the job {} failed: {reason}; solve the problem, retry the job (on its page, or with `lockstep retry {}`), then resume the sweep",
             job.name,
             ids.join(" ")
         );

@@ -74,7 +74,7 @@ pub(super) async fn require_unregistered(
     let ellipsis = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
         "the job has registered versions ({}{ellipsis}), which would change if the job were {change}; remove the versions first \
-         (`{removal}`), or fork the job",
+         (on the page Models, or with `{removal}`), or fork the job",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refusal { state, detail }.into())

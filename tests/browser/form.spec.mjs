@@ -17,7 +17,10 @@ describe("the form", () => {
   test("shows an error beside its field while typing, and submits nothing until all errors are corrected", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const lr = page.getByLabel("Learning rate", { exact: true });
+    const asksBeforeLeaving = () => page.evaluate(() => !dispatchEvent(new Event("beforeunload", { cancelable: true })));
+    assert.equal(await asksBeforeLeaving(), false);
     await lr.fill("-1");
+    assert.ok(await asksBeforeLeaving(), "the browser would lose what was typed");
     await until("the error is shown", async () => (await errorOf(page, "Learning rate").textContent()) !== "");
     assert.equal(await lr.getAttribute("aria-invalid"), "true");
     assert.equal(await errorOf(page, "Epochs").textContent(), "", "no other field has an error");
@@ -152,7 +155,7 @@ describe("the form", () => {
     }
     await page.locator("#sweep-settings > summary").click();
     const settings = page.getByLabel("Settings that differ", { exact: true }), error = page.locator("#sweep-parameters-error"), plan = page.locator("#plan");
-    for (const [line, expected] of [["train.momentum = 0.5, 0.9\nlearning rate: 0.1 0.05", /^line 2 has no "=": write Learning rate = 0\.1, 0\.05$/], ["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.1, -1", /-1/], ["Learning rate = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
+    for (const [line, expected] of [["train.momentum = 0.5, 0.9\nlearning rate: 0.1 0.05", /^line 2 has no "=": write Learning rate = 0\.1, 0\.05$/], ["lr = 0.1, 0.05", /write train\.lr/], ["train.lr = 0.05, 0.02\nlearning rate = 0.1", /^line 2 has train\.lr again: write all its values in line 1$/], ["train.lr = 0.1, 0.1", /has the value 0\.1 twice/], ["data.folds = 3, 5", /^data\.fold: /], ["train.lr = 0.1, -1", /-1/], ["Learning rate = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9", /a grid needs values/]]) {
       await settings.fill(line);
       await until(`the mistake in ${line} is shown`, async () => expected.test(await error.textContent()));
       assert.equal(await settings.getAttribute("aria-invalid"), "true");

@@ -100,8 +100,12 @@ describe("the filters", () => {
     await page.locator(".narrow summary").click();
     await add("nonsense");
     assert.match(await page.locator(".narrow .error").textContent(), /such as lr > 0\.1/);
+    await add("state = failed");
+    assert.match(await page.locator(".narrow .error").textContent(), /buttons above the list/);
+    await add("best > 60");
+    assert.match(await page.locator(".narrow .error").textContent(), /write best > 60 % or best > 0\.6\.$/);
     await add("train.lrr > 0.1");
-    await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    await until("the nearest key is suggested", async () => /^The filter names "train\.lrr", .* did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
     assert.equal(await page.locator("#none-match").isVisible(), false, "an error does not also say that no job matches");
     await page.getByRole("button", { name: "Remove the filter train.lrr > 0.1" }).click();
     await untilListed(page, "anna,berta");

@@ -213,7 +213,7 @@ describe("a run", () => {
     await dialog.getByLabel("Settings to change").fill("train.lrr = 0.2");
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
     await until("the error is shown", async () => (await page.locator("#fork-error").textContent()) !== "");
-    await dialog.getByLabel("Settings to change").fill('train.lr = 0.2\nname = "its fork"');
+    await dialog.getByLabel("Settings to change").fill('Learning rate = 0.2\nname = "its fork"');
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
     await page.waitForURL((url) => url.pathname !== `/jobs/${id}`);
     const fork = new URL(page.url()).pathname.split("/").pop();

@@ -46,6 +46,7 @@ describe("the queue", () => {
     await priority.fill("5");
     await priority.press("Enter");
     await until("the error is gone", async () => (await error.textContent()) === "");
+    await until("the change is confirmed", async () => (await page.locator("#queue-status").textContent()) === "Saved: priority 5 for urgent.");
     // The kept slot goes to the job with the higher priority, which starts immediately.
     await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
     await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));

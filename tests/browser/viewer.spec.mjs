@@ -45,6 +45,9 @@ describe("a viewer", () => {
     for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
     assert.match(await page.locator("#note-status").textContent(), /Only the job's owner and admins/);
     await assertAccessible(page, "a job");
+    await page.goto(`${server.url}/jobs/${job.id}?tab=classify`);
+    await page.locator("#classify-refused").waitFor();
+    await assertHidden("#drop", "#classify-checkpoint");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();
     await assertHidden("#add-dataset", "#upload", "#admins-add", "[data-remove]", "text=Train on it");

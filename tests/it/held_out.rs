@@ -90,5 +90,20 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     assert!(log.ok().contains(&words), "{}", log.stdout);
     let job = server.get(&format!("/jobs/{fork}")).await;
     assert!(job["diagnosis"].as_str().is_some_and(|diagnosis| diagnosis.contains(&words)), "{job:#}");
+    // The list and the pages of models mark the accuracy, too.
+    let jobs = server.get("/jobs?fields=id,diagnosis").await;
+    let marked: Vec<_> =
+        jobs["jobs"].as_array().expect("a list").iter().filter(|job| !job["diagnosis"].is_null()).collect();
+    assert!(matches!(marked[..], [marked] if marked["id"] == fork), "{jobs:#}");
+    assert!(marked[0]["diagnosis"].as_str().is_some_and(|sentence| sentence.starts_with(&words)), "{jobs:#}");
+    server.post("/models", &json!({"name": "leaked", "job": fork})).await;
+    for page in ["/jobs", "/models", "/models/leaked"] {
+        let response = server.http.get(format!("{}{page}", server.url)).send().await.expect("a page");
+        let html = response.text().await.expect("a body");
+        assert!(
+            html.contains(&format!(", {trained_on} trained on</small>")) && html.contains(&words),
+            "{page}: {html}"
+        );
+    }
     server.stop().await;
 }

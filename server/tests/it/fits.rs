@@ -330,7 +330,7 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
         ),
         (
             json!({"data.validation_seed": 1}),
-            &["the fork is validated on pictures that the parent trained on"],
+            &["the job is validated on pictures that the parent trained on"],
         ),
         (json!({"train.seed": 1, "train.momentum": 0.8}), &[]),
     ] {

@@ -217,7 +217,7 @@ function showMistakes(errors) {
     const path = pathOf(error), key = swept.find((name) => isAt(path, name));
     const own = fields.find(({ name }) => isAt(path, name)), isShown = isSubmitted || touched.has(own);
     // A field that the reader has not changed has a mistake because of the sweep's values, such as a sweep of data.folds.
-    const isOfSweep = own && (key || (swept.length > 0 && !isShown)), field = isAt(path, "sweep") || isOfSweep ? sweepField : own;
+    const isOfSweep = key || (own && swept.length > 0 && !isShown), field = isAt(path, "sweep") || isOfSweep ? sweepField : own;
     if (field) detailsOf.get(field).push(isOfSweep ? `${key ?? path}: ${error.detail}` : error.detail);
     const message = make("span");
     setMessage(message, error.detail);

@@ -75,6 +75,15 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await.json();
     assert!(fork["warnings"][0].as_str().is_some_and(|w| w.contains("the parent trained on")), "{fork:#}");
     let fork = fork["id"].as_str().expect("an id");
+    // So does the check of a new job that begins with such weights.
+    let mut spec = server.job(&id).await["spec"].clone();
+    spec["model"]["pretrained"] = server.checkpoints(&id).await[0]["id"].clone();
+    spec["data"]["validation_seed"] = json!(1);
+    let checked = server.post("/jobs/validate", &spec).await.json();
+    assert!(
+        checked["warnings"].to_string().contains("the run that the weights are from trained on"),
+        "{checked:#}"
+    );
     server.wait_for_success(fork).await;
     let foreign = server.evaluation(fork, "?checkpoint=latest").await;
     let trained_on = foreign["trained_on"].as_u64().expect("a count");

@@ -171,6 +171,10 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     hybrid["parallel"] = json!({"mode": "hybrid"});
     let (_, response) = server.post("/jobs/validate", &hybrid).await;
     assert!(response["warnings"].to_string().contains("without a split is data parallel"), "{response}");
+    let mut enlarged = spec();
+    enlarged["data"]["image_size"] = json!(112);
+    let (_, response) = server.post("/jobs/validate", &enlarged).await;
+    assert!(response["warnings"].to_string().contains("shorter sides have 28 pixels"), "{response}");
     // After a random hold-out, the number of training pictures is an expected number, unless the inspection has counted them. A step that
     // may take more pictures than remain causes a warning.
     for (seed, global_batch_size, samples, warning) in

@@ -4,21 +4,20 @@ use crate::spec::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The rights of a token. `submit` includes `read`, and `admin` includes both.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Scope {
-    /// Read everything except other owners' private objects.
-    Read,
-    /// Submit, change and delete jobs and datasets.
-    Submit,
-    /// Manage tokens and machines, read the audit log.
-    Admin,
-    /// Join as one agent. No other scope includes this scope, and it includes no other scope.
-    Agent,
+words! {
+    /// The rights of a token. `submit` includes `read`, and `admin` includes both.
+    #[derive(Hash, ToSchema)]
+    pub enum Scope: "scope" {
+        /// Read everything except other owners' private objects.
+        Read = "read",
+        /// Submit, change and delete jobs and datasets.
+        Submit = "submit",
+        /// Manage tokens and machines, read the audit log.
+        Admin = "admin",
+        /// Join as one agent. No other scope includes this scope, and it includes no other scope.
+        Agent = "agent",
+    }
 }
-
-words!(Scope, "scope": Read = "read", Submit = "submit", Admin = "admin", Agent = "agent");
 
 impl Scope {
     /// The smaller of two scopes: `self` if `other` includes `self`, otherwise `other`.

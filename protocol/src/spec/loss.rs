@@ -108,16 +108,15 @@ pub(super) fn check_weights(value: &Value) -> Result<(), String> {
     ))
 }
 
-/// How logits are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum LossKind {
-    Softmax,
-    ArcFace,
-    CosFace,
+words! {
+    /// How logits are computed.
+    #[derive(ToSchema)]
+    pub enum LossKind: "loss function" {
+        Softmax = "softmax",
+        ArcFace = "arcface",
+        CosFace = "cosface",
+    }
 }
-
-words!(LossKind, "loss function": Softmax = "softmax", ArcFace = "arcface", CosFace = "cosface");
 
 impl Default for LossSpec {
     fn default() -> Self {

@@ -29,19 +29,18 @@ pub struct ShardSpec {
     pub split: Split,
 }
 
-/// The dimension along which an operator is split.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Split {
-    /// Output channels, or classes: each rank computes some of them for all pictures of its group.
-    Out,
-    /// Input channels: each rank computes a part of the sum for all pictures of its group.
-    In,
-    /// The groups of a grouped convolution.
-    Groups,
+words! {
+    /// The dimension along which an operator is split.
+    #[derive(ToSchema)]
+    pub enum Split: "split" {
+        /// Output channels, or classes: each rank computes some of them for all pictures of its group.
+        Out = "out",
+        /// Input channels: each rank computes a part of the sum for all pictures of its group.
+        In = "in",
+        /// The groups of a grouped convolution.
+        Groups = "groups",
+    }
 }
-
-words!(Split, "split": Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
     /// Whether the pattern is valid.

@@ -26,15 +26,14 @@ const PARAMETER_KEYS: [&str; 4] = ["values", "min", "max", "distribution"];
 /// The values of a trial's parameters, by key path, such as `train.lr`.
 pub type Setting = BTreeMap<String, Value>;
 
-/// How a sweep chooses settings, and whether it ends trials early.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SweepMethod {
-    Grid,
-    Random,
-    Asha,
+words! {
+    /// How a sweep chooses settings, and whether it ends trials early.
+    pub enum SweepMethod: "method" {
+        Grid = "grid",
+        Random = "random",
+        Asha = "asha",
+    }
 }
-
-words!(SweepMethod, "method": Grid = "grid", Random = "random", Asha = "asha");
 
 /// The metric by which trials are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use crate::store::{
 };
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{JobId, job::JobState, stream::EventBody};
-use serde_json::{Value, json};
+use serde_json::json;
 use sqlx::Row;
 
 /// Maximum number of messages of a webhook that are kept after their last attempt.
@@ -123,8 +123,7 @@ fn webhook(row: &DbRow) -> Result<WebhookRow> {
     let id: String = row.try_get("id")?;
     let form: String = row.try_get("form")?;
     let webhook = Webhook {
-        form: serde_json::from_value(Value::String(form))
-            .map_err(|error| StoreError::Corrupt(format!("webhook {id}: {error}")))?,
+        form: form.parse().map_err(|error| StoreError::Corrupt(format!("webhook {id}: {error}")))?,
         url: row.try_get("url")?,
         project: row.try_get("project")?,
         events: from_json(row.try_get("events")?)?,

@@ -22,18 +22,14 @@ use sqlx::Row;
 use std::collections::HashMap;
 
 impl SqlStore {
-    pub(in crate::store) async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
-        let rows = sqlx::query(
-            "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
-             JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
+    pub async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
+        let text = "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
+            JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt";
+        let rows = sqlx::query(text).bind(job.as_str()).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(|row| attempt(job, row))))
     }
 
-    pub(in crate::store) async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
+    pub async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
         let places: Option<String> =
             sqlx::query_scalar("SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2")
                 .bind(job.as_str())
@@ -43,7 +39,7 @@ impl SqlStore {
         Ok(places.map(|places| json_or_default(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
-    pub(in crate::store) async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
+    pub async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         let own_disks: Option<String> =
             sqlx::query_scalar("SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2")
@@ -66,11 +62,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn agent_place(
-        &self,
-        attempt: &AttemptRef,
-        agent_id: &str,
-    ) -> Result<Option<AgentPlace>> {
+    pub async fn agent_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<AgentPlace>> {
         let row = sqlx::query(
             "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2",
         )
@@ -90,7 +82,7 @@ impl SqlStore {
         }))
     }
 
-    pub(in crate::store) async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
+    pub async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
         let attempts = take_jobs(&mut db, claims).await?;
@@ -130,7 +122,7 @@ impl SqlStore {
         Ok(claimed)
     }
 
-    pub(in crate::store) async fn yielding_jobs(&self) -> Result<Vec<Occupant>> {
+    pub async fn yielding_jobs(&self) -> Result<Vec<Occupant>> {
         // SQLite uses the index `jobs_yielding` only if the index's condition has the same text.
         let query = sqlx::query(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
@@ -157,7 +149,7 @@ impl SqlStore {
         self.list(query, occupant).await
     }
 
-    pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
+    pub async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         let query = sqlx::query(
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",

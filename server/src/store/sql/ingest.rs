@@ -110,7 +110,7 @@ fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowl
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>> {
+    pub async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>> {
         let mut db = self.begin().await?;
         fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
@@ -152,11 +152,7 @@ impl SqlStore {
         Ok(answers)
     }
 
-    pub(in crate::store) async fn append_records(
-        &self,
-        records: &RunRecords,
-        change: RecordsChange,
-    ) -> Result<AppendResult> {
+    pub async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<AppendResult> {
         let RunRecords { job, first, count, at } = records;
         let source = source_number(Source::Rank(external::RANK), 0);
         let mut db = self.begin().await?;
@@ -182,7 +178,7 @@ impl SqlStore {
         Ok(AppendResult::Stored { records, changed: Box::new(changed) })
     }
 
-    pub(in crate::store) async fn acknowledged_records(
+    pub async fn acknowledged_records(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,

@@ -260,10 +260,8 @@ async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, 
         EventBody::Checkpoint { attempt, id, checkpoint } => {
             checkpoint_copies::delete_invalid_copies(db, id, Some(*attempt)).await?;
             if checkpoint.best {
-                sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
-                    .bind(job.as_str())
-                    .execute(&mut *db)
-                    .await?;
+                let text = "UPDATE checkpoints SET best = 0 WHERE job_id = $1";
+                sqlx::query(text).bind(job.as_str()).execute(&mut *db).await?;
             }
             sqlx::query("INSERT INTO checkpoints VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) \
                  ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, val_accuracy = excluded.val_accuracy, \
@@ -311,10 +309,8 @@ pub(super) async fn change_job(
 /// # Errors
 /// [`StoreError::KeyReused`]: the key was used with another request.
 async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
-    let found = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
-        .bind(key)
-        .fetch_optional(&mut *db)
-        .await?;
+    let text = "SELECT request, job_id FROM idempotency WHERE key = $1";
+    let found = sqlx::query(text).bind(key).fetch_optional(&mut *db).await?;
     let Some(found) = found else { return Ok(None) };
     if found.try_get::<String, _>("request")? != *request {
         return Err(StoreError::KeyReused);
@@ -325,15 +321,12 @@ async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String))
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn job_by_idempotency_key(
-        &self,
-        key: &(String, String),
-    ) -> Result<Option<Job>> {
+    pub async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
         find_job_by_key(&mut db, key).await
     }
 
-    pub(in crate::store) async fn create_job(&self, new: NewJob) -> Result<CreateResult> {
+    pub async fn create_job(&self, new: NewJob) -> Result<CreateResult> {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
@@ -400,7 +393,7 @@ impl SqlStore {
         Ok(CreateResult::New(Box::new(changed)))
     }
 
-    pub(in crate::store) async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
+    pub async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
         load(&mut *self.reader.acquire().await?, id).await
     }
 }

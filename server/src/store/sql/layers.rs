@@ -63,11 +63,8 @@ async fn put_histograms(
     }
     let mut steps = steps(db, job).await?;
     while let Some(index) = step_to_remove(&steps) {
-        sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
-            .bind(job.as_str())
-            .bind(int(steps.remove(index)))
-            .execute(&mut *db)
-            .await?;
+        let text = "DELETE FROM histograms WHERE job_id = $1 AND step = $2";
+        sqlx::query(text).bind(job.as_str()).bind(int(steps.remove(index))).execute(&mut *db).await?;
     }
     Ok(())
 }
@@ -100,15 +97,9 @@ async fn put_network(
     attempt: u32,
     network: &NetworkDescription,
 ) -> Result<()> {
-    sqlx::query(
-        "INSERT INTO networks (job_id, attempt, description) VALUES ($1, $2, $3) \
-         ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, description = excluded.description",
-    )
-    .bind(job.as_str())
-    .bind(i64::from(attempt))
-    .bind(json(network)?)
-    .execute(db)
-    .await?;
+    let text = "INSERT INTO networks (job_id, attempt, description) VALUES ($1, $2, $3) \
+        ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, description = excluded.description";
+    sqlx::query(text).bind(job.as_str()).bind(i64::from(attempt)).bind(json(network)?).execute(db).await?;
     Ok(())
 }
 
@@ -131,7 +122,7 @@ fn histogram(row: &DbRow) -> Result<Histogram> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
+    pub async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
         let mut db = self.reader.acquire().await?;
         let steps = steps(&mut db, job).await?;
         let Some(newest) = steps.last() else { return Ok(HistogramIndex::default()) };
@@ -146,11 +137,7 @@ impl SqlStore {
         Ok(HistogramIndex { layers: layers.into_iter().map(layer).collect::<Result<_>>()?, steps })
     }
 
-    pub(in crate::store) async fn histograms(
-        &self,
-        job: &JobId,
-        filter: &HistogramFilter,
-    ) -> Result<Vec<Histogram>> {
+    pub async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<Histogram>> {
         let mut query = QueryBuilder::<Db>::new(
             "SELECT layer, kind, step, attempt, min, max, counts FROM histograms WHERE job_id = ",
         );
@@ -169,7 +156,7 @@ impl SqlStore {
         rows.iter().map(histogram).collect()
     }
 
-    pub(in crate::store) async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
+    pub async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
         let found: Option<String> = sqlx::query_scalar("SELECT description FROM networks WHERE job_id = $1")
             .bind(job.as_str())
             .fetch_optional(&self.reader)

@@ -87,11 +87,11 @@ impl SqlStore {
         if self.execute(query).await? == 0 { Err(unchanged) } else { Ok(()) }
     }
 
-    pub(in crate::store) async fn wait_for_writer(&self) -> Result<()> {
+    pub async fn wait_for_writer(&self) -> Result<()> {
         Ok(self.begin().await?.rollback().await?)
     }
 
-    pub(in crate::store) async fn check_writable(&self) -> Result<()> {
+    pub async fn check_writable(&self) -> Result<()> {
         // Only a committed write proves that the database can be written. This write leaves no row.
         let mut db = self.begin().await?;
         for statement in
@@ -102,7 +102,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn close(&self) {
+    pub async fn close(&self) {
         if let Some(lock) = &self.lock {
             lock.note_closing();
         }

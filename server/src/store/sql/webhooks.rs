@@ -148,11 +148,11 @@ fn delivery(row: &DbRow) -> Result<Delivery> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
+    pub async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
         self.list(sqlx::query("SELECT * FROM webhooks ORDER BY id"), webhook).await
     }
 
-    pub(in crate::store) async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
+    pub async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
         let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
         let query = sqlx::query(
             "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
@@ -171,7 +171,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn remove_webhook(&self, id: &str) -> Result<()> {
+    pub async fn remove_webhook(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for text in
             ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
@@ -181,12 +181,12 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
+    pub async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
         let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
         self.list(sqlx::query(text).bind(webhook).bind(i64::from(limit)), delivery).await
     }
 
-    pub(in crate::store) async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
+    pub async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
         let mut webhooks = self.webhooks().await?;
         webhooks.retain(|row| row.webhook.enabled);
         if webhooks.is_empty() {
@@ -203,7 +203,7 @@ impl SqlStore {
         Ok(self.list(query, delivery).await?.into_iter().filter_map(with_webhook).collect())
     }
 
-    pub(in crate::store) async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
+    pub async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
         let query = sqlx::query(
             "INSERT INTO webhook_deliveries (id, webhook_id, event, payload, created_at, attempts) \
              VALUES ($1, $2, $3, $4, $5, $6)",
@@ -217,11 +217,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn note_delivery_attempt(
-        &self,
-        delivery: &Delivery,
-        is_gone: bool,
-    ) -> Result<()> {
+    pub async fn note_delivery_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)
@@ -230,23 +226,16 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         if is_gone {
-            sqlx::query("UPDATE webhooks SET enabled = 0 WHERE id = $1")
-                .bind(&delivery.webhook)
-                .execute(&mut *db)
-                .await?;
+            let text = "UPDATE webhooks SET enabled = 0 WHERE id = $1";
+            sqlx::query(text).bind(&delivery.webhook).execute(&mut *db).await?;
         }
-        sqlx::query(
-            "DELETE FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL AND id NOT IN \
-             (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
-        )
-        .bind(&delivery.webhook)
-        .bind(MAX_MESSAGES)
-        .execute(&mut *db)
-        .await?;
+        let text = "DELETE FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL AND id NOT IN \
+            (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)";
+        sqlx::query(text).bind(&delivery.webhook).bind(MAX_MESSAGES).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
+    pub async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         let query = sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1");
         self.execute(query.bind(before.as_millisecond())).await.map(drop)
     }

@@ -9,7 +9,6 @@ mod cells;
 pub(crate) mod error;
 mod location;
 mod migrations;
-mod open;
 mod points;
 pub mod postgres;
 pub(crate) mod purge;

@@ -8,7 +8,7 @@ use crate::{
     lifecycle,
     store::{
         AgentPlace, AttemptRow, ChangedJob, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
-        unreadable::{self, json_or_default, readable},
+        unreadable::{self, json_or_default},
         values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
     },
 };
@@ -25,61 +25,47 @@ impl SqlStore {
     pub async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         let text = "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
             JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt";
-        let rows = sqlx::query(text).bind(job.as_str()).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(|row| attempt(job, row))))
+        self.list(sqlx::query(text).bind(job.as_str()), |row| attempt(job, row)).await
     }
 
     pub async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
-        let places: Option<String> =
-            sqlx::query_scalar("SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2")
-                .bind(job.as_str())
-                .bind(i64::from(attempt))
-                .fetch_optional(&self.reader)
-                .await?;
+        let text = "SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query_scalar(text).bind(job.as_str()).bind(i64::from(attempt));
+        let places: Option<String> = query.fetch_optional(&self.reader).await?;
         Ok(places.map(|places| json_or_default(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
     pub async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        let own_disks: Option<String> =
-            sqlx::query_scalar("SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2")
-                .bind(attempt.job.as_str())
-                .bind(i64::from(attempt.attempt))
-                .fetch_optional(&mut *db)
-                .await?;
-        let mut own_disks: Vec<String> = own_disks
-            .map(|own_disks| json_or_default(attempt.job.as_str(), "own_disks", &own_disks))
-            .unwrap_or_default();
+        let (job, number) = (attempt.job.as_str(), i64::from(attempt.attempt));
+        let text = "SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query_scalar(text).bind(job).bind(number);
+        let own_disks: Option<String> = query.fetch_optional(&mut *db).await?;
+        let own_disks = own_disks.map(|own_disks| json_or_default(job, "own_disks", &own_disks));
+        let mut own_disks: Vec<String> = own_disks.unwrap_or_default();
         if !own_disks.iter().any(|id| id == agent_id) {
             own_disks.push(agent_id.to_owned());
-            sqlx::query("UPDATE attempts SET own_disks = $3 WHERE job_id = $1 AND attempt = $2")
-                .bind(attempt.job.as_str())
-                .bind(i64::from(attempt.attempt))
-                .bind(json(&own_disks)?)
-                .execute(&mut *db)
-                .await?;
+            let text = "UPDATE attempts SET own_disks = $3 WHERE job_id = $1 AND attempt = $2";
+            sqlx::query(text).bind(job).bind(number).bind(json(&own_disks)?).execute(&mut *db).await?;
         }
         Ok(db.commit().await?)
     }
 
     pub async fn agent_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<AgentPlace>> {
-        let row = sqlx::query(
-            "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2",
-        )
-        .bind(attempt.job.as_str())
-        .bind(i64::from(attempt.attempt))
-        .fetch_optional(&self.reader)
-        .await?;
-        let Some(row) = row else { return Ok(None) };
-        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        let places: Vec<Place> = json_or_default(attempt.job.as_str(), "places", row.try_get("places")?);
-        let own_disks: Vec<String> =
-            json_or_default(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
-        let place = places.into_iter().find(|place| place.agent_id == agent_id);
-        Ok(place.filter(|_| token == attempt.fencing_token).map(|place| AgentPlace {
-            has_rank_0: place.has_rank_0(),
-            has_own_disk: own_disks.iter().any(|id| id == agent_id),
-        }))
+        let job = attempt.job.as_str();
+        let text = "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query(text).bind(job).bind(i64::from(attempt.attempt));
+        let agent_place = |row: &DbRow| {
+            let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+            let places: Vec<Place> = json_or_default(job, "places", row.try_get("places")?);
+            let own_disks: Vec<String> = json_or_default(job, "own_disks", row.try_get("own_disks")?);
+            let place = places.into_iter().find(|place| place.agent_id == agent_id);
+            Ok(place.filter(|_| token == attempt.fencing_token).map(|place| AgentPlace {
+                has_rank_0: place.has_rank_0(),
+                has_own_disk: own_disks.iter().any(|id| id == agent_id),
+            }))
+        };
+        Ok(self.find(query, agent_place).await?.flatten())
     }
 
     pub async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {

@@ -158,39 +158,14 @@ pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) ->
     Ok(found)
 }
 
-/// Columns of a job that [`save`] writes.
-const COLUMNS: [&str; 23] = [
-    "state",
-    "reason",
-    "attempt",
-    "agents",
-    "step",
-    "epoch",
-    "total_steps",
-    "steps_per_epoch",
-    "images_per_second",
-    "eta_secs",
-    "started_at",
-    "finished_at",
-    "best",
-    "last",
-    "last_seq",
-    "progress",
-    "stop",
-    "restarts",
-    "fencing_token",
-    "cause",
-    "fencing_secret",
-    "waiting_since",
-    "external",
-];
-
 /// Writes the columns of jobs that can change. Also ends attempts that may no longer write, with their states and reasons.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
-    let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
-    let columns = columns.collect::<Vec<_>>().join(", ");
-    let text = format!("UPDATE jobs SET {columns} FROM (VALUES {{}}) AS new WHERE id = column1");
-    for query in batch::statements(&text, 1 + COLUMNS.len(), rows, |query, row| {
+    let text = "UPDATE jobs SET state = column2, reason = column3, attempt = column4, agents = column5, step = column6, epoch = column7, \
+        total_steps = column8, steps_per_epoch = column9, images_per_second = column10, eta_secs = column11, started_at = column12, \
+        finished_at = column13, best = column14, last = column15, last_seq = column16, progress = column17, stop = column18, \
+        restarts = column19, fencing_token = column20, cause = column21, fencing_secret = column22, waiting_since = column23, \
+        external = column24 FROM (VALUES {}) AS new WHERE id = column1";
+    for query in batch::statements(text, 24, rows, |query, row| {
         let job = &row.job;
         Ok(query
             .bind(job.id.as_str())

@@ -152,8 +152,7 @@ impl SqlStore {
             query.push(" AND step = ").push_bind(int(step));
         }
         query.push(" ORDER BY step, place");
-        let rows = query.build().fetch_all(&self.reader).await?;
-        rows.iter().map(histogram).collect()
+        self.list(query.build(), histogram).await
     }
 
     pub async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {

@@ -1,6 +1,6 @@
 //! Measurements of machines, one row per minute.
 
-use super::SqlStore;
+use super::{DbRow, SqlStore};
 use crate::store::{MinuteRow, Result, values::strip_nul};
 use sqlx::Row;
 
@@ -28,15 +28,16 @@ impl SqlStore {
     pub async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
         let text =
             "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute";
-        let rows = sqlx::query(text).bind(strip_nul(agent)).bind(from).fetch_all(&self.reader).await?;
-        let row = |row: &super::DbRow| {
+        let text =
+            "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute";
+        let minute = |row: &DbRow| {
             Ok(MinuteRow {
                 agent_id: agent.to_owned(),
                 minute: row.try_get("minute")?,
                 data: row.try_get("data")?,
             })
         };
-        rows.iter().map(row).collect()
+        self.list(sqlx::query(text).bind(strip_nul(agent)).bind(from), minute).await
     }
 
     pub async fn purge_machine_minutes(&self, before: i64) -> Result<()> {

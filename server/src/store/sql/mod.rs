@@ -67,13 +67,13 @@ impl SqlStore {
     }
 
     /// The rows of a query that can be read. Errors of the other rows are logged.
-    async fn list<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
+    async fn list<T>(&self, query: Query<'_>, read: impl Fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
         let rows = query.fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(read)))
     }
 
     /// The row of a query; `None` if there is no row.
-    async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
+    async fn find<T>(&self, query: Query<'_>, read: impl Fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
 

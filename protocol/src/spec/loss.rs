@@ -2,7 +2,7 @@
 
 use super::{
     JobSpec, OptimizerKind,
-    mistake::{describe_value, shortened},
+    mistake::{Mistakes, describe_value, shortened},
     named::words,
 };
 use serde::{Deserialize, Serialize};
@@ -132,7 +132,7 @@ impl LossSpec {
 }
 
 /// Reports combinations of `[loss]` with other keys that cannot work.
-pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     let kind = spec.loss.kind;
     if spec.loss.class_weights.is_some() {
         let why = if kind != LossKind::Softmax {
@@ -147,7 +147,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         } else {
             None
         };
-        why.into_iter().for_each(|why| mistake("/loss/class_weights", why));
+        why.into_iter().for_each(|why| errors.add("/loss/class_weights", why));
     }
     if kind != LossKind::Softmax {
         let name = kind.as_str();
@@ -158,11 +158,11 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
                 let detail = format!(
                     "gives a picture several classes, but {name} adds its margin to exactly one: give 0, or kind = \"softmax\""
                 );
-                mistake(&format!("/train/{key}"), detail);
+                errors.add(&format!("/train/{key}"), detail);
             }
         }
     } else if spec.loss.margin.is_some() {
-        mistake("/loss/margin", "needs loss.kind = \"arcface\" or \"cosface\"".into());
+        errors.add("/loss/margin", "needs loss.kind = \"arcface\" or \"cosface\"");
     }
     if spec.loss.sample_share >= 1.0 {
         return;
@@ -174,11 +174,11 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
              nesterov or adamw, or leave sample_share out",
             optimizer.as_str()
         );
-        mistake("/train/optimizer", detail);
+        errors.add("/train/optimizer", detail);
     }
     if spec.train.label_smoothing > 0.0 {
         let detail = "spreads a label over all classes, and a step with loss.sample_share has only some of them: give 0, or leave \
                       sample_share out";
-        mistake("/train/label_smoothing", detail.into());
+        errors.add("/train/label_smoothing", detail);
     }
 }

@@ -1,8 +1,9 @@
 //! Attempts: claims, live attempts (which may write), and the list of a job's attempts.
 
 use super::{
-    Connection, DbRow, SqlStore, batch, events,
+    Connection, DbRow, SqlStore, events,
     jobs::{create_event_rows, load_all, save},
+    multi_row,
 };
 use crate::{
     lifecycle,
@@ -174,13 +175,12 @@ async fn take_jobs<'a>(db: &mut Connection, claims: &'a [Claim]) -> Result<Vec<O
         AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
         WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume";
     let mut incremented = HashMap::with_capacity(claims.len());
-    for query in batch::statements(text, 2, claims, |query, claim| {
+    let rows = multi_row::fetch_all(db, text, 2, claims, |query, claim| {
         Ok(query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt)))
-    })? {
-        for row in query.fetch_all(&mut *db).await? {
-            let job = job_id(row.try_get("id")?)?;
-            incremented.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
-        }
+    });
+    for row in rows.await? {
+        let job = job_id(row.try_get("id")?)?;
+        incremented.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
     }
     let new_attempt = |claim: &'a Claim| {
         let (number, resume_checkpoint) = incremented.remove(&claim.job)?;
@@ -196,28 +196,22 @@ async fn insert_attempts(
 ) -> Result<HashMap<JobId, FencingToken>> {
     let text = "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
         RETURNING job_id, fencing_token, fencing_secret";
-    let mut tokens = HashMap::with_capacity(attempts.len());
-    for query in
-        batch::statements(text, 6, attempts, |query, NewAttempt { claim, number, resume_checkpoint }| {
-            Ok(query
-                .bind(claim.job.as_str())
-                .bind(i64::from(*number))
-                .bind(json(&claim.places)?)
-                .bind(resume_checkpoint.clone())
-                .bind(claim.at.as_millisecond())
-                // The database assigns the token's number.
-                .bind(new_fencing_token(0).secret_text()))
-        })?
-    {
-        for row in query.fetch_all(&mut *db).await? {
-            let job = job_id(row.try_get("job_id")?)?;
-            tokens.insert(
-                job,
-                read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
-            );
-        }
-    }
-    Ok(tokens)
+    let rows = multi_row::fetch_all(db, text, 6, attempts, |query, attempt| {
+        let NewAttempt { claim, number, resume_checkpoint } = attempt;
+        Ok(query
+            .bind(claim.job.as_str())
+            .bind(i64::from(*number))
+            .bind(json(&claim.places)?)
+            .bind(resume_checkpoint.clone())
+            .bind(claim.at.as_millisecond())
+            // The database assigns the token's number.
+            .bind(new_fencing_token(0).secret_text()))
+    });
+    let token = |row: &DbRow| {
+        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+        Ok((job_id(row.try_get("job_id")?)?, token))
+    };
+    rows.await?.iter().map(token).collect()
 }
 
 /// The names of an attempt's agents, without duplicates.

@@ -1,6 +1,6 @@
 //! Chunks of metrics: written by the compaction task, read by charts.
 
-use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, batch, reads::ranks_text};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, multi_row, reads::ranks_text};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
     values::{int, strip_nul, to_u32, uint},
@@ -137,7 +137,7 @@ impl SqlStore {
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
         let text = "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}";
-        for query in batch::statements(text, 8, &new, |query, chunk| {
+        multi_row::execute(&mut db, text, 8, &new, |query, chunk| {
             Ok(query
                 .bind(job.as_str())
                 .bind(&chunk.name)
@@ -147,9 +147,8 @@ impl SqlStore {
                 .bind(int(chunk.first_step))
                 .bind(int(chunk.last_step))
                 .bind(&chunk.data[..]))
-        })? {
-            query.execute(&mut *db).await?;
-        }
+        })
+        .await?;
         let text = "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \
             ON CONFLICT (job_id) DO UPDATE SET watermark = excluded.watermark";
         sqlx::query(text).bind(job.as_str()).bind(int(new_watermark)).execute(&mut *db).await?;

@@ -1,6 +1,6 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, batch, checkpoint_copies, datasets, events};
+use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, multi_row};
 use crate::{
     lifecycle,
     store::{
@@ -151,11 +151,7 @@ pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<J
 /// The rows of `select` ([`SELECT_JOBS`] or [`SELECT_JOBS_WITH_NOTES`]) for jobs, in any order. Deleted jobs are left out.
 pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
     let text = format!("{select} WHERE jobs.id IN ({{}}) AND jobs.deleted_at IS NULL");
-    let mut found = Vec::with_capacity(ids.len());
-    for query in batch::statements(&text, 1, ids, |query, id| Ok(query.bind(id.as_str())))? {
-        found.extend(query.fetch_all(&mut *db).await?);
-    }
-    Ok(found)
+    multi_row::fetch_all(db, &text, 1, ids, |query, id| Ok(query.bind(id.as_str()))).await
 }
 
 /// Writes the columns of jobs that can change. Also ends attempts that may no longer write, with their states and reasons.
@@ -165,7 +161,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
         finished_at = column13, best = column14, last = column15, last_seq = column16, progress = column17, stop = column18, \
         restarts = column19, fencing_token = column20, cause = column21, fencing_secret = column22, waiting_since = column23, \
         external = column24 FROM (VALUES {}) AS new WHERE id = column1";
-    for query in batch::statements(text, 24, rows, |query, row| {
+    multi_row::execute(db, text, 24, rows, |query, row| {
         let job = &row.job;
         Ok(query
             .bind(job.id.as_str())
@@ -195,14 +191,13 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(row.fencing_token.map(|token| token.secret_text()))
             .bind(row.waiting_since.map(|t| t.as_millisecond()))
             .bind(job.external.as_ref().map(json).transpose()?))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     let has_ended = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
     let ended: Vec<_> = rows.iter().filter(has_ended).collect();
     let text = "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
         FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL";
-    for query in batch::statements(text, 5, &ended, |query, row| {
+    multi_row::execute(db, text, 5, &ended, |query, row| {
         let end = row.attempt_end.as_ref();
         Ok(query
             .bind(row.job.id.as_str())
@@ -210,9 +205,8 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(end.map(|end| end.state.as_str()))
             .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
             .bind(end.filter(|end| end.has_trained).map(|_| int(row.job.step))))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     Ok(())
 }
 

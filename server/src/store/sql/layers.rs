@@ -1,6 +1,6 @@
 //! Reports of ranks about their network: histograms of weights and gradients of layers, and the description of the network.
 
-use super::{Connection, Db, DbRow, SqlStore, batch};
+use super::{Connection, Db, DbRow, SqlStore, multi_row};
 use crate::store::{
     Histogram, HistogramFilter, HistogramIndex, HistogramLayer, Result, StoreError,
     values::{from_json, int, json, strip_nul, to_u32, uint},
@@ -47,7 +47,7 @@ async fn put_histograms(
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
     let text =
         "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}";
-    for query in batch::statements(text, 9, &layers, |query, (index, layer)| {
+    multi_row::execute(db, text, 9, &layers, |query, (index, layer)| {
         Ok(query
             .bind(job.as_str())
             .bind(&layer.name)
@@ -58,9 +58,8 @@ async fn put_histograms(
             .bind(f64::from(layer.min))
             .bind(f64::from(layer.max))
             .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>()))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     let mut steps = steps(db, job).await?;
     while let Some(index) = step_to_remove(&steps) {
         let text = "DELETE FROM histograms WHERE job_id = $1 AND step = $2";

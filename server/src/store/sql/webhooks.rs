@@ -1,7 +1,7 @@
 //! Webhooks and their messages. A message is queued in the transaction that changes the job's state or stores the alert, so that a message
 //! exists exactly if the transaction was committed.
 
-use super::{Connection, DbRow, SqlStore, batch};
+use super::{Connection, DbRow, SqlStore, multi_row};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
     unreadable::readable,
@@ -104,7 +104,7 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
     // Messages get the current time, not the event's, because they are kept for a week after they are queued.
     let now = crate::now().as_millisecond();
     let text = "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}";
-    for query in batch::statements(text, 7, &messages, |query, (webhook, notice)| {
+    multi_row::execute(db, text, 7, &messages, |query, (webhook, notice)| {
         Ok(query
             .bind(Delivery::new_id())
             .bind(webhook.id.as_str())
@@ -113,9 +113,8 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
             .bind(notice.payload.as_str())
             .bind(now)
             .bind(now))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     Ok(())
 }
 

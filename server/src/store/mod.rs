@@ -158,8 +158,8 @@ pub trait Store {
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.
     async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
-    /// The version of every job that waits for slots, by job.
-    async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
+    /// The fingerprint of every job that waits for slots, by job.
+    async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>>;
     /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
@@ -406,8 +406,8 @@ pub trait Store {
     async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
     async fn add_session(&self, session: &SessionRow) -> Result<()>;
     async fn remove_session(&self, hash: &str) -> Result<()>;
-    /// Removes some expired sessions, and some tokens that became invalid before `before`.
-    async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
+    /// Removes some sessions that have expired by `now`, and some tokens that became invalid before `tokens_before`.
+    async fn purge_sessions_and_tokens(&self, now: Timestamp, tokens_before: Timestamp) -> Result<()>;
     /// Adds entries to the audit log.
     async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()>;
     /// At most `limit` entries of the audit log before the entry `before`, newest first. `who`: only entries of this person and the

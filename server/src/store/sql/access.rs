@@ -100,7 +100,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
+    pub async fn purge_sessions_and_tokens(&self, now: Timestamp, tokens_before: Timestamp) -> Result<()> {
         for (query, at) in [
             (
                 "DELETE FROM sessions WHERE hash IN (SELECT hash FROM sessions WHERE expires_at <= $1 LIMIT $2)",
@@ -110,7 +110,7 @@ impl SqlStore {
             (
                 "DELETE FROM tokens WHERE id IN \
                  (SELECT id FROM tokens WHERE (expires_at <= $1 OR revoked_at <= $1) AND id NOT LIKE 'certificate-%' LIMIT $2)",
-                before,
+                tokens_before,
             ),
         ] {
             self.execute(sqlx::query(query).bind(at.as_millisecond()).bind(PURGE_ROWS)).await?;

@@ -2,7 +2,7 @@
 
 use super::{
     Connection, DbRow, SqlStore, events,
-    jobs::{create_event_rows, load_all, save},
+    jobs::{load_all, prepare_events, save},
     multi_row,
 };
 use crate::{
@@ -90,7 +90,7 @@ impl SqlStore {
             row.fencing_token = Some(fencing_token);
             row.job.agents = agent_names(&claim.places);
             let bodies = lifecycle::start_attempt(&mut row, claim.fewer_ranks_reason.clone(), claim.at)?;
-            let appended = create_event_rows(&mut db, &mut row, bodies, claim.at).await?;
+            let appended = prepare_events(&mut db, &mut row, bodies, claim.at).await?;
             let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
             new_rows.extend(appended);
             let attempt = AttemptRef { job: claim.job.clone(), attempt: number, fencing_token };

@@ -22,7 +22,7 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
     })
 }
 
-/// Checks that a dataset is registered, in the transaction of a job that needs it.
+/// Checks that a dataset is registered. The caller stores a job that needs the dataset in the same transaction.
 ///
 /// # Errors
 /// [`StoreError::NoDataset`].
@@ -66,7 +66,8 @@ impl SqlStore {
     }
 
     pub async fn remove_dataset(&self, name: &str) -> Result<()> {
-        // Checks the jobs in the same transaction. So a concurrently submitted job is either stored before, or does not find the dataset.
+        // One transaction checks the jobs and deletes the row. A job that is submitted meanwhile is stored before this transaction, so the
+        // check finds it, or is refused after it, because the dataset no longer exists.
         let mut db = self.begin().await?;
         let text = "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL";
         let specs: Vec<String> = sqlx::query_scalar(text).fetch_all(&mut *db).await?;

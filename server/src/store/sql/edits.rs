@@ -2,7 +2,7 @@
 
 use super::{
     SqlStore, datasets, events,
-    jobs::{create_event_rows, load, load_all, save},
+    jobs::{load, load_all, prepare_events, save},
     models, sweeps,
 };
 use crate::{
@@ -36,7 +36,7 @@ impl SqlStore {
             }
             let state = row.job.state;
             let bodies = change(row)?;
-            let appended = create_event_rows(&mut db, row, bodies, at).await?;
+            let appended = prepare_events(&mut db, row, bodies, at).await?;
             // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had
             // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {

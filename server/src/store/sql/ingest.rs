@@ -275,7 +275,7 @@ async fn store_report(
                     EventBody::Checkpoint { id, .. } => Some(id.clone()),
                     _ => None,
                 });
-                new_rows.extend(jobs::create_event_rows(db, row, bodies, at).await?);
+                new_rows.extend(jobs::prepare_events(db, row, bodies, at).await?);
                 if let Some(checkpoint) = checkpoint {
                     checkpoint_copies::add_agent_copy(db, &checkpoint, agent_id).await?;
                 }

@@ -38,8 +38,8 @@ pub(super) fn like_pattern(text: &str) -> String {
     pattern
 }
 
-/// Reads a job as far as this version can read the row. Values of another version that cannot be read do not keep this job, or other jobs,
-/// out of lists.
+/// Reads a job as far as this version of the program can read the row. A value that this version cannot read is logged and replaced, so
+/// that lists still contain the job.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
@@ -55,7 +55,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(read_fencing_token(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // A job with a live attempt counts as running in an unknown state, because its slots are in use.
+    // If the stored state is unknown to this version, a job with a live attempt is shown as running, because it holds slots.
     let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let parsed_state = stored_state.parse::<JobState>();
     let unknown_state = parsed_state.is_err().then_some((stored_state, shown_state));
@@ -66,7 +66,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
-            unreadable::log_once(&format!("a time of job {id}: {error}"));
+            unreadable::log_once(&format!("a time of job {id}, which is shown as 1970-01-01: {error}"));
             Timestamp::UNIX_EPOCH
         })
     };
@@ -81,8 +81,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
     let external: Option<External> =
         optional("external")?.map(|text| json_or_default(&id, "external", &text));
-    let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
-    let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
+    let is_parent_private = row.try_get::<i64, _>("parent_private")? != 0;
+    let (private_parent, parent) = if is_parent_private { (parent, None) } else { (None, parent) };
     let job = Job {
         name: spec.name.clone(),
         failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
@@ -124,7 +124,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     };
     Ok(JobRow {
         announced_state: job.state,
-        // A text that is not valid JSON becomes the reason's words.
+        // If the column is not valid JSON, its text becomes the words of the reason.
         cancel_reason: optional("stop")?
             .map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
@@ -154,7 +154,7 @@ pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) ->
     multi_row::fetch_all(db, &text, 1, ids, |query, id| Ok(query.bind(id.as_str()))).await
 }
 
-/// Writes the columns of jobs that can change. Also ends attempts that may no longer write, with their states and reasons.
+/// Writes all columns that a change of a job may affect. If a job has no fencing token, also stores the end of its newest attempt.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
     let text = "UPDATE jobs SET state = column2, reason = column3, attempt = column4, agents = column5, step = column6, epoch = column7, \
         total_steps = column8, steps_per_epoch = column9, images_per_second = column10, eta_secs = column11, started_at = column12, \
@@ -210,8 +210,8 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
     Ok(())
 }
 
-/// Creates the rows of new events of a job, which the caller stores. Updates the table of checkpoints accordingly.
-pub(super) async fn create_event_rows(
+/// Prepares the rows of new events of a job, which the caller inserts (`events::insert`). Stores written and removed checkpoints.
+pub(super) async fn prepare_events(
     db: &mut Connection,
     row: &mut JobRow,
     bodies: Vec<EventBody>,
@@ -267,7 +267,7 @@ pub(super) async fn change_job(
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>,
 ) -> Result<ChangedJob> {
     let bodies = change(&mut row)?;
-    let new_rows = create_event_rows(db, &mut row, bodies, at).await?;
+    let new_rows = prepare_events(db, &mut row, bodies, at).await?;
     save(db, &[&row], at).await?;
     events::insert(db, &new_rows).await?;
     Ok(ChangedJob { job: row.job, events: new_rows.into_iter().map(|new_row| new_row.row).collect() })

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     config::FairShare,
     store::{
-        JobRow, QueuePlace, Result, WaitingVersion,
+        JobRow, QueuePlace, Result, WaitingFingerprint,
         unreadable::readable,
         values::{job_id, uint},
     },
@@ -49,15 +49,15 @@ impl SqlStore {
         Ok(readable(rows.iter().map(job_row)))
     }
 
-    pub async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
+    pub async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>> {
         let text = "SELECT id, last_seq, priority, project FROM jobs \
             WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL";
         let rows: Vec<(String, i64, i64, String)> = sqlx::query_as(text).fetch_all(&self.reader).await?;
-        let version = |(id, last_seq, priority, project): (String, i64, i64, String)| {
+        let fingerprint = |(id, last_seq, priority, project): (String, i64, i64, String)| {
             let priority = i32::try_from(priority).unwrap_or(i32::MAX);
-            Ok((job_id(&id)?, WaitingVersion { last_seq: uint(last_seq), priority, project }))
+            Ok((job_id(&id)?, WaitingFingerprint { last_seq: uint(last_seq), priority, project }))
         };
-        Ok(readable(rows.into_iter().map(version)).into_iter().collect())
+        Ok(readable(rows.into_iter().map(fingerprint)).into_iter().collect())
     }
 
     pub async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>> {

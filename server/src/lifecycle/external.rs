@@ -4,7 +4,6 @@
 use super::{
     JobRow, Refusal, change_state, refusal,
     reports::{note_column, points_event},
-    state_event,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -82,7 +81,7 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
         Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
             make_running(row, at)?;
-            vec![change_state(row, state, end_reason(state, change.reason.as_deref()), None, at)?]
+            change_state(row, state, end_reason(state, change.reason.as_deref()), None, at)?
         }
     });
     events.extend(add_points(row, &change.columns)?);
@@ -94,7 +93,7 @@ pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<Eve
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
-    Ok(vec![change_state(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
+    change_state(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)
 }
 
 /// Changes a run to `running` from any state, through `queued` and `starting`.
@@ -106,8 +105,7 @@ fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refus
         change_state(row, JobState::Queued, None, None, at)?;
     }
     change_state(row, JobState::Starting, None, None, at)?;
-    change_state(row, JobState::Running, None, None, at)?;
-    Ok(vec![state_event(row)])
+    change_state(row, JobState::Running, None, None, at)
 }
 
 fn end_reason(state: JobState, text: Option<&str>) -> Option<Reason> {

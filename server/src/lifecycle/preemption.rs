@@ -20,7 +20,7 @@ pub fn preempt(row: &mut JobRow, preemptor: &Job, at: Timestamp) -> Result<Vec<E
     }
     let job = (!preemptor.spec.private).then(|| preemptor.id.as_str().into());
     let reason = ReasonKind::Preempting { job, priority: preemptor.spec.priority };
-    Ok(vec![change_state(row, JobState::Pausing, Some(reason.into()), None, at)?])
+    change_state(row, JobState::Pausing, Some(reason.into()), None, at)
 }
 
 /// Pauses a job that is being preempted, for a user. The job then does not continue by itself. Nothing changes for a job that a user has
@@ -39,7 +39,7 @@ pub(super) fn pause_or_requeue(
     row: &mut JobRow,
     why: Option<&Reason>,
     at: Timestamp,
-) -> Result<EventBody, Refusal> {
+) -> Result<Vec<EventBody>, Refusal> {
     let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
         return become_paused(row, why, at);
     };

@@ -26,7 +26,7 @@ pub fn rung(row: &JobRow, epoch: u32) -> Rung {
 }
 
 /// Pauses a trial whose ranks have stopped at its rung.
-pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refusal> {
+pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
     let reached = rung(row, epoch);
     row.progress.rungs.push(reached);
@@ -66,7 +66,7 @@ pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Res
 /// Ends a trial for its sweep, because other trials are better.
 pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
     require_waiting(row)?;
-    Ok(vec![change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
+    change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)
 }
 
 #[cfg(test)]

@@ -64,9 +64,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             // This process holds the lock until then, and notes by `drop` that the log is no longer required.
             let lock = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let unclean_lock = match lock {
-                Some(Err(ServeError::LogMissing { path, log, lock })) => {
-                    return Err(ServeError::LogMissing { path, log, lock }.into());
-                }
+                Some(Err(error @ ServeError::LogMissing { .. })) => return Err(error.into()),
                 lock => lock.and_then(Result::ok).filter(|lock| lock.is_unclean),
             };
             let options = sqlite::options(path).pragma("query_only", "1");

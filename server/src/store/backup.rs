@@ -45,13 +45,12 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
     done
 }
 
-/// The newest migration in this build for a kind of database.
+/// The version of the newest migration in this build for this kind of database.
 fn newest_known(location: &Location) -> i64 {
-    let migrations = match location {
+    migrations::newest(match location {
         Location::Sqlite(_) => &migrations::OF_SQLITE,
         Location::Postgres(_) => &migrations::OF_POSTGRES,
-    };
-    migrations.iter().map(|m| m.version).max().unwrap_or(0)
+    })
 }
 
 async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupError> {

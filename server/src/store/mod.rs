@@ -51,7 +51,7 @@ pub(crate) const PAGE_BYTES: usize = 4 << 20;
 /// Converts an error of a migration.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
-    let known = known.iter().map(|m| m.version).max().unwrap_or(0);
+    let known = migrations::newest(known);
     match error {
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }

@@ -28,8 +28,6 @@ impl SqlStore {
     pub async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
         let text =
             "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute";
-        let text =
-            "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute";
         let minute = |row: &DbRow| {
             Ok(MinuteRow {
                 agent_id: agent.to_owned(),

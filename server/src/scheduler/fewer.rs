@@ -4,13 +4,13 @@ use super::{
     Snapshot,
     candidates::Candidates,
     gang::{choose_agents, choose_reserved_agents},
+    round::ReservedAgents,
 };
 use crate::store::JobRow;
 use lockstep_protocol::{
     job::Job,
     reason::{Reason, ReasonKind, Text},
 };
-use std::collections::HashSet;
 
 /// The numbers of ranks on which a job may continue if not all of its ranks fit.
 pub(super) struct FewerRanks {
@@ -39,7 +39,7 @@ impl FewerRanks {
         &self,
         job: &Job,
         candidates: &Candidates,
-        reserved: &HashSet<String>,
+        reserved: &ReservedAgents,
     ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
         let tried = self.ranks.iter().filter(|_| self.has_waited);
         let found = |ranks: &u32| Some((*ranks, choose_agents(candidates, *ranks as usize, reserved)?));

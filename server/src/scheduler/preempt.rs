@@ -7,7 +7,7 @@ use super::{
     candidates::{Candidate, Candidates},
     gang::choose_agents,
     reasons::wait_reason,
-    round::Round,
+    round::{ReservedAgents, Round},
 };
 use crate::{checkpoints::Wait, store::JobRow};
 use std::{
@@ -112,7 +112,7 @@ fn choose_victims(
     candidates: &Candidates,
     ranks: usize,
     priority: i32,
-    reserved: &HashSet<String>,
+    reserved: &ReservedAgents,
     yielding: &[YieldingJob],
     reserved_slots: &HashSet<(String, u32)>,
 ) -> Option<Choice> {
@@ -128,7 +128,7 @@ fn choose_victims(
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Choice { chosen, victims: Vec::new() });
     }
-    let single = (0..after_ends.len()).filter(|c| !reserved.contains(&after_ends[*c].agent.row.id));
+    let single = (0..after_ends.len()).filter(|c| !reserved.contains_key(&after_ends[*c].agent.row.id));
     let single = single.filter_map(|c| {
         choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots)
             .map(|found| (c, found))
@@ -203,7 +203,7 @@ fn choose_victims_on_one(
 fn choose_victims_on_several(
     after_ends: &Candidates,
     ranks: usize,
-    reserved: &HashSet<String>,
+    reserved: &ReservedAgents,
     yielding: &[YieldingJob],
     lower_jobs: Vec<usize>,
     reserved_slots: &HashSet<(String, u32)>,

@@ -13,7 +13,7 @@ use lockstep_protocol::{
     spec::{DEVICE_KINDS, Device, JobSpec, Precision},
 };
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, hash_map::Entry},
     sync::Arc,
 };
 
@@ -25,10 +25,7 @@ pub(super) struct Round<'a> {
     slots_in_use: Vec<HashSet<u32>>,
     /// Running jobs that are ending or may be preempted. Jobs that this round preempts count as ending.
     pub(super) yielding: Vec<YieldingJob>,
-    /// Agents that are reserved for earlier jobs.
-    pub(super) reserved_agents: HashSet<String>,
-    /// The job for which each reserved agent is reserved, and the job's name, which is empty for a private job.
-    pub(super) reserved_for: HashMap<String, (JobId, String)>,
+    pub(super) reserved_agents: ReservedAgents,
     /// Slots that jobs of this round count on: agent and slot.
     pub(super) reserved_slots: HashSet<(String, u32)>,
     /// Jobs that have their own agents: each of these agents takes only its `only_job`.
@@ -40,6 +37,9 @@ pub(super) struct Round<'a> {
     pub(super) waits: HashMap<JobKind, Wait>,
 }
 
+/// Agents that are reserved for earlier jobs, by id: the job, and its name, which is empty for a private job.
+pub(super) type ReservedAgents = HashMap<String, (JobId, String)>;
+
 /// The properties that decide whether a job fits: ranks, device and priority.
 pub(super) type JobKind = (u32, &'static str, i32);
 
@@ -50,8 +50,7 @@ impl<'a> Round<'a> {
             plan: Plan::default(),
             slots_in_use: snapshot.agents.iter().map(|agent| agent.slots_in_use.clone()).collect(),
             yielding: snapshot.yielding_jobs.clone(),
-            reserved_agents: HashSet::new(),
-            reserved_for: HashMap::new(),
+            reserved_agents: ReservedAgents::new(),
             reserved_slots: HashSet::new(),
             jobs_with_agents: snapshot.agents.iter().filter_map(|agent| agent.only_job.clone()).collect(),
             candidates_by_device: Vec::new(),
@@ -119,10 +118,10 @@ impl<'a> Round<'a> {
     /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier job.
     pub(super) fn reserve_agent(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
-        if self.reserved_agents.insert(agent_id.clone()) {
-            self.waits.clear();
+        if let Entry::Vacant(entry) = self.reserved_agents.entry(agent_id.clone()) {
             let name = if job.spec.private { String::new() } else { job.name.clone() };
-            self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
+            entry.insert((job.id.clone(), name));
+            self.waits.clear();
             self.plan.reservations.push(Reservation {
                 job: job.id.clone(),
                 agent_id: agent_id.clone(),

@@ -136,7 +136,7 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
         Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
     }
     let candidates = Candidates::new(launched);
-    let found = choose_agents(&candidates, 18, &HashSet::new()).unwrap();
+    let found = choose_agents(&candidates, 18, &ReservedAgents::new()).unwrap();
     let found: Vec<_> =
         found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
     let listed: Vec<_> =
@@ -213,7 +213,7 @@ fn gpus_connected_by_nvlink_are_chosen_together() {
         let groups: Vec<Vec<u32>> = groups.iter().map(|group| group.to_vec()).collect();
         let candidates =
             candidates_with_links(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
-        choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
+        choose_agents(&candidates, ranks, &ReservedAgents::new()).unwrap().remove(0).1
     };
     let pairs: &[&[u32]] = &[&[0, 4], &[1, 5], &[2, 6], &[3, 7]];
     assert_eq!(slots(0, pairs, 2), [0, 4]);
@@ -262,7 +262,7 @@ fn jobs_of_one_rank_get_slots_without_nvlink() {
     const GPU: &str = "GPU A";
     let groups: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 3, 4, 5]];
     let candidates = candidates_with_links(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
-    let slots = |ranks| choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
+    let slots = |ranks| choose_agents(&candidates, ranks, &ReservedAgents::new()).unwrap().remove(0).1;
     assert_eq!(slots(1), [6], "the pair stays whole");
     assert_eq!(slots(2), [0, 1]);
     assert_eq!(slots(3), [2, 3, 4]);

@@ -1,12 +1,11 @@
 //! The end of an attempt whose ranks are on several agents. The attempt ends when the ranks have ended on all agents, so that no GPU memory
 //! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
-use super::{JobRow, Refusal, end_lost_attempt, reports::end_attempt, requeue};
+use super::{ChangeResult, JobRow, end_lost_attempt, reports::end_attempt, requeue};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::Ending,
     reason::{Reason, ReasonKind},
-    stream::EventBody,
 };
 use serde::{Deserialize, Serialize};
 
@@ -68,7 +67,7 @@ pub fn record_end_on_agent(
     agent_id: &str,
     end: EndOnAgent,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+) -> ChangeResult {
     let ends = &mut row.progress.ends;
     if ends.iter().any(|(known, _)| known == agent_id) {
         return Ok(Vec::new());

@@ -2,7 +2,7 @@
 //! rank, to which the points belong, and no fencing token, because every program with the right to change the job may report.
 
 use super::{
-    JobRow, Refusal, change_state, refusal,
+    ChangeResult, JobRow, Refusal, change_state, refusal,
     reports::{note_column, points_event},
 };
 use jiff::Timestamp;
@@ -59,13 +59,13 @@ pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refusal> {
 }
 
 /// Begins a new run. Its state is `running` at once.
-pub fn begin(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn begin(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     row.job.attempt = ATTEMPT;
     make_running(row, at)
 }
 
 /// Applies a change that a run's program reports. A run that failed because its program was silent is running again.
-pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> ChangeResult {
     let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
@@ -89,7 +89,7 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
 }
 
 /// Fails a running run whose program has been silent for `secs` seconds.
-pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> ChangeResult {
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
@@ -97,7 +97,7 @@ pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<Eve
 }
 
 /// Changes a run to `running` from any state, through `queued` and `starting`.
-fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+fn make_running(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     if row.job.state == JobState::Running {
         return Ok(Vec::new());
     }
@@ -182,7 +182,7 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values. A value that is not finite is a gap in a chart, and the newest finite
 /// value stays the job's newest value.
-fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refusal> {
+fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> ChangeResult {
     // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);

@@ -1,8 +1,8 @@
 //! The rules by which records of ranks and agents change a job.
 
 use super::{
-    JobRow, Refusal, change_state, checkpoint_id, preemption::pause_or_requeue, requeue, restart_or_fail,
-    state_event, trial,
+    ChangeResult, JobRow, change_state, checkpoint_id, preemption::pause_or_requeue, requeue,
+    restart_or_fail, state_event, trial,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -37,7 +37,7 @@ pub fn report(
     event: AttemptEvent,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+) -> ChangeResult {
     let (attempt, ranks) = (row.job.attempt, row.job.ranks);
     Ok(match event {
         AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
@@ -276,7 +276,7 @@ pub(super) fn end_attempt(
     ending: Ending,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+) -> ChangeResult {
     let ending = match ending {
         // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },

@@ -24,7 +24,7 @@ pub use rows::*;
 
 use crate::{
     config::{FairShare, serve_error::ServeError},
-    lifecycle::Refusal,
+    lifecycle::ChangeResult,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -38,7 +38,6 @@ use lockstep_protocol::{
     network::NetworkDescription,
     panels::Panel,
     people::Identity,
-    stream::EventBody,
     sweep::SweepState,
 };
 use sqlx::migrate::{MigrateError, Migrator};
@@ -65,11 +64,10 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 }
 
 /// A change of one job: edits the row and returns the events to store. The store may call the function more than once.
-pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
+pub type Change = Box<dyn Fn(&mut JobRow) -> ChangeResult + Send + Sync>;
 
 /// A change of a run from elsewhere by records. The second argument is the number of these records that are already stored.
-pub type RecordsChange =
-    Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
+pub type RecordsChange = Box<dyn Fn(&mut JobRow, u64) -> ChangeResult + Send + Sync>;
 
 /// Declares the trait. Each database implements each method by its own method of the same name (`sql/`).
 macro_rules! store {

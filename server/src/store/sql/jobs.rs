@@ -264,7 +264,7 @@ pub(super) async fn change_job(
     db: &mut Connection,
     mut row: JobRow,
     at: Timestamp,
-    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>,
+    change: impl FnOnce(&mut JobRow) -> lifecycle::ChangeResult,
 ) -> Result<ChangedJob> {
     let bodies = change(&mut row)?;
     let new_rows = prepare_events(db, &mut row, bodies, at).await?;

@@ -2,7 +2,7 @@
 
 use super::{
     Snapshot,
-    candidates::Candidates,
+    candidates::{Candidates, ChosenSlots},
     gang::{choose_agents, choose_reserved_agents},
     round::ReservedAgents,
 };
@@ -40,7 +40,7 @@ impl FewerRanks {
         job: &Job,
         candidates: &Candidates,
         reserved: &ReservedAgents,
-    ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
+    ) -> Option<(ChosenSlots, Reason)> {
         let tried = self.ranks.iter().filter(|_| self.has_waited);
         let found = |ranks: &u32| Some((*ranks, choose_agents(candidates, *ranks as usize, reserved)?));
         let (ranks, chosen) = tried.into_iter().find_map(found)?;

@@ -5,7 +5,7 @@
 
 use super::{
     AgentState,
-    candidates::{Candidate, Candidates, Group, link_speeds},
+    candidates::{Candidate, Candidates, ChosenSlots, Group, link_speeds},
     round::ReservedAgents,
 };
 use crate::store::AgentRow;
@@ -80,7 +80,7 @@ pub(super) fn choose_agents(
     candidates: &Candidates,
     ranks: usize,
     reserved: &ReservedAgents,
-) -> Option<Vec<(usize, Vec<u32>)>> {
+) -> Option<ChosenSlots> {
     let is_reserved = |c: usize| reserved.contains_key(&candidates[c].agent.row.id);
     // Large gaps stay for large jobs, but ranks that NVLink joins exchange gradients several times faster.
     let fits = |c: &usize| candidates[*c].free.len() >= ranks && !is_reserved(*c);

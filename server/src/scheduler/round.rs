@@ -1,8 +1,8 @@
 //! The state of a plan while it is made: agents that accept work, and their remaining slots.
 
 use super::{
-    AgentState, Plan, Reservation, Snapshot, YieldingJob,
-    candidates::{Candidate, Candidates, slots_for},
+    AgentSlot, AgentState, Plan, Reservation, Snapshot, YieldingJob,
+    candidates::{Candidate, Candidates, ChosenSlots, slots_for},
 };
 use crate::{
     checkpoints::Wait,
@@ -26,8 +26,8 @@ pub(super) struct Round<'a> {
     /// Running jobs that are ending or may be preempted. Jobs that this round preempts count as ending.
     pub(super) yielding: Vec<YieldingJob>,
     pub(super) reserved_agents: ReservedAgents,
-    /// Slots that jobs of this round count on: agent and slot.
-    pub(super) reserved_slots: HashSet<(String, u32)>,
+    /// Slots that jobs of this round count on.
+    pub(super) reserved_slots: HashSet<AgentSlot>,
     /// Jobs that have their own agents: each of these agents takes only its `only_job`.
     jobs_with_agents: HashSet<JobId>,
     /// The candidates of each device, for jobs without their own agents.
@@ -99,7 +99,7 @@ impl<'a> Round<'a> {
         &mut self,
         row: &Arc<JobRow>,
         candidates: &Candidates,
-        chosen: &[(usize, Vec<u32>)],
+        chosen: &ChosenSlots,
     ) -> Option<Wait> {
         let job = &row.job;
         // A job that has never run, is not a fork and has no pretrained weights needs no checkpoint.

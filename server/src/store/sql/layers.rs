@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_above_the_limit_is_removed() {
+    fn one_step_is_removed_if_there_are_more_than_the_limit() {
         let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64).collect();
         assert_eq!(step_to_remove(&steps), None);
         let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64 + 1).collect();

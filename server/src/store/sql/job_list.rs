@@ -103,15 +103,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     }
     let or_missing =
         if *comparison == Comparison::NotEqual { format!("{column} IS NULL OR ") } else { String::new() };
-    let operator = match comparison {
-        Comparison::Equal => "=",
-        Comparison::NotEqual => "<>",
-        Comparison::Less => "<",
-        Comparison::LessOrEqual => "<=",
-        Comparison::Greater => ">",
-        Comparison::GreaterOrEqual => ">=",
-    };
-    query.push(format!(" AND ({or_missing}{column} {operator} "));
+    query.push(format!(" AND ({or_missing}{column} {comparison} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
         SettingValue::Text(text) => query.push_bind(strip_nul(text).into_owned()),

@@ -562,7 +562,8 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             ),
         );
     }
-    if let (Some(weights), Some(train)) = (&spec.loss.class_weights, info.split("train"))
+    let train = info.split("train");
+    if let (Some(weights), Some(train)) = (&spec.loss.class_weights, train)
         && let Err(detail) = weights.of(&info.classes, &train.per_class)
     {
         mistake("/loss/class_weights", detail);

@@ -1,5 +1,8 @@
 use super::*;
-use lockstep_protocol::agent::{Machine, Slot};
+use lockstep_protocol::{
+    JobId,
+    agent::{Machine, Slot},
+};
 
 /// A machine: its name, address, number of slots, number of slots in use, and the model of the slots.
 pub(in crate::scheduler) type TestMachine<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
@@ -39,13 +42,19 @@ fn candidates_with_links(
     Candidates::new(machines.iter().map(candidate).collect())
 }
 
+/// These machines, reserved for another job.
+fn reserved_agents(names: &[&str]) -> ReservedAgents {
+    let reserved_for = (JobId::generate(), String::new());
+    names.iter().map(|name| (format!("id-{name}"), reserved_for.clone())).collect()
+}
+
 /// The names of the chosen machines, each with the number of slots chosen on it.
 fn chosen(machines: &[TestMachine<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
     chosen_from(&candidates(machines), ranks, reserved)
 }
 
 fn chosen_from(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
-    let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+    let reserved = reserved_agents(reserved);
     let found = choose_agents(candidates, ranks, &reserved).unwrap_or_default();
     found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
 }
@@ -130,7 +139,7 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
     let slots = |n: usize| 1 + (n as u32 % 2);
     let machines: Vec<TestMachine<'_>> =
         names.iter().enumerate().map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU)).collect();
-    let job = lockstep_protocol::JobId::generate();
+    let job = JobId::generate();
     let mut launched = candidates(&machines).to_vec();
     for candidate in &mut launched {
         Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
@@ -245,7 +254,7 @@ fn faster_links_count_more_than_fuller_machines() {
         (None, groups)
     });
     let best = |ranks, reserved: &[&str]| {
-        let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+        let reserved = reserved_agents(reserved);
         let (c, slots) = choose_agents(&candidates, ranks, &reserved).unwrap().remove(0);
         (candidates[c].agent.row.name.clone(), slots)
     };

@@ -179,7 +179,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool
 
 #[test]
 fn a_sweep_ends_with_the_same_trials_in_any_order_of_arrival() {
-    let mut numbers = Order(1);
+    let mut numbers = Random(1);
     for (trials, rungs) in
         [(1, vec![1, 3]), (5, vec![4]), (6, vec![1, 3]), (27, vec![1, 3, 9]), (20, vec![1, 2, 4, 8])]
     {

@@ -701,7 +701,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_have_a_limit() {
+    fn texts_beyond_the_limit_are_cut_off() {
         let reason = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
         assert_eq!(reason(TEXT_BYTES).words().len(), TEXT_BYTES);
         assert_eq!(reason(TEXT_BYTES + 2).words().len(), TEXT_BYTES);

@@ -13,7 +13,7 @@ use super::{
 use anyhow::{Chain, Context, anyhow};
 use lockstep_protocol::{
     Job, JobState,
-    models::{ModelVersion, SCHEME, VersionName, Which},
+    models::{ModelVersion, SCHEME, Selector, VersionName},
     spec::SpecError,
     sweep::Sweep,
 };
@@ -266,10 +266,10 @@ impl Api {
     /// # Errors
     /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
     pub(crate) async fn find_model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
-        let VersionName { model, which } = name;
-        let path = match which {
-            Which::Number(number) => format!("/models/{model}/versions/{number}"),
-            Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
+        let VersionName { model, selector } = name;
+        let path = match selector {
+            Selector::Number(number) => format!("/models/{model}/versions/{number}"),
+            Selector::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
         };
         let error = match self.get(&path).await {
             Err(error) if error.is::<WrongRequest>() => error,
@@ -282,10 +282,10 @@ impl Api {
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
-        Err(match which {
-            Which::Number(_) => error,
-            Which::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
-            Which::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
+        Err(match selector {
+            Selector::Number(_) => error,
+            Selector::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
+            Selector::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
         })
     }
 

@@ -267,8 +267,7 @@ fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> Stri
 
 /// Returns the number of training pictures of each class.
 fn training_counts(info: &DatasetInfo) -> &[u64] {
-    let train = info.splits.iter().find(|split| split.name == "train");
-    train.map(|split| &*split.per_class).unwrap_or_default()
+    info.split("train").map(|split| &*split.per_class).unwrap_or_default()
 }
 
 /// Lists the classes with their numbers of training pictures.

@@ -128,7 +128,7 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
-fn errors_say_what_is_allowed() {
+fn the_error_of_a_wrong_value_says_which_values_are_allowed() {
     for (section, line, key, expected) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
         ("train", "epochs = 1000000000", "epochs", &["from 1 to 100,000", "1000000000"]),

@@ -288,7 +288,7 @@ impl Access {
             }
             if purged_at.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
                 self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
-                if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
+                if let Err(error) = store.purge_sessions_and_tokens(now, now - INVALID_TOKEN_LIFE).await {
                     tracing::warn!(%error, "old tokens and sessions could not be removed");
                 }
                 purged_at = Some(Instant::now());

@@ -41,30 +41,29 @@ pub enum AccessLogTo {
     File(PathBuf),
 }
 
-/// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AgentAuth {
-    Token,
-    Certificate,
-    /// By a certificate, or by a token if they have no certificate.
-    Either,
+words! {
+    /// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
+    pub enum AgentAuth: "agent credential" {
+        Token = "token",
+        Certificate = "certificate",
+        /// By a certificate, or by a token if they have no certificate.
+        Either = "either",
+    }
 }
 
-words!(AgentAuth, "agent credential": Token = "token", Certificate = "certificate", Either = "either");
-
-/// Whether slots are shared fairly between owners or between projects, among waiting jobs of the same priority.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FairShare {
-    /// No fair sharing: the job that was submitted first comes first.
-    #[default]
-    Off,
-    /// Owners: the owner with the fewest slots in use comes first.
-    Owner,
-    /// Projects: the project with the fewest slots in use comes first.
-    Project,
+words! {
+    /// Whether slots are shared fairly between owners or between projects, among waiting jobs of the same priority.
+    #[derive(Default)]
+    pub enum FairShare: "fair share" {
+        /// No fair sharing: the job that was submitted first comes first.
+        #[default]
+        Off = "off",
+        /// Owners: the owner with the fewest slots in use comes first.
+        Owner = "owner",
+        /// Projects: the project with the fewest slots in use comes first.
+        Project = "project",
+    }
 }
-
-words!(FairShare, "fair share": Off = "off", Owner = "owner", Project = "project");
 
 #[derive(Debug, Clone)]
 pub struct ServeConfig {

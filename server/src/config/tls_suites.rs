@@ -15,17 +15,17 @@ use std::{
 /// Maximum length of a list of suites, in bytes.
 const MAX_LIST_BYTES: usize = 4096;
 
-/// The minimum version of TLS.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TlsVersion {
-    /// TLS 1.2, RFC 5246.
-    #[default]
-    V1_2,
-    /// TLS 1.3, RFC 8446.
-    V1_3,
+words! {
+    /// The minimum version of TLS.
+    #[derive(Default, PartialOrd, Ord)]
+    pub enum TlsVersion: "TLS version" {
+        /// TLS 1.2, RFC 5246.
+        #[default]
+        V1_2 = "1.2",
+        /// TLS 1.3, RFC 8446.
+        V1_3 = "1.3",
+    }
 }
-
-words!(TlsVersion, "TLS version": V1_2 = "1.2", V1_3 = "1.3");
 
 /// Cipher suites in the given order.
 #[derive(Debug, Clone, PartialEq)]

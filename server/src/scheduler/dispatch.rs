@@ -91,7 +91,7 @@ async fn compare_queue(scheduler: &Scheduler) {
     let mut failure_log = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
-        let compared = scheduler.waiting.compare(&*scheduler.store).await;
+        let compared = scheduler.waiting.mark_differences(&*scheduler.store).await;
         let failed = "the queue could not be compared with the store";
         failure_log.log(&compared, failed, "the queue is compared with the store again");
         if matches!(compared, Ok(true)) {

@@ -138,14 +138,16 @@ pub(crate) struct AgentState {
     pub(crate) slots_in_use: HashSet<u32>,
 }
 
+/// A slot: the id of its agent, and its index.
+pub(crate) type AgentSlot = (String, u32);
+
 /// A running job that ends or may be preempted.
 #[derive(Debug, Clone)]
 pub(crate) struct YieldingJob {
     pub(crate) occupant: Occupant,
     /// Whether the job's slots become free soon without a further preemption.
     pub(crate) is_ending: bool,
-    /// The job's slots, each with the id of its agent.
-    pub(crate) slots: Vec<(String, u32)>,
+    pub(crate) slots: Vec<AgentSlot>,
 }
 
 /// The decisions that follow from a snapshot.

@@ -127,7 +127,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
 fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<(&'a str, f64)> {
     let per_class = match &spec.data.validation {
         _ if spec.data.folds.is_some() => return None,
-        Validation::Split(name) => &info.splits.iter().find(|split| split.name == *name)?.per_class,
+        Validation::Split(name) => &info.split(name)?.per_class,
         fraction => {
             info.count_held_out(fraction, spec.data.validation_seed)?;
             &info.held_out.as_ref()?.per_class

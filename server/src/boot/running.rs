@@ -4,7 +4,8 @@ use crate::{
     auth::{Auth, SERVER_TOKEN_NAME, access::Secret, token_file},
     config::ServeConfig,
     http::tls::addresses,
-    store::{StoreError, TokenRow},
+    store::TokenRow,
+    util::private_files,
 };
 use lockstep_protocol::access::{Scope, Token};
 use std::{
@@ -113,7 +114,7 @@ async fn ensure_token(
     let secret = secret.map_or_else(Secret::new_token, Ok)?;
     let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
-    auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
+    auth.store.put_token(&row).await.map_err(|error| io::Error::other(error.to_string()))?;
     auth.access.put_token(row);
-    if is_new { token_file::write(path, &secret.text) } else { Ok(()) }
+    if is_new { private_files::replace(path, format!("{}\n", secret.text).as_bytes()) } else { Ok(()) }
 }

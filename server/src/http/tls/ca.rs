@@ -13,15 +13,17 @@ use super::{
     files::{self, fingerprint, minute},
     names::is_name,
 };
-use crate::util::pem_files::{self, Readers};
+use crate::util::{
+    pem_files::{self, Readers},
+    private_files,
+};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SerialNumber,
 };
 use std::{
     fs::{self, DirBuilder, File},
-    io::Write,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
 };
 use time::{Duration, OffsetDateTime};
@@ -82,10 +84,10 @@ impl Authority {
         // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
         let write_folder = || -> std::io::Result<()> {
-            crate::util::private_files::create_data_dir(data_dir)?;
+            private_files::create_data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
-            write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
-            write(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
+            private_files::write_new(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
+            private_files::write_new(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
             // Fails if the target is a folder that is not empty.
             fs::rename(&unfinished, &folder)?;
             File::open(data_dir)?.sync_all()
@@ -252,11 +254,4 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
 
 fn not_ours(path: &Path) -> String {
     format!("{} is not a file that `lockstep ca init` has made; restore the earlier file", path.display())
-}
-
-/// Creates a file that other users cannot read. The file must not exist.
-fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
-    let mut file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
-    file.write_all(content)?;
-    file.sync_all()
 }

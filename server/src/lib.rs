@@ -31,7 +31,7 @@ pub use config::{
     smtp::SmtpConfig,
 };
 pub use http::tls;
-pub use util::private_files::keep_files_private;
+pub use util::{private_files::keep_files_private, with_causes};
 
 /// The current time in whole milliseconds, so that stored and streamed times are equal.
 pub(crate) fn now() -> jiff::Timestamp {

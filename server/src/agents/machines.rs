@@ -11,7 +11,7 @@ pub(crate) use warnings::{MachineState, warnings};
 
 use crate::{
     store::{MinuteRow, Store},
-    util::lock,
+    util::{lock, remove_oldest},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -140,11 +140,8 @@ impl Machines {
         let sample = sanitize(sample, slots);
         let point = Point::of(at, &sample);
         let mut by_agent = lock(&self.by_agent);
-        if !by_agent.contains_key(agent)
-            && by_agent.len() >= MAX_MEASURED_MACHINES
-            && let Some(oldest) = by_agent.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
-        {
-            by_agent.remove(&oldest);
+        if !by_agent.contains_key(agent) && by_agent.len() >= MAX_MEASURED_MACHINES {
+            remove_oldest(&mut by_agent, |measured| Some(measured.arrived_at));
         }
         let now = Instant::now();
         let measured = match by_agent.get_mut(agent) {

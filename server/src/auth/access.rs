@@ -22,7 +22,10 @@ pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
 pub(crate) use secret::{Secret, is_same_secret, is_token};
 
-use crate::store::{SessionRow, Store, TokenRow};
+use crate::{
+    store::{SessionRow, Store, TokenRow},
+    util::remove_oldest,
+};
 use attempts::Attempts;
 use caller::{Credential, Usage};
 use codes::Codes;
@@ -146,16 +149,16 @@ impl Access {
         let mut known = self.write();
         let Some(holder) = known.session_credential(&row.token_id) else { return Some(row.hash) };
         // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
-        let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
-        let oldest = if of_token.clone().count() >= MAX_SESSIONS_OF_A_TOKEN {
-            of_token.min_by_key(|s| s.session_since)
+        let is_of_token = |s: &Credential| s.token.id == row.token_id;
+        let removed = if known.sessions.values().filter(|s| is_of_token(s)).count() >= MAX_SESSIONS_OF_A_TOKEN
+        {
+            remove_oldest(&mut known.sessions, |s| is_of_token(s).then_some(s.session_since))
         } else if known.sessions.len() >= MAX_SESSIONS {
-            known.sessions.values().min_by_key(|s| s.session_since)
+            remove_oldest(&mut known.sessions, |s| Some(s.session_since))
         } else {
             None
         };
-        let removed_hash = oldest.map(|s| s.hash.clone());
-        if let Some(session) = removed_hash.as_ref().and_then(|hash| known.sessions.remove(hash)) {
+        if let Some(session) = &removed {
             session.ended.cancel();
         }
         let credential = Credential {
@@ -169,7 +172,7 @@ impl Access {
             usage: holder.usage.clone(),
         };
         known.sessions.insert(row.hash, Arc::new(credential));
-        removed_hash
+        removed.map(|session| session.hash.clone())
     }
 
     /// Ends a session, if it exists.

@@ -7,7 +7,10 @@
 //! check, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
 //! start) has its own counter, so guessing elsewhere does not lock the person out.
 
-use crate::{config::addresses::client_key, util::lock};
+use crate::{
+    config::addresses::client_key,
+    util::{lock, remove_oldest},
+};
 use std::{
     collections::HashMap,
     hash::Hash,
@@ -74,12 +77,10 @@ fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     }
 }
 
-/// Removes the oldest entry if there are `max` entries, so that another can be added.
-fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
-    while counts.len() >= max {
-        let oldest = counts.iter().min_by_key(|(_, counter)| counter.since).map(|(key, _)| key.clone());
-        let Some(oldest) = oldest else { return };
-        counts.remove(&oldest);
+/// Removes the oldest counter if there are [`MAX_NAMES`] counters, so that another can be added.
+fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>) {
+    if counts.len() >= MAX_NAMES {
+        remove_oldest(counts, |counter| Some(counter.since));
     }
 }
 
@@ -155,7 +156,7 @@ impl Attempts {
             return Err(wait);
         }
         if !counters.names.contains_key(name) {
-            forget_oldest(&mut counters.names, MAX_NAMES);
+            forget_oldest(&mut counters.names);
         }
         add(&mut counters.addresses, from);
         add(&mut counters.names, pair.0);
@@ -168,7 +169,7 @@ impl Attempts {
         let mut counters = self.counters();
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
-            forget_oldest(&mut counters.familiar, MAX_NAMES);
+            forget_oldest(&mut counters.familiar);
             counters.familiar.insert(pair, Counter::new());
         }
     }

@@ -1,7 +1,7 @@
 //! Links that sign a browser in. A link has a random code, which can be used once and within ten minutes. Codes exist only in memory.
 
 use super::secret::{self, Secret};
-use crate::util::lock;
+use crate::util::{lock, remove_oldest};
 use jiff::Timestamp;
 use std::{
     collections::HashMap,
@@ -35,11 +35,8 @@ impl Codes {
         let secret = Secret::new_plain()?;
         let mut codes = lock(&self.0);
         codes.retain(|_, code| code.made_at.elapsed() < LIFE);
-        let own = codes.iter().filter(|(_, code)| code.token_id == token_id);
-        if own.clone().count() >= MAX_CODES
-            && let Some(oldest) = own.min_by_key(|(_, code)| code.made_at).map(|(hash, _)| hash.clone())
-        {
-            codes.remove(&oldest);
+        if codes.values().filter(|code| code.token_id == token_id).count() >= MAX_CODES {
+            remove_oldest(&mut codes, |code| (code.token_id == token_id).then_some(code.made_at));
         }
         let code = Code { token_id: token_id.to_owned(), session_until, made_at: Instant::now() };
         codes.insert(secret.hash, code);

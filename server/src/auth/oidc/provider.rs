@@ -8,15 +8,14 @@ use super::{
 };
 use crate::{
     config::oidc::{Groups, NameClaim, OidcConfig},
-    util::{pem_files, tls_client},
+    util::{http_client, pem_files},
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
-use reqwest::{Client, RequestBuilder, Url, header, redirect};
-use rustls::{ClientConfig, RootCertStore};
+use reqwest::{Client, RequestBuilder, Url, header};
+use rustls::RootCertStore;
 use serde::Deserialize;
 use serde_json::Value;
 use std::{
-    error::Error,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -150,12 +149,8 @@ struct Refusal {
 
 impl Provider {
     pub(super) fn new(config: Arc<OidcConfig>) -> Result<Self, String> {
-        let builder = Client::builder()
-            .timeout(TIMEOUT)
-            .connect_timeout(TIMEOUT / 2)
-            .redirect(redirect::Policy::none())
-            .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(tls(&config)?);
+        let builder = http_client::builder(authorities(&config)?).map_err(|error| error.to_string())?;
+        let builder = builder.timeout(TIMEOUT).connect_timeout(TIMEOUT / 2);
         // Only a provider on this machine may use plain HTTP. Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
@@ -311,11 +306,7 @@ impl Provider {
         url: &str,
     ) -> Result<T, OidcError> {
         let failed = |error: reqwest::Error| {
-            let mut cause: &dyn Error = &error;
-            while let Some(source) = cause.source() {
-                cause = source;
-            }
-            log_unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
+            log_unreachable(self.config.issuer.host(), &format!("{url}: {}", http_client::root_cause(&error)))
         };
         let mut response = request_builder.send().await.map_err(failed)?;
         let status = response.status();
@@ -339,10 +330,10 @@ impl Provider {
     }
 }
 
-/// TLS settings that trust the CA certificates of the system and of the configured file.
-fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
+/// The CA certificates of the system and of the configured file.
+fn authorities(config: &OidcConfig) -> Result<RootCertStore, String> {
     let mut roots =
-        if config.issuer.is_plain() { RootCertStore::empty() } else { tls_client::system_authorities() };
+        if config.issuer.is_plain() { RootCertStore::empty() } else { http_client::system_authorities() };
     if let Some(path) = &config.ca_file {
         for certificate in
             pem_files::read_certificates(path).map_err(|error| format!("the CA file {error}"))?
@@ -352,7 +343,7 @@ fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
                 .map_err(|error| format!("the CA file {} cannot be used: {error}", path.display()))?;
         }
     }
-    tls_client::client_config(roots).map_err(|error| error.to_string())
+    Ok(roots)
 }
 
 /// Encodes pairs as the body of a form.

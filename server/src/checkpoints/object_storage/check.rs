@@ -1,8 +1,8 @@
 //! Checks that the store can be used, and converts errors into texts that say what to change.
 
 use super::{ObjectStorage, with_timeout};
+use crate::util::with_causes;
 use object_store::{Error, ObjectStoreExt};
-use std::error::Error as _;
 
 /// The content of the test object.
 const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
@@ -30,7 +30,7 @@ impl Unusable {
 
 impl From<Error> for Unusable {
     fn from(error: Error) -> Self {
-        Self { why: describe(&error), is_temporary: is_temporary(&full_text(&error)) }
+        Self { why: describe(&error), is_temporary: is_temporary(&with_causes(&error)) }
     }
 }
 
@@ -125,23 +125,9 @@ fn is_temporary(text: &str) -> bool {
             .any(|phrase| text.contains(phrase))
 }
 
-/// The text of an error and of all its sources.
-fn full_text(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text = format!("{text}: {inner_text}");
-        }
-        source = inner.source();
-    }
-    text
-}
-
 /// The text of an error for users: what is wrong, and what to change.
 pub(crate) fn describe(error: &Error) -> String {
-    let text = full_text(error);
+    let text = with_causes(error);
     let code =
         text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
     let code_in_brackets = code.map_or_else(String::new, |code| format!(" ({code})"));

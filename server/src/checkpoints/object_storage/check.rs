@@ -1,4 +1,4 @@
-//! Checks that the store can be used, and converts errors into texts that say what to change.
+//! Checks that the object store can be used, and converts errors into texts that say what to change.
 
 use super::{ObjectStorage, with_timeout};
 use crate::util::with_causes;
@@ -43,7 +43,7 @@ impl ObjectStorage {
         let folder = self.root.clone().join("lockstep-check");
         let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
         let test = async {
-            with_timeout(self.objects.put(&path, TEXT.into())).await.map_err(|error| ("written", error))?;
+            self.put(&path, TEXT.into()).await.map_err(|error| ("written", error))?;
             let found = with_timeout(self.objects.get(&path)).await.map_err(|error| ("read", error))?;
             let found = with_timeout(found.bytes()).await.map_err(|error| ("read", error))?;
             let listed = with_timeout(self.objects.list_with_delimiter(Some(&folder))).await;
@@ -60,7 +60,8 @@ impl ObjectStorage {
         match tested {
             Ok(true) => Ok(()),
             Ok(false) => Err(Unusable::permanent(
-                "the test object was not read or listed as it was written: use another store".into(),
+                "the store returned other content for the test object, or did not list it: use another store"
+                    .into(),
             )),
             Err((what, error)) => {
                 let Unusable { why, is_temporary } = error.into();
@@ -73,7 +74,8 @@ impl ObjectStorage {
     }
 }
 
-/// Checks the environment variables that a bucket's client reads: the endpoint is a URL, and both halves of the key are given.
+/// Checks the environment variables that a bucket's client reads: the endpoint must be a URL, and `AWS_ACCESS_KEY_ID` and
+/// `AWS_SECRET_ACCESS_KEY` must be set both or not at all.
 ///
 /// # Errors
 /// A variable is missing or invalid. The text says what the user must change.

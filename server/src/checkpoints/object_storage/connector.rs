@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the next bytes of a response. The time begins with the request, so it also limits the upload of a part.
+/// Time limit for the next bytes of a response. The time begins with the request, so a part of a file must be sent within the same time.
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug)]

@@ -25,7 +25,7 @@ use std::{
     sync::Mutex,
     time::{Duration, Instant},
 };
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::interval;
 
 /// Time for which the means of minutes are kept in the database.
 pub(crate) const RETENTION: Duration = Duration::from_secs(24 * 3600);
@@ -225,18 +225,16 @@ impl Machines {
 
     /// Stores finished minutes and removes old ones. Runs until dropped.
     pub(crate) async fn run(&self, store: &dyn Store) {
-        let mut tick = interval(STORE_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut purged_at: Option<Instant> = None;
+        let (mut store_tick, mut purge_tick) = (interval(STORE_INTERVAL), interval(PURGE_INTERVAL));
         loop {
-            tick.tick().await;
-            self.store_minutes(store, crate::now()).await;
-            if purged_at.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
-                let before = minute_of(crate::now() - RETENTION);
-                if let Err(error) = store.purge_machine_minutes(before).await {
-                    tracing::warn!(%error, "old measurements of machines could not be removed");
+            tokio::select! {
+                _ = store_tick.tick() => self.store_minutes(store, crate::now()).await,
+                _ = purge_tick.tick() => {
+                    let before = minute_of(crate::now() - RETENTION);
+                    if let Err(error) = store.purge_machine_minutes(before).await {
+                        tracing::warn!(%error, "old measurements of machines could not be removed");
+                    }
                 }
-                purged_at = Some(Instant::now());
             }
         }
     }

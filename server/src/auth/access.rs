@@ -42,7 +42,7 @@ use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
 };
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{interval, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Lifetime of a session, after which the browser has to sign in again.
@@ -278,23 +278,18 @@ impl Access {
 
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Never returns.
     pub(crate) async fn run_upkeep(&self, store: &dyn Store) {
-        let mut tick = interval(EXPIRE_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut stored_at, mut purged_at) = (Instant::now(), None);
+        let (mut store_tick, mut purge_tick) = (interval(STORE_USE_INTERVAL), interval(PURGE_INTERVAL));
         loop {
-            tick.tick().await;
-            let now = crate::now();
-            self.expire(now);
-            if stored_at.elapsed() >= STORE_USE_INTERVAL {
-                self.store_use(store).await;
-                stored_at = Instant::now();
-            }
-            if purged_at.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
-                self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
-                if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
-                    tracing::warn!(%error, "old tokens and sessions could not be removed");
+            tokio::select! {
+                () = sleep(EXPIRE_INTERVAL) => self.expire(crate::now()),
+                _ = store_tick.tick() => self.store_use(store).await,
+                _ = purge_tick.tick() => {
+                    let now = crate::now();
+                    self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
+                    if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
+                        tracing::warn!(%error, "old tokens and sessions could not be removed");
+                    }
                 }
-                purged_at = Some(Instant::now());
             }
         }
     }

@@ -117,7 +117,7 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_failure`] must follow.
+    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_attempt`] must follow.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
@@ -127,7 +127,7 @@ impl Attempts {
     }
 
     /// Uncounts the last attempt of an address, because the attempt did not fail.
-    pub(crate) fn uncount_failure(&self, from: IpAddr) {
+    pub(crate) fn uncount_attempt(&self, from: IpAddr) {
         uncount(&mut self.counters().addresses, &client_key(from));
     }
 
@@ -165,7 +165,7 @@ impl Attempts {
 
     /// Uncounts the last attempt, because its password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
-        self.uncount_password(name, from);
+        self.uncount_password_attempt(name, from);
         let mut counters = self.counters();
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
@@ -175,7 +175,7 @@ impl Attempts {
     }
 
     /// Uncounts the last attempt, because its password was not checked.
-    pub(super) fn uncount_password(&self, name: &str, from: IpAddr) {
+    pub(super) fn uncount_password_attempt(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
@@ -271,7 +271,7 @@ mod tests {
             attempts.count_password_attempt("ada", office).is_err(),
             "ten guesses are allowed there, too"
         );
-        attempts.uncount_password("ada", office);
+        attempts.uncount_password_attempt("ada", office);
         assert_eq!(
             attempts.count_password_attempt("ada", office),
             Ok(true),

@@ -167,7 +167,7 @@ impl Access {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {
-                self.attempts.uncount_password(counted, from);
+                self.attempts.uncount_password_attempt(counted, from);
                 return Err(NotSignedIn::NotChecked(error));
             }
         }

@@ -59,33 +59,26 @@ impl<T> CachedResponse<T> {
         max_age: Duration,
         request: impl Future<Output = Result<T, OidcError>>,
     ) -> Result<Arc<T>, OidcError> {
-        let cached = self.value.as_ref().map(|(value, _)| value.clone());
-        if let (Some(value), Some((_, since))) = (&cached, &self.value)
+        if let Some((value, since)) = &self.value
             && since.elapsed() < max_age
         {
             return Ok(value.clone());
         }
-        let recent_failure = self
-            .last_failure
-            .as_ref()
-            .filter(|(_, at)| at.elapsed() < RETRY_PAUSE)
-            .map(|(error, _)| error.clone());
-        let response = match recent_failure {
-            Some(error) => Err(error),
-            None => {
-                let response = request.await;
-                self.last_failure = response.as_ref().err().map(|error| (error.clone(), Instant::now()));
-                response
-            }
+        let error = match &self.last_failure {
+            Some((error, at)) if at.elapsed() < RETRY_PAUSE => error.clone(),
+            _ => match request.await {
+                Ok(value) => {
+                    let value = Arc::new(value);
+                    *self = Self { value: Some((value.clone(), Instant::now())), last_failure: None };
+                    return Ok(value);
+                }
+                Err(error) => {
+                    self.last_failure = Some((error.clone(), Instant::now()));
+                    error
+                }
+            },
         };
-        match response {
-            Ok(value) => {
-                let value = Arc::new(value);
-                self.value = Some((value.clone(), Instant::now()));
-                Ok(value)
-            }
-            Err(error) => cached.ok_or(error),
-        }
+        self.value.as_ref().map(|(value, _)| value.clone()).ok_or(error)
     }
 }
 

@@ -25,7 +25,7 @@ pub use api::router::{openapi, page_paths};
 pub use boot::{running::Running, serve};
 pub use config::{
     AccessLogTo, AgentAuth, Bundled, FairShare, ServeConfig, TlsConfig,
-    addresses::{Network, PublicUrl},
+    addresses::{ProxyNetwork, PublicUrl},
     oidc::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig},
     serve_error::ServeError,
     smtp::SmtpConfig,

@@ -11,7 +11,7 @@ pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 use super::{
     certificate::Facts,
     files::{self, fingerprint, minute},
-    names::is_name,
+    names::is_dns_name_or_address,
 };
 use crate::util::{
     pem_files::{self, Readers},
@@ -33,7 +33,7 @@ const AUTHORITY_DAYS: i64 = 3650;
 /// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
 pub const MAX_DAYS: u32 = 825;
 /// Default validity in days.
-pub const DAYS: u32 = 397;
+pub const DEFAULT_DAYS: u32 = 397;
 /// Certificates are valid from this long before they are issued, because clients' clocks may be slow.
 const CLOCK_MARGIN: Duration = Duration::hours(1);
 /// Maximum length of a common name.
@@ -119,8 +119,9 @@ impl Authority {
         }
         let der = pem_files::read_certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
-        let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
-        let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
+        let key_pem =
+            String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
+        let pair = KeyPair::from_pem(&key_pem).map_err(|_| not_ours(&key))?;
         // Fails if the key does not belong to the certificate.
         files::read_pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
@@ -131,7 +132,7 @@ impl Authority {
                 minute(facts.not_after)
             ));
         }
-        // The parameters of `new_authority` that `Issuer` needs.
+        // `Issuer` needs the name and the key usages that `new_authority` has given to the certificate.
         let name = facts.common_name.clone().ok_or_else(|| not_ours(&certificate))?;
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -147,7 +148,7 @@ impl Authority {
     /// # Errors
     /// A name is neither a DNS name nor an address, or `days` is above [`MAX_DAYS`].
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
-        if let Some(name) = names.iter().find(|name| !is_name(name)) {
+        if let Some(name) = names.iter().find(|name| !is_dns_name_or_address(name)) {
             return Err(format!(
                 "{name:?} is neither a DNS name nor an address; an example is lockstep.example.org"
             ));
@@ -172,7 +173,7 @@ impl Authority {
                  '.', and must begin with a letter, a digit or '_'; an example is node-a"
             ));
         }
-        let names = if is_name(name) { vec![name.to_owned()] } else { Vec::new() };
+        let names = if is_dns_name_or_address(name) { vec![name.to_owned()] } else { Vec::new() };
         self.sign(Kind::Agent, name, &names, days)
     }
 
@@ -183,8 +184,8 @@ impl Authority {
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
-        // An agent's certificate is valid from the moment it is issued, because the server refuses certificates whose validity begins
-        // before a revocation of their name.
+        // A revocation of a name also refuses all certificates of this name whose validity began before the revocation. With the margin, an
+        // agent's certificate that is issued soon after a revocation would be refused.
         let not_before = if kind == Kind::Agent { now } else { now - CLOCK_MARGIN };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
@@ -230,7 +231,7 @@ impl Authority {
 
     /// Issues the server's own certificate, and replaces the old file atomically.
     pub(super) fn issue_for_server(&self, names: &[String]) -> Result<(), String> {
-        let issued = self.issue(names, DAYS)?;
+        let issued = self.issue(names, DEFAULT_DAYS)?;
         self.replace("server.pem", format!("{}{}", issued.chain, issued.key).as_bytes())
     }
 }

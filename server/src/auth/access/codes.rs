@@ -45,20 +45,17 @@ impl Codes {
 
     /// Invalidates the codes of a token or a person.
     pub(super) fn forget(&self, token_id: &str) {
-        let mut codes = lock(&self.0);
-        codes.retain(|_, code| code.token_id != token_id);
+        lock(&self.0).retain(|_, code| code.token_id != token_id);
     }
 
     /// Whether a code can still be used.
     pub(crate) fn has(&self, code: &str) -> bool {
-        let codes = lock(&self.0);
-        codes.get(&secret::hash(code)).is_some_and(|code| code.made_at.elapsed() < LIFE)
+        lock(&self.0).get(&secret::hash(code)).is_some_and(|code| code.made_at.elapsed() < LIFE)
     }
 
     /// Uses up a code. Returns the id of its token or person, and the latest end of the session.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
-        let mut codes = lock(&self.0);
-        let code = codes.remove(&secret::hash(code))?;
+        let code = lock(&self.0).remove(&secret::hash(code))?;
         (code.made_at.elapsed() < LIFE).then_some((code.token_id, code.session_until))
     }
 }

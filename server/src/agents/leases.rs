@@ -26,7 +26,6 @@ pub(crate) struct Leases {
     pub(crate) wake: Notify,
 }
 
-/// All leases.
 #[derive(Debug, Default)]
 struct LeaseTable {
     by_job: HashMap<JobId, Lease>,
@@ -147,7 +146,6 @@ impl Leases {
         self.wake.notify_one();
     }
 
-    /// Adds a lease.
     pub(crate) fn add(&self, attempt: AttemptRef, places: Vec<Place>) {
         let expires_at = Instant::now() + self.duration;
         let hold = |place| AgentHold { place, expires_at, end: None, has_order: false, ready: None };

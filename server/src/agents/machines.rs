@@ -51,7 +51,6 @@ pub(crate) struct Machines {
     by_agent: Mutex<HashMap<String, Measurements>>,
 }
 
-/// The measurements of a machine.
 #[derive(Debug)]
 struct Measurements {
     /// When the newest sample arrived.

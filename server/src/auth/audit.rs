@@ -25,7 +25,6 @@ const PURGE_PAUSE: Duration = Duration::from_millis(50);
 /// Pauses before a write is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
-/// An item of the queue.
 #[derive(Debug)]
 enum Item {
     Entry(AuditEntry),
@@ -66,7 +65,6 @@ impl Audit {
     }
 }
 
-/// Writes the entries.
 pub(crate) struct AuditWriter {
     queue: mpsc::Receiver<Item>,
     store: Arc<dyn Store>,

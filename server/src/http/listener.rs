@@ -91,7 +91,6 @@ struct Shared {
     max_per_address: usize,
     /// A permit for each connection that can still be opened.
     permits: Arc<Semaphore>,
-    /// The id of the next connection.
     next_id: AtomicU64,
     /// The HTTP connections, by id. Websockets are not among them.
     open: Mutex<HashMap<u64, Arc<Connection>>>,

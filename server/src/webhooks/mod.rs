@@ -39,7 +39,6 @@ const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Pauses before a failed query is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
-/// The webhooks of a server.
 pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
     /// Whether messages may be sent to addresses that are not public.
@@ -177,7 +176,6 @@ impl Webhooks {
         Ok(delivery)
     }
 
-    /// Tries to send a message.
     async fn try_send(&self, row: &WebhookRow, delivery: &Delivery) -> DeliveryAttempt {
         let (at, since) = (crate::now(), Instant::now());
         let sent = self.send(row, delivery, at).await;

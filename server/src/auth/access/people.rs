@@ -42,7 +42,6 @@ impl Known {
         }
     }
 
-    /// The token with this id.
     pub(super) fn token_with_id(&self, id: &str) -> Option<&Arc<Credential>> {
         self.tokens.values().find(|c| c.token.id == id)
     }

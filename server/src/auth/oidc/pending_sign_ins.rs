@@ -26,7 +26,6 @@ const MAX_SIGN_INS: usize = 10_000;
 #[derive(Debug, Default)]
 pub(super) struct PendingSignIns(Mutex<HashMap<String, PendingSignIn>>);
 
-/// A sign-in in progress.
 #[derive(Debug, Clone)]
 pub(crate) struct PendingSignIn {
     pub(super) nonce: String,

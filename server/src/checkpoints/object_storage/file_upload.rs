@@ -10,7 +10,6 @@ use object_store::{
 };
 use std::sync::Arc;
 
-/// The upload of a file in parts.
 #[derive(Debug)]
 pub(crate) enum FileUpload {
     /// An upload to a bucket.

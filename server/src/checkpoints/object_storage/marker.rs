@@ -37,7 +37,6 @@ impl ObjectStorage {
         Ok(Some(marker.store.to_string()))
     }
 
-    /// Writes the marker with the identity `store`.
     pub(crate) async fn write_marker(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
         Ok(self.put(&self.marker_path(), text.into()).await?)

@@ -13,7 +13,6 @@ use rustls::{
 use sha2::{Digest, Sha256};
 use std::{path::Path, sync::Arc};
 
-/// A certificate with its key.
 #[derive(Debug)]
 pub(super) struct LoadedCertificate {
     pub(super) key: Arc<CertifiedKey>,

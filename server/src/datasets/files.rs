@@ -198,9 +198,10 @@ pub(crate) struct FileList {
     max_entries: u64,
     /// The path and the remaining names of each folder that is not listed to its end.
     open_folders: Vec<(PathBuf, vec::IntoIter<String>)>,
-    /// Numbers of files and folders listed so far, and total size of the files in bytes.
+    /// Number of files and folders listed so far.
+    entry_count: u64,
+    /// Number of files listed so far, and their total size in bytes.
     file_count: u64,
-    folder_count: u64,
     bytes: u64,
     has_begun: bool,
     has_ended: bool,
@@ -224,8 +225,8 @@ impl FileList {
             tree,
             max_entries,
             open_folders,
+            entry_count: 0,
             file_count: 0,
-            folder_count: 0,
             bytes: 0,
             has_begun: false,
             has_ended: false,
@@ -269,22 +270,21 @@ impl FileList {
                     if metadata.is_file() { Ok(metadata) } else { Err(format!("{shown} is not a file")) }
                 })?,
             };
+            self.entry_count += 1;
+            self.check_count(0)?;
             if metadata.is_dir() {
-                self.folder_count += 1;
-                self.check_count(0)?;
                 self.enter_folder(path)?;
                 return Ok(DatasetEntry::Folder(shown));
             }
             self.file_count += 1;
             self.bytes += metadata.len();
-            self.check_count(0)?;
             return Ok(DatasetEntry::File(shown, metadata.len(), changed_ns(&metadata)));
         }
     }
 
     /// Checks that the entries listed so far and `unlisted_count` further entries are not too many.
     fn check_count(&self, unlisted_count: usize) -> Result<(), String> {
-        if self.file_count + self.folder_count + unlisted_count as u64 > self.max_entries {
+        if self.entry_count + unlisted_count as u64 > self.max_entries {
             return Err(format!("the dataset has more than {} files and folders", self.max_entries));
         }
         Ok(())

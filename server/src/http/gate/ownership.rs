@@ -107,8 +107,7 @@ pub(super) async fn check(
     let Some(ownership) = ownership.filter(|ownership| caller.sees_owned(ownership)) else {
         return Err(kind.not_found(route));
     };
-    let is_read =
-        matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || UNCHANGING_POSTS.contains(&route);
+    let is_read = method.is_safe() || UNCHANGING_POSTS.contains(&route);
     if is_read || auth.may_change(caller, ownership.owner.as_deref()) {
         return Ok(());
     }

@@ -58,7 +58,7 @@ struct AgentHold {
     ready: Option<Option<u16>>,
 }
 
-/// The part of an attempt on an agent whose lease has expired, or which was given up.
+/// The part of an attempt on one agent, after the part's lease has expired or the agent was given up.
 #[derive(Debug)]
 pub(crate) struct ExpiredPart {
     pub(crate) attempt: AttemptRef,

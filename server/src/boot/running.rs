@@ -87,9 +87,9 @@ pub(super) async fn ensure_own_token(config: &ServeConfig, auth: &Auth) -> io::R
     ensure_token(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
 }
 
-/// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to
-/// the database, because only the owner of the data directory can write the file. A revoked token is replaced. `agent`: name and id of the
-/// only agent that may use the token.
+/// Makes sure that a file has a valid token. A token that the database lacks, such as after a change of the database, is added. This is
+/// safe, because only the owner of the data directory can write the file. A revoked token is replaced. `agent`: name and id of the only
+/// agent that may use the token.
 async fn ensure_token(
     auth: &Auth,
     (id, name): (&str, &str),

@@ -21,13 +21,13 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
-use tokio::{fs::File, io::AsyncWriteExt, time::Instant};
+use tokio::{fs::File, io::AsyncWriteExt};
 
 /// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
-/// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
+/// Time after the start of a plan until which a round of dispatch waits for checks. The round does nothing else while it waits.
 pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder, in a job's folder, of checkpoints that are being fetched.
 const FETCHING: &str = "fetched";
@@ -164,14 +164,6 @@ async fn ensure_undamaged(
     fetched
 }
 
-/// Waits for the end of a check, at most for `time_left`, which becomes shorter by the time of the wait.
-async fn wait_for_check(check: Fetch, time_left: &mut Duration) -> FetchOutcome {
-    let began = Instant::now();
-    let ended = wait(check, *time_left).await;
-    *time_left = time_left.saturating_sub(began.elapsed());
-    ended
-}
-
 /// Whether a job can continue from a checkpoint, or begin from it.
 pub(crate) enum Availability {
     /// The checkpoint is on the disk, or there is no object store.
@@ -190,7 +182,7 @@ pub(crate) async fn find_availability(
     row: &CheckpointRow,
     copies: Option<&Copies>,
     waiting_job: &Job,
-    time_left: &mut Duration,
+    check_deadline: Instant,
 ) -> store::Result<Availability> {
     let Some(artifacts) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
     let waits = |failed: Option<String>, keeps_slots: bool| {
@@ -203,9 +195,8 @@ pub(crate) async fn find_availability(
         && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting_job))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
-        let ended =
-            if is_new { wait_for_check(fetch, time_left).await } else { wait(fetch, Duration::ZERO).await };
-        if ended.is_none() {
+        let timeout = check_deadline.saturating_duration_since(Instant::now());
+        if wait(fetch, if is_new { timeout } else { Duration::ZERO }).await.is_none() {
             // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the
             // checkpoint is being fetched now.
             return Ok(waits(None, checkpoints.folder(row).exists()));

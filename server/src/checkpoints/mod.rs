@@ -34,7 +34,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use verified_files::VerifiedFiles;
 use waits::CheckpointWaits;
@@ -148,13 +148,13 @@ impl Checkpoints {
     }
 
     /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or
-    /// the newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
+    /// the newest checkpoint is being fetched from the object store or checked. `check_deadline` is the time until which this call may wait for
     /// checks.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
         agent_id: &str,
-        time_left: &mut Duration,
+        check_deadline: Instant,
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
         // Pretrained weights may be a checkpoint of another job.
@@ -164,7 +164,7 @@ impl Checkpoints {
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
             && let Availability::Waits(wait) =
-                find_availability(self, &row, Some(&copies), job, time_left).await?
+                find_availability(self, &row, Some(&copies), job, check_deadline).await?
         {
             return Ok(Some(wait));
         }
@@ -182,7 +182,7 @@ impl Checkpoints {
             let copies = copies.get(&row.id);
             let holders = self.holders_if_missing(&row, copies);
             if holders.is_empty() {
-                match find_availability(self, &row, copies, job, time_left).await? {
+                match find_availability(self, &row, copies, job, check_deadline).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
                     Availability::Waits(wait) => return Ok(Some(wait)),

@@ -20,7 +20,7 @@ pub(crate) fn certificate_id(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// In the id of a row that records an earlier revocation: stands between the certificate's id and the time (milliseconds since 1970).
+/// Separates the certificate's id from the time (milliseconds since 1970) in the id of a row that records an earlier revocation.
 const UNTIL: &str = " until ";
 
 /// Whether a row belongs to a certificate.

@@ -73,8 +73,8 @@ impl Kind {
     }
 }
 
-/// Checks that the caller may make this request with the object that it names. An object that does not exist gets the same response as a
-/// private object of another owner, before query, method and body are checked, so the response does not reveal which case applies.
+/// Checks that the caller may make this request with the object that it names, before query, method and body are checked. An object that
+/// does not exist gets the same response as a private object of another owner, so the response does not reveal which case applies.
 ///
 /// # Errors
 /// 404 if the object does not exist or is private, 403 if the request would change an object of another owner.

@@ -75,7 +75,7 @@ impl ClientCertificate {
 
 /// The name by which a certificate identifies its holder: the common name, or else the first alternative name.
 fn name_of(facts: &Facts) -> Option<String> {
-    let name = facts.subject_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
+    let name = facts.common_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
     let is_plain = !name.trim().is_empty() && name.len() <= 100;
     (is_plain && lockstep_protocol::invisible::first_invisible(&name).is_none()).then_some(name)
 }

@@ -132,15 +132,10 @@ impl Authority {
                 minute(facts.not_after)
             ));
         }
-        // `Issuer` needs the name and the key usages that `new_authority` has given to the certificate.
-        let name = facts.common_name.clone().ok_or_else(|| not_ours(&certificate))?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.key_usages = AUTHORITY_USES.to_vec();
+        let issuer = Issuer::from_ca_cert_der(&der, pair).map_err(|_| not_ours(&certificate))?;
         let pem = String::from_utf8(pem_files::read(&certificate, Readers::Anybody)?)
             .map_err(|_| not_ours(&certificate))?;
-        Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer: Issuer::new(params, pair) })
+        Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer })
     }
 
     /// Issues a certificate for a server with these names.
@@ -236,8 +231,6 @@ impl Authority {
     }
 }
 
-const AUTHORITY_USES: [KeyUsagePurpose; 2] = [KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-
 fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let mut params = CertificateParams::default();
@@ -249,7 +242,7 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     params.not_after = now + Duration::days(AUTHORITY_DAYS);
     // The authority signs certificates of servers and agents, but not of other authorities.
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    params.key_usages = AUTHORITY_USES.to_vec();
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     Ok((params, KeyPair::generate()?))
 }
 

@@ -27,7 +27,7 @@ use running::Running;
 use std::{
     fs::{File, TryLockError},
     future::Future,
-    io::{Read, Seek, Write},
+    io::{Seek, Write},
     net::SocketAddr,
     path::Path,
     sync::Arc,
@@ -278,8 +278,7 @@ fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
             Ok(file)
         }
         Err(TryLockError::WouldBlock) => {
-            let mut pid = String::new();
-            let pid = file.read_to_string(&mut pid).ok().map(|_| pid).filter(|p| p.parse::<u32>().is_ok());
+            let pid = std::io::read_to_string(&file).ok().filter(|pid| pid.parse::<u32>().is_ok());
             Err(ServeError::DataDirInUse { path: path.to_owned(), pid })
         }
         Err(TryLockError::Error(source)) => Err(failed(source)),

@@ -148,8 +148,7 @@ impl Checkpoints {
     }
 
     /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or
-    /// the newest checkpoint is being fetched from the object store or checked. `check_deadline` is the time until which this call may wait for
-    /// checks.
+    /// the newest checkpoint is being fetched from the object store or checked. This call waits for checks until `check_deadline`.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
@@ -259,8 +258,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The checkpoints that a job keeps, and its old checkpoints. A checkpoint is old if it is older than the newest `checkpoint.keep`, is not
-    /// the best, and is not a version of a model. `None` if the job does not exist.
+    /// The checkpoints that a job keeps, and its old checkpoints. A checkpoint is old if it is older than the newest `checkpoint.keep`, is
+    /// not the best, and is not a version of a model. `None` if the job does not exist.
     async fn kept_and_old(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<CheckpointRow>)>> {
         let Some(row) = self.store.job(job).await? else { return Ok(None) };
         // Ranks, too, keep at least two checkpoints, because if the newest is damaged, the job continues from the previous checkpoint.

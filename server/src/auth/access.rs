@@ -9,7 +9,6 @@ mod attempts;
 mod caller;
 mod certificates;
 mod codes;
-mod identities;
 mod passwords;
 mod people;
 mod secret;
@@ -17,9 +16,8 @@ mod secret;
 pub(crate) use caller::Caller;
 pub(crate) use certificates::{certificate_id, is_certificate};
 pub(crate) use codes::LIFE as CODE_LIFE;
-pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
-pub(crate) use people::NotSignedIn;
+pub(crate) use people::{NotSignedIn, SignsInAs};
 pub(crate) use secret::{Secret, is_same_secret, is_token};
 
 use crate::{

@@ -9,7 +9,7 @@ use super::{
 use crate::store::{PersonRow, principal};
 use lockstep_protocol::{
     access::{Scope, Token},
-    people::{Person, name_mistake, password_mistake},
+    people::{Identity, Person, name_mistake, password_mistake},
 };
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
@@ -30,6 +30,18 @@ pub(crate) enum NotSignedIn {
     TooOften(Duration),
     /// The password could not be checked.
     NotChecked(PasswordError),
+}
+
+/// The person as whom an account at an OpenID provider signs in. An account is identified by its subject, never by a name that the provider
+/// sends, because a provider may give a name to another account.
+#[derive(Debug)]
+pub(crate) enum SignsInAs {
+    /// This person, who may be disabled.
+    Person(PersonRow),
+    /// The account's person was removed.
+    Removed,
+    /// The account is new: no person has it.
+    Nobody,
 }
 
 impl Known {
@@ -129,6 +141,22 @@ impl Access {
             self.put_token(row);
         }
         self.codes.forget(&principal(name));
+    }
+
+    /// Loads the accounts whose person was removed.
+    pub(crate) fn load_refused_identities(&self, refused: Vec<Identity>) {
+        self.write().refused_identities.extend(refused);
+    }
+
+    /// The person as whom an account signs in.
+    pub(crate) fn find_by_identity(&self, identity: &Identity) -> SignsInAs {
+        let known = self.read();
+        let mut people = known.people.values().map(|known| &known.row);
+        match people.find(|row| row.person.identity.as_ref() == Some(identity)) {
+            Some(row) => SignsInAs::Person(row.clone()),
+            None if known.refused_identities.contains(identity) => SignsInAs::Removed,
+            None => SignsInAs::Nobody,
+        }
     }
 
     /// The stored row of a person.

@@ -21,7 +21,7 @@ use lockstep_protocol::{
 };
 use minutes::Minute;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -86,14 +86,8 @@ fn sanitize(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
     // An agent has at most 1024 slots.
     sample.gpus.truncate(1024);
-    let mut seen = Vec::new();
-    sample.gpus.retain(|gpu| {
-        let is_valid = seen.len() < MAX_MEASURED_GPUS && has_slot(gpu.slot) && !seen.contains(&gpu.slot);
-        if is_valid {
-            seen.push(gpu.slot);
-        }
-        is_valid
-    });
+    let mut seen = HashSet::new();
+    sample.gpus.retain(|gpu| seen.len() < MAX_MEASURED_GPUS && has_slot(gpu.slot) && seen.insert(gpu.slot));
     sample.cpus = in_range(Some(sample.cpus), 1e6).unwrap_or(0.0);
     sample.cpu_utilization = in_range(sample.cpu_utilization, 1.0);
     sample.load = in_range(sample.load, 1e9);

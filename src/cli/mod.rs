@@ -66,6 +66,8 @@ pub(crate) mod webhook;
 mod weight_files;
 pub(crate) mod weights;
 
+pub(crate) use lockstep_server::with_causes;
+
 use lockstep_protocol::spec::nearest;
 use std::io::IsTerminal;
 
@@ -137,20 +139,6 @@ pub(crate) fn exit_status(result: anyhow::Result<()>) -> i32 {
 /// Formats an error and its causes, as in [`with_causes`].
 pub(crate) fn describe_error(error: &anyhow::Error) -> String {
     with_causes(&**error)
-}
-
-/// Formats an error and its causes, separated by colons. Leaves out a cause whose text the result already contains.
-pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut sentence = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        let text = inner.to_string();
-        if !sentence.contains(&text) {
-            sentence = format!("{sentence}: {text}");
-        }
-        cause = inner.source();
-    }
-    sentence
 }
 
 /// Runs a client command on one thread.

@@ -27,7 +27,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     let failed = |path: &Path, e: std::io::Error| usage_error(format!("{}: {e}", path.display()));
     fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
-    let api = serde_json::to_value(lockstep_server::openapi())?;
+    let api = lockstep_server::openapi();
     for (name, text) in [
         ("job-file.md", job_file::markdown()),
         ("command-line.md", command_line::markdown(program)),

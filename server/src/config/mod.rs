@@ -6,7 +6,7 @@ pub(crate) mod serve_error;
 pub(crate) mod smtp;
 pub(crate) mod tls_suites;
 
-use addresses::{Network, PublicUrl};
+use addresses::{ProxyNetwork, PublicUrl};
 use lockstep_protocol::{JobId, words};
 use oidc::OidcConfig;
 use serve_error::ServeError;
@@ -87,7 +87,7 @@ pub struct ServeConfig {
     /// The address that people and programs use.
     pub public_url: Option<PublicUrl>,
     /// Proxies whose `X-Forwarded-*` headers are trusted.
-    pub trusted_proxies: Vec<Network>,
+    pub trusted_proxies: Vec<ProxyNetwork>,
     /// Maximum requests per second, on average, of an address of another machine. 0: no limit.
     pub requests_per_second: u32,
     /// Maximum requests per second, on average, of a token or a signed-in person. 0: no limit. Agents are not limited.
@@ -202,9 +202,7 @@ impl ServeConfig {
             bundled: None,
         }
     }
-}
 
-impl ServeConfig {
     /// A job's folder. Ids from requests are checked, so the folder is always below `jobs`.
     pub(crate) fn job_dir(&self, id: &JobId) -> PathBuf {
         self.data_dir.join("jobs").join(id.as_str())

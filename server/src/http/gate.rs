@@ -269,7 +269,6 @@ pub(crate) fn is_mlflow(path: &str) -> bool {
     ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix))
 }
 
-/// The value of a cookie.
 pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     let lines = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
     let mut pairs = lines.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));

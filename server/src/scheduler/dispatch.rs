@@ -20,7 +20,7 @@ use start::start_all;
 use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 mod ends;
@@ -153,14 +153,14 @@ async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut check_time_left = CHECK_TIMEOUT;
+    let check_deadline = Instant::now() + CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
         if plan.unknown_checkpoints.is_empty() {
             return Ok((snapshot, plan));
         }
         for (row, reader) in plan.unknown_checkpoints {
-            let wait = match scheduler.checkpoints.find_wait(&row, &reader, &mut check_time_left).await {
+            let wait = match scheduler.checkpoints.find_wait(&row, &reader, check_deadline).await {
                 Err(error) if !error.is_temporary() => {
                     let why = Reason::from(error.to_string()).into();
                     skip_permanent_error(&row.job.id, Err(error))?;

@@ -179,10 +179,18 @@ pub(super) fn read_document_as_written(path: &Path, sets: &[String]) -> anyhow::
     let shown = path.display();
     let text = read_text(path)?;
     let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
-    for set in sets {
-        apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
-    }
+    apply_sets(&mut document, sets)?;
     Ok(document)
+}
+
+/// Applies the values of `--set` to a job's document.
+///
+/// # Errors
+/// Exit status 2 if a change is invalid.
+pub(super) fn apply_sets(document: &mut Value, sets: &[String]) -> anyhow::Result<()> {
+    sets.iter().try_for_each(|set| {
+        apply_set(document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))
+    })
 }
 
 /// Parses and checks a job's document.

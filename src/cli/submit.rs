@@ -78,17 +78,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = job_file::submit(&api, &mut document, post).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
-        // `follow_to_end` with JSON prints the job itself.
+        // `show_to_end` with JSON prints the job itself.
         if !(follows && as_json) {
             output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
-        if !follows {
-            return Ok(());
-        }
-        watch::announce(&job);
-        let job = watch::follow_to_end(&api, job, as_json).await?;
-        watch::print_next_steps(&job, as_json);
-        Ok(())
+        if follows { watch::show_to_end(&api, job, as_json).await } else { Ok(()) }
     })
 }
 

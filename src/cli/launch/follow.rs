@@ -87,11 +87,8 @@ pub(super) async fn follow(
     if launch.args.detach {
         return wait_until_online(launch, &mut processes, explain).await;
     }
-    watch::announce(&launch.job);
-    let as_json = launch.args.server.json;
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
+        result = watch::show_to_end(&launch.api, launch.job.clone(), launch.args.server.json) => result,
         failure = wait_for_failure(launch, &mut processes, explain) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
@@ -175,7 +172,7 @@ async fn wait_until_online(
             Ok(Some(outcome)) => return outcome,
             Ok(None) => outage.report_restored(|text| output::warn(text)),
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(error) => outage.report_lost(error, |text| output::warn(text)).map_err(|error| {
+            Err(error) => outage.tolerate(error, |text| output::warn(text)).map_err(|error| {
                 let id = &launch.job.id;
                 LaunchDetached(format!(
                     "{error}; the agents that were started continue, and `lockstep watch {id}` shows the job"
@@ -244,11 +241,8 @@ pub(super) async fn follow_until_over(
     agents: impl AsyncFn(Option<JobState>) -> anyhow::Result<Agents>,
     how_to_end: &str,
 ) -> anyhow::Result<(anyhow::Result<()>, bool)> {
-    watch::announce(&launch.job);
-    let as_json = launch.args.server.json;
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
+        result = watch::show_to_end(&launch.api, launch.job.clone(), launch.args.server.json) => result,
         error = early_end => Err(error),
     };
     let why = match final_state(launch).await {
@@ -289,7 +283,7 @@ async fn read_job_with_retries(launch: &Launch) -> anyhow::Result<Job> {
     loop {
         match read_job(launch).await {
             Ok(job) => return Ok(job),
-            Err(error) => outage.report_lost(error, |_| ())?,
+            Err(error) => outage.tolerate(error, |_| ())?,
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }

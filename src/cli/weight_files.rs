@@ -100,8 +100,7 @@ pub(super) async fn fetch_beside(
     checkpoint: &ListedCheckpoint,
     files: &[WeightFile],
 ) -> anyhow::Result<TempDir> {
-    let beside = target.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
+    let folder = tempfile::tempdir_in(file::folder_of(target))?;
     for file in files {
         fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
     }

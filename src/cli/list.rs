@@ -4,7 +4,7 @@ mod groups;
 
 use super::{
     age::age,
-    api::{ServerArgs, parse_list, present_parameters},
+    api::{ServerArgs, parse_elements, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -86,7 +86,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let has_filter = !query.is_empty();
     let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
-    let jobs: Vec<Job> = parse_list(&Value::Array(values.clone()), "jobs")?;
+    let jobs: Vec<Job> = parse_elements(&values, "jobs");
     if args.server.json {
         return output::json(&jobs);
     }

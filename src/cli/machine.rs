@@ -2,7 +2,7 @@
 
 use super::{
     age::age,
-    api::{Api, ServerArgs, parse_list},
+    api::{Api, ServerArgs, parse_elements},
     block_on,
     confirm::confirm,
     find_only, output, usage_error,
@@ -83,7 +83,7 @@ async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
     if server.json {
         return output::json(&values);
     }
-    let machines: Vec<Machine> = parse_list(&Value::Array(values), "agents")?;
+    let machines: Vec<Machine> = parse_elements(&values, "agents");
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }

@@ -1,7 +1,7 @@
 //! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
-    api::{self, Api, ServerArgs, text},
+    api::{Api, ServerArgs, parse_elements, text},
     block_on, file, find_only, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
@@ -84,11 +84,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 output::line(text(&created, "secret"))
             }
             Action::List(server) => {
-                let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
+                let tokens = server.api()?.read_pages("/tokens", "tokens", &[], None).await?;
                 if server.json {
                     return output::json(&tokens);
                 }
-                let tokens = api::parse_list::<Token>(&tokens, "tokens")?;
+                let tokens: Vec<Token> = parse_elements(&tokens, "tokens");
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
                 output::table(header, tokens.iter().map(row))
             }

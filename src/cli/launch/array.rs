@@ -2,7 +2,7 @@
 
 use super::{
     super::{
-        api::{Api, SERVER_TIMEOUT, parse_list},
+        api::{Api, SERVER_TIMEOUT, parse_elements},
         job_file, output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch, create_private_folder, format_command,
@@ -133,8 +133,7 @@ async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
         let found = api.read_pages("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
-        let mut jobs: Vec<Job> =
-            parse_list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
+        let mut jobs: Vec<Job> = parse_elements(&found.unwrap_or_default(), "jobs");
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
             return Ok(jobs);

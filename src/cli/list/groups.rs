@@ -1,7 +1,7 @@
 //! `lockstep list --group-by`: prints groups of jobs with the same properties, and their mean results.
 
 use crate::cli::{
-    api::{Api, parse_list},
+    api::{Api, parse_elements},
     block_on, output,
 };
 use serde::Deserialize;
@@ -51,7 +51,7 @@ pub(super) fn run(
     if as_json {
         return output::json(&groups);
     }
-    let groups: Vec<Group> = parse_list(&Value::Array(groups), "groups")?;
+    let groups: Vec<Group> = parse_elements(&groups, "groups");
     if groups.is_empty() {
         return output::line("no job matches");
     }

@@ -150,12 +150,12 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         sentences
             .push("These accuracies may not have been measured on the same validation pictures.".to_owned());
     }
-    sentences.extend(describe_chance(first, second));
+    sentences.extend(explain_insignificance(first, second));
     sentences
 }
 
 /// Explains why the order of `first` and `second` may be chance. `None` if `first` is clearly better. Both have the same pictures.
-pub(crate) fn describe_chance(first: &Measured, second: &Measured) -> Option<String> {
+pub(crate) fn explain_insignificance(first: &Measured, second: &Measured) -> Option<String> {
     // The variance of a proportion.
     let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
     let difference = first.accuracy - second.accuracy;

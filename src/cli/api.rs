@@ -174,7 +174,7 @@ impl Api {
     /// Returns the id of the newest job called `name` that has a checkpoint. `None` if fewer than two jobs have the name, if none of the
     /// [`MAX_PROBED_JOBS`] newest has a checkpoint, or if a request fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
-        let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        let jobs = self.read_pages("/jobs", &[("name", name.to_owned())], None).await.ok()?;
         // The newest first, like the server's list.
         let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
         if named.len() < 2 {
@@ -182,8 +182,7 @@ impl Api {
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
             let id = text(job, "id");
-            let checkpoints =
-                self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            let checkpoints = self.read_pages(&format!("/jobs/{id}/checkpoints"), &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
                 return Some(id.to_owned());
             }
@@ -222,7 +221,7 @@ impl Api {
             return self.get(&format!("{list_path}/{id}")).await;
         }
         // Includes objects that this version cannot parse, because `id` may name one of them.
-        let all = self.read_pages(list_path, list_path.trim_start_matches('/'), &[], None).await?;
+        let all = self.read_all(list_path).await?;
         let Some(chosen) = named::choose(kind, &all, id, accepts, on_duplicate).map_err(usage_error)? else {
             let namesake = if list_path == JOB.list_path { self.describe_namesake(id).await } else { None };
             let unknown = || unknown_name_message(noun, list_command, names(&all), id);
@@ -238,7 +237,7 @@ impl Api {
 
     /// Returns a sentence about the sweep `name`, for the error of a command about a job of this name. `None` without such a sweep.
     pub(crate) async fn describe_sweep(&self, name: &str) -> Option<String> {
-        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.ok()?;
+        let sweeps = self.read_all("/sweeps").await.ok()?;
         let sweep = sweeps.iter().find(|sweep| [text(sweep, "name"), text(sweep, "id")].contains(&name))?;
         let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
         Some(format!(
@@ -253,7 +252,7 @@ impl Api {
         if let Some(sweep) = self.describe_sweep(name).await {
             return Some(sweep);
         }
-        let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
+        let models = self.read_all("/models").await.unwrap_or_default();
         if models.iter().any(|model| text(model, "name") == name) {
             return Some(format!(
                 "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
@@ -278,7 +277,7 @@ impl Api {
             Err(error) if error.is::<WrongRequest>() => error,
             result => return result,
         };
-        let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
+        let Ok(models) = self.read_all("/models").await else { return Err(error) };
         let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
             return Err(unknown_model(&models, model));
         };
@@ -298,7 +297,7 @@ impl Api {
         if !error.is::<WrongRequest>() {
             return error;
         }
-        match self.read_pages("/models", "models", &[], None).await {
+        match self.read_all("/models").await {
             Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
                 unknown_model(&models, name)
             }
@@ -319,18 +318,23 @@ impl Api {
     }
 
     /// Reads a whole list. An element that this version cannot parse is reported and left out, as in [`parse_elements`].
-    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
-        Ok(parse_elements(&self.read_pages(path, key, &[], None).await?, key))
+    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Vec<T>> {
+        Ok(parse_elements(&self.read_all(path).await?, list_key(path)))
     }
 
-    /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
+    /// Reads a whole list, also elements that this version cannot parse.
+    pub(crate) async fn read_all(&self, path: &str) -> anyhow::Result<Vec<Value>> {
+        self.read_pages(path, &[], None).await
+    }
+
+    /// Reads a list page by page: all elements, or the first `limit`.
     pub(crate) async fn read_pages(
         &self,
         path: &str,
-        key: &str,
         query: &[(&str, String)],
-        limit: Option<usize>,
+        limit: Option<u32>,
     ) -> anyhow::Result<Vec<Value>> {
+        let limit = limit.map(|limit| limit as usize);
         let mut values = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
@@ -340,7 +344,7 @@ impl Api {
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
             let page: Value = self.get(&with_query(path, &pairs)?).await?;
-            values.extend_from_slice(elements(&page, key)?);
+            values.extend_from_slice(elements(&page, list_key(path))?);
             match page.get("next_cursor").and_then(Value::as_str) {
                 Some(next) if limit.is_none_or(|limit| values.len() < limit) => {
                     cursor = Some(next.to_owned())
@@ -556,6 +560,14 @@ pub(crate) fn present_parameters<const N: usize>(
     parameters: [(&'static str, Option<String>); N],
 ) -> Vec<(&'static str, String)> {
     parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+}
+
+/// Returns the key of the list in a response: the last part of the path, or `jobs` for the queue.
+fn list_key(path: &str) -> &str {
+    match path.rsplit('/').next() {
+        Some("queue") => "jobs",
+        last => last.unwrap_or_default(),
+    }
 }
 
 /// Returns the list under `key` of a response.

@@ -15,7 +15,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let checkpoints = block_on(async {
         let job = api.find_job(&args.job).await?;
-        api.read_pages(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
+        api.read_all(&format!("/jobs/{}/checkpoints", job.id)).await
     })?;
     if args.server.json {
         return output::json(&checkpoints);

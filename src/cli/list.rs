@@ -85,7 +85,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return groups::run(&api, keys, query, args.limit, args.server.json);
     }
     let has_filter = !query.is_empty();
-    let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
+    let values = block_on(api.read_pages("/jobs", &query, args.limit))?;
     let jobs: Vec<Job> = parse_elements(&values, "jobs");
     if args.server.json {
         return output::json(&jobs);

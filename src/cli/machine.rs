@@ -79,7 +79,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
-    let values = server.api()?.read_pages("/agents", "agents", &[], None).await?;
+    let values = server.api()?.read_all("/agents").await?;
     if server.json {
         return output::json(&values);
     }
@@ -134,7 +134,7 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
-    choose(api.list("/agents", "agents").await?, name_or_id)
+    choose(api.list("/agents").await?, name_or_id)
 }
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {

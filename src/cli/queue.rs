@@ -37,7 +37,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let query = present_parameters([("project", args.project), ("owner", args.owner)]);
     let (jobs, page) = block_on(async {
-        let jobs = api.read_pages("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
+        let jobs = api.read_pages("/queue", &query, args.limit).await?;
         // Every page has the same reservations, so one job is enough.
         anyhow::Ok((jobs, api.get::<Value>("/queue?limit=1&fields=place").await?))
     })?;

@@ -33,8 +33,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
             return output::json(&JobWithAttempts { job, attempts });
         }
         let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
-        let checkpoints: Vec<CheckpointInfo> =
-            api.list(&format!("{path}/checkpoints"), "checkpoints").await?;
+        let checkpoints: Vec<CheckpointInfo> = api.list(&format!("{path}/checkpoints")).await?;
         let plan = if job.spec.parallel.mode == "data" {
             None
         } else {

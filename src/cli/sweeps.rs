@@ -4,7 +4,7 @@ use super::{
     age::age,
     api::{Api, Outage, ServerArgs},
     block_on,
-    compare::{Measured, explain_insignificance},
+    compare::{BestAccuracy, explain_insignificance},
     confirm::confirm,
     delete::delete_all,
     output,
@@ -59,7 +59,7 @@ pub(crate) struct SweepArgs {
 pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     match action {
         Action::List(server) => {
-            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps", "sweeps"))?;
+            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps"))?;
             if server.json {
                 return output::json(&sweeps);
             }
@@ -214,9 +214,9 @@ fn explain_close_result(sweep: &Sweep) -> Option<String> {
     let measure = |trial: &Trial| {
         let (title, pictures) =
             (format!("trial {}", trial.number), trial.val_pictures.filter(|count| *count > 0)?);
-        Some(Measured { title, accuracy: trial.metric?, pictures })
+        Some(BestAccuracy { title, accuracy: trial.metric?, pictures })
     };
-    let mut measured: Vec<Measured> = sweep.trials.iter().filter_map(measure).collect();
+    let mut measured: Vec<BestAccuracy> = sweep.trials.iter().filter_map(measure).collect();
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
     let [first, second, ..] = measured.as_slice() else { return None };
     let is_comparable =

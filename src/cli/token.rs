@@ -84,7 +84,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 output::line(text(&created, "secret"))
             }
             Action::List(server) => {
-                let tokens = server.api()?.read_pages("/tokens", "tokens", &[], None).await?;
+                let tokens = server.api()?.read_all("/tokens").await?;
                 if server.json {
                     return output::json(&tokens);
                 }
@@ -94,7 +94,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             }
             Action::Revoke { token, server } => {
                 let api = server.api()?;
-                let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
+                let mut tokens: Vec<Token> = api.list("/tokens").await?;
                 let has_id = tokens.iter().any(|t| t.id == token);
                 tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
                 let Token { id, name, scope, .. } =

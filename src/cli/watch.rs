@@ -68,8 +68,7 @@ pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow:
         output::json(&job)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
-        let checkpoints =
-            api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
+        let checkpoints = api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id)).await;
         output::line(describe_outcome(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {

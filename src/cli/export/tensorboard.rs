@@ -119,8 +119,7 @@ impl JobExport {
     /// Writes the points that the files lack.
     async fn update(&mut self, api: &Api) -> anyhow::Result<()> {
         let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
-        let mut attempts: Vec<AttemptTimes> =
-            api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
+        let mut attempts: Vec<AttemptTimes> = api.list(&format!("/jobs/{}/attempts", job.id)).await?;
         // A run from elsewhere has one attempt, which is not in the list.
         if attempts.is_empty()
             && let Some(started_at) = job.started_at

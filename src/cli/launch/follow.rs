@@ -46,18 +46,17 @@ impl LauncherProcess {
         Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
     }
 
-    /// Returns the exit status once. Later calls return `None`.
-    fn take_exit(&mut self) -> Option<ExitStatus> {
-        if self.status.is_some() {
+    /// Returns the exit status and its explanation, once. Later calls return `None`.
+    fn take_exit(&mut self, explain: Explain) -> Option<(ExitStatus, String)> {
+        if self.status.is_some() || self.is_running() {
             return None;
         }
-        self.status = self.child.try_wait().ok().flatten();
-        self.status
+        self.status.map(|status| (status, explain(&self.label, status, &self.last_line())))
     }
 
     /// Whether the process has not exited. [`LauncherProcess::take_exit`] does not return an exit that this call has seen.
     fn is_running(&mut self) -> bool {
-        self.take_exit();
+        self.status = self.status.or_else(|| self.child.try_wait().ok().flatten());
         self.status.is_none()
     }
 
@@ -126,12 +125,11 @@ async fn wait_for_failure(
 ) -> anyhow::Error {
     loop {
         for index in 0..processes.len() {
-            let Some(status) = processes[index].take_exit() else { continue };
+            let Some((status, explanation)) = processes[index].take_exit(explain) else { continue };
             // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
-                    let explanation = explain(&processes[index].label, status, &processes[index].last_line());
                     return LaunchDetached(format!("{explanation}; the job's state is unknown: {error}"))
                         .into();
                 }
@@ -139,7 +137,6 @@ async fn wait_for_failure(
             if job.state.is_final() {
                 continue;
             }
-            let explanation = explain(&processes[index].label, status, &processes[index].last_line());
             let is_last = processes.iter().all(|process| process.status.is_some());
             let can_continue = launch.can_run_with(&job, running_slots(launch, processes));
             if !status.success() && launch.never_ran(&job) && !can_continue {
@@ -197,8 +194,7 @@ async fn poll_online(
         return Ok(Some(Ok(())));
     }
     for index in 0..processes.len() {
-        let Some(status) = processes[index].take_exit() else { continue };
-        let explanation = explain(&processes[index].label, status, &processes[index].last_line());
+        let Some((_, explanation)) = processes[index].take_exit(explain) else { continue };
         if !launch.can_run_with(&job, running_slots(launch, processes)) {
             return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }

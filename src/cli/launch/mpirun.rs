@@ -57,7 +57,7 @@ mod tests {
     use super::super::bundle::tests::assert_max;
 
     #[test]
-    fn a_bundle_has_up_to_120_kib() {
+    fn a_bundle_larger_than_120_kib_is_refused() {
         assert_max(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_has_a_maximum_size() {
+    fn a_bundle_larger_than_a_mebibyte_is_refused() {
         assert_max(1 << 20, &AGENT_LIMIT, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");

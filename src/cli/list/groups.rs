@@ -46,8 +46,7 @@ pub(super) fn run(
         metrics.push(sort_key);
     }
     query.push(("metrics", metrics.join(",")));
-    let groups =
-        block_on(api.read_pages("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
+    let groups = block_on(api.read_pages("/jobs/groups", &query, limit))?;
     if as_json {
         return output::json(&groups);
     }

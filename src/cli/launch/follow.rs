@@ -16,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+/// Interval between two checks of processes and of the server.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Number of bytes at the end of a log in which [`LauncherProcess::last_line`] searches.
 const TAIL_BYTES: u64 = 4096;

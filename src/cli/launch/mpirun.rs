@@ -21,17 +21,8 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
     // Starts one process per machine, on all cores of the machine: the agent starts the ranks.
-    command.args([
-        "-H",
-        &names.join(","),
-        "-np",
-        &hosts.len().to_string(),
-        "--bind-to",
-        "none",
-        "-x",
-        BUNDLE_VARIABLE,
-    ]);
-    command.args(&args.options).args([&args.program, "launched", "env"]);
+    command.args(["-H", &names.join(","), "-np", &hosts.len().to_string(), "--bind-to", "none"]);
+    command.args(["-x", BUNDLE_VARIABLE]).args(&args.options).args([&args.program, "launched", "env"]);
     command
 }
 

@@ -211,7 +211,8 @@ impl Api {
         accepts: impl Fn(&Value) -> bool,
         on_duplicate: OnDuplicateName,
     ) -> anyhow::Result<T> {
-        let Kind { noun, list_command, list_path, is_id } = kind;
+        let Kind { noun, is_id } = kind;
+        let list_path = format!("/{noun}s");
         if id.is_empty() {
             return Err(usage_error(format!(
                 "the name of the {noun} is empty; give an id, the start of an id, or a name"
@@ -221,10 +222,10 @@ impl Api {
             return self.get(&format!("{list_path}/{id}")).await;
         }
         // Includes objects that this version cannot parse, because `id` may name one of them.
-        let all = self.read_all(list_path).await?;
+        let all = self.read_all(&list_path).await?;
         let Some(chosen) = named::choose(kind, &all, id, accepts, on_duplicate).map_err(usage_error)? else {
-            let namesake = if list_path == JOB.list_path { self.describe_namesake(id).await } else { None };
-            let unknown = || unknown_name_message(noun, list_command, names(&all), id);
+            let namesake = if noun == JOB.noun { self.describe_namesake(id).await } else { None };
+            let unknown = || unknown_name_message(noun, names(&all), id);
             return Err(usage_error(
                 namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
@@ -538,7 +539,7 @@ fn names(objects: &[Value]) -> impl Iterator<Item = &str> {
 
 /// Returns the error for a name that none of the `models` has.
 fn unknown_model(models: &[Value], name: &str) -> anyhow::Error {
-    usage_error(unknown_name_message("model", "lockstep model list", names(models), name))
+    usage_error(unknown_name_message("model", names(models), name))
 }
 
 /// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.

@@ -174,7 +174,7 @@ async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
         Some(index) => Ok(datasets.swap_remove(index)),
         None => {
             let names = datasets.iter().map(|dataset| dataset.name.as_str());
-            Err(usage_error(unknown_name_message("dataset", "lockstep dataset list", names, name)))
+            Err(usage_error(unknown_name_message("dataset", names, name)))
         }
     }
 }

@@ -14,25 +14,15 @@ const MIN_PREFIX_CHARS: usize = 4;
 /// The kind of object that a name means.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
+    /// The noun in messages. With an `s`, it is the URL path of the list of all objects of this kind.
     pub(super) noun: &'static str,
-    /// The command that lists all objects of this kind.
-    pub(super) list_command: &'static str,
-    /// The URL path of the list of all objects of this kind.
-    pub(super) list_path: &'static str,
     /// Whether a text is a complete id.
     pub(super) is_id: fn(&str) -> bool,
 }
 
-pub(super) const JOB: Kind = Kind {
-    noun: "job",
-    list_command: "lockstep list",
-    list_path: "/jobs",
-    is_id: |id| id.parse::<JobId>().is_ok(),
-};
+pub(super) const JOB: Kind = Kind { noun: "job", is_id: |id| id.parse::<JobId>().is_ok() };
 pub(super) const SWEEP: Kind = Kind {
     noun: "sweep",
-    list_command: "lockstep sweep list",
-    list_path: "/sweeps",
     is_id: |id| {
         let digits = id.strip_prefix("sweep-").unwrap_or_default();
         digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit())
@@ -169,9 +159,9 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name, |_| true, OnDuplicateName::TakeNewest).and_then(|job| {
-                job.ok_or_else(|| unknown_name_message(JOB.noun, JOB.list_command, names(), name))
-            }) {
+            match choose(JOB, &jobs, name, |_| true, OnDuplicateName::TakeNewest)
+                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB.noun, names(), name)))
+            {
                 Ok(Chosen { id, note }) => {
                     assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }

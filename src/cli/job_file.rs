@@ -75,8 +75,8 @@ pub(super) async fn replace_dataset_paths(
     Ok(registered)
 }
 
-/// Submits a document with `post`, after [`replace_dataset_paths`] has registered its datasets. If the server refuses the submission, removes these
-/// datasets again.
+/// Submits a document with `post`, after [`replace_dataset_paths`] has registered its datasets. If the server refuses the submission,
+/// removes these datasets again.
 ///
 /// # Errors
 /// See [`replace_dataset_paths`]. Also the errors of `post`.
@@ -107,7 +107,8 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
     values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
 }
 
-/// Returns a mistake for each path in a job's document that [`replace_dataset_paths`] cannot register, because another dataset has the name.
+/// Returns a mistake for each path in a job's document that [`replace_dataset_paths`] cannot register, because another dataset has the
+/// name.
 pub(super) async fn find_taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
     let mut mistakes = Vec::new();
     // The values of a sweep may repeat a path.

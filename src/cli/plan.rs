@@ -362,8 +362,8 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, cached or measured now, with `max_ranks` ranks or with one rank for each GPU or core, whichever are
-/// fewer. If they are fewer than `max_ranks`, also returns the cached measurements of `max_ranks` ranks that share this machine, if a job has
-/// made them. Without `--ranks`, these cached measurements are the only result.
+/// fewer. If they are fewer than `max_ranks`, also returns the cached measurements of `max_ranks` ranks that share this machine, if a job
+/// has made them. Without `--ranks`, these cached measurements are the only result.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,

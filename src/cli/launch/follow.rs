@@ -28,14 +28,24 @@ pub(super) struct LauncherProcess {
     child: Child,
     log: PathBuf,
     status: Option<ExitStatus>,
+    explain: Explain,
 }
+
+/// Describes the exit of a [`LauncherProcess`] (label, status, last line) in a sentence.
+type Explain = fn(&str, ExitStatus, &str) -> String;
 
 impl LauncherProcess {
     /// Starts a process and writes `input` to it.
     ///
     /// # Errors
     /// The process cannot be started.
-    pub(super) fn start(label: &str, mut command: Command, input: &[u8], log: &Path) -> io::Result<Self> {
+    pub(super) fn start(
+        label: &str,
+        mut command: Command,
+        input: &[u8],
+        log: &Path,
+        explain: Explain,
+    ) -> io::Result<Self> {
         use std::os::unix::process::CommandExt as _;
         let output = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
@@ -44,15 +54,15 @@ impl LauncherProcess {
             // A process that has exited does not read. Its exit status explains more than the broken pipe.
             let _ = stdin.write_all(input);
         }
-        Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
+        Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None, explain })
     }
 
     /// Returns the exit status and its explanation, once. Later calls return `None`.
-    fn take_exit(&mut self, explain: Explain) -> Option<(ExitStatus, String)> {
+    fn take_exit(&mut self) -> Option<(ExitStatus, String)> {
         if self.status.is_some() || self.is_running() {
             return None;
         }
-        self.status.map(|status| (status, explain(&self.label, status, &self.last_line())))
+        self.status.map(|status| (status, (self.explain)(&self.label, status, &self.last_line())))
     }
 
     /// Whether the process has not exited. [`LauncherProcess::take_exit`] does not return an exit that this call has seen.
@@ -70,26 +80,19 @@ impl LauncherProcess {
     }
 }
 
-/// Describes the exit of a [`LauncherProcess`] (label, status, last line) in a sentence.
-pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
-
 /// Shows the job until it ends, or with `--detach` until the agents are online.
 ///
 /// # Errors
 /// A process exits with an error before the job has started, all processes exit before the job ends, or the job does not succeed.
-pub(super) async fn follow(
-    launch: &Launch,
-    mut processes: Vec<LauncherProcess>,
-    explain: Explain,
-) -> anyhow::Result<()> {
+pub(super) async fn follow(launch: &Launch, mut processes: Vec<LauncherProcess>) -> anyhow::Result<()> {
     let logs = launch.create_folder()?;
     output::warn(format_args!("the agents' logs are in {}", logs.display()));
     if launch.args.detach {
-        return wait_until_online(launch, &mut processes, explain).await;
+        return wait_until_online(launch, &mut processes).await;
     }
     let result = tokio::select! {
         result = watch::show_to_end(&launch.api, launch.job.clone(), launch.args.server.json) => result,
-        failure = wait_for_failure(launch, &mut processes, explain) => return Err(failure),
+        failure = wait_for_failure(launch, &mut processes) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
         return if processes.iter_mut().any(LauncherProcess::is_running) {
@@ -119,14 +122,10 @@ pub(super) async fn follow(
 }
 
 /// Waits until the agents of these processes can no longer run the job, and returns the reason.
-async fn wait_for_failure(
-    launch: &Launch,
-    processes: &mut [LauncherProcess],
-    explain: Explain,
-) -> anyhow::Error {
+async fn wait_for_failure(launch: &Launch, processes: &mut [LauncherProcess]) -> anyhow::Error {
     loop {
         for index in 0..processes.len() {
-            let Some((status, explanation)) = processes[index].take_exit(explain) else { continue };
+            let Some((status, explanation)) = processes[index].take_exit() else { continue };
             // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
@@ -159,14 +158,10 @@ async fn wait_for_failure(
 
 /// Waits until all agents are online, or the job has left the queue. A short outage of the server, such as a restart, does not mean that
 /// the agents have failed.
-async fn wait_until_online(
-    launch: &Launch,
-    processes: &mut [LauncherProcess],
-    explain: Explain,
-) -> anyhow::Result<()> {
+async fn wait_until_online(launch: &Launch, processes: &mut [LauncherProcess]) -> anyhow::Result<()> {
     let mut outage = Outage::default();
     loop {
-        match poll_online(launch, processes, explain).await {
+        match poll_online(launch, processes).await {
             Ok(Some(outcome)) => return outcome,
             Ok(None) => outage.report_restored(|text| output::warn(text)),
             Err(error) if error.is::<WrongRequest>() => return Err(error),
@@ -188,14 +183,13 @@ async fn wait_until_online(
 async fn poll_online(
     launch: &Launch,
     processes: &mut [LauncherProcess],
-    explain: Explain,
 ) -> anyhow::Result<Option<anyhow::Result<()>>> {
     let job = read_job(launch).await?;
     if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
     for index in 0..processes.len() {
-        let Some((_, explanation)) = processes[index].take_exit(explain) else { continue };
+        let Some((_, explanation)) = processes[index].take_exit() else { continue };
         if !launch.can_run_with(&job, running_slots(launch, processes)) {
             return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }

@@ -35,8 +35,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let mut command = command(&launch.args, &launch.hosts);
     command.env(BUNDLE_VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.create_folder()?.join("mpirun.log");
-    let process = LauncherProcess::start("mpirun", command, &[], &log)?;
-    follow(launch, vec![process], explain).await
+    let process = LauncherProcess::start("mpirun", command, &[], &log, explain)?;
+    follow(launch, vec![process]).await
 }
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {

@@ -514,7 +514,7 @@ impl Api {
             }
             let start = self.start_command.as_ref().map_or_else(
                 || "Start one with `lockstep serve`".to_owned(),
-                |command| format!("Start it with `{command}`"),
+                |command| format!("The server of the data directory is stopped: start it with `{command}`"),
             );
             anyhow!(
                 "no server answers at {}{}. {start}. To use another server, name its data directory on this machine (--data-dir or \

@@ -104,10 +104,8 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let issued = issued.map_err(usage_error)?;
             let files = match password {
                 Some(password) => {
-                    vec![(
-                        0o600,
-                        create_pkcs12(&stem, &issued.chain, &issued.key, &password).map_err(usage_error)?,
-                    )]
+                    let content = create_pkcs12(&stem, &issued.chain, &issued.key, &password);
+                    vec![(0o600, content.map_err(usage_error)?)]
                 }
                 None => vec![(0o644, issued.chain.into_bytes()), (0o600, issued.key.into_bytes())],
             };

@@ -143,11 +143,10 @@ fn print_evaluation(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Resul
 
 /// Returns the most frequent confusions, each as the count of pictures, the index of their class and the index of the predicted class.
 fn most_frequent_confusions(result: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
-    let counts_of_class = |(class, counts): (usize, &Vec<u64>)| {
-        let confusion = move |(predicted, count): (usize, &u64)| (*count, class, predicted);
-        counts.iter().enumerate().map(confusion).collect::<Vec<_>>()
-    };
-    let mut confusions: Vec<_> = result.confusion.iter().enumerate().flat_map(counts_of_class).collect();
+    let mut confusions = Vec::new();
+    for (class, counts) in result.confusion.iter().enumerate() {
+        confusions.extend(counts.iter().enumerate().map(|(predicted, count)| (*count, class, predicted)));
+    }
     confusions.retain(|(count, class, predicted)| *count > 0 && class != predicted);
     confusions.sort_by_key(|(count, class, predicted)| (std::cmp::Reverse(*count), *class, *predicted));
     confusions.truncate(MAX_CONFUSIONS);

@@ -2,10 +2,10 @@
 
 use super::{api::format_mistake, dataset, file, job_file, output, usage_error};
 use lockstep_host::own_program;
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::DatasetInfo,
+    numbers::plural,
     spec::{Validation, from_toml},
     suggestion::{CommentedKeys, Suggestion},
 };

@@ -96,10 +96,7 @@ pub(crate) fn find_only<T>(
     describe: impl Fn(&T) -> String,
 ) -> anyhow::Result<T> {
     match matching.len() {
-        0 => {
-            let list_command = format!("lockstep {noun} list");
-            Err(usage_error(unknown_name_message(noun, &list_command, std::iter::empty(), name)))
-        }
+        0 => Err(usage_error(unknown_name_message(noun, std::iter::empty(), name))),
         1 => Ok(matching.swap_remove(0)),
         count => Err(usage_error(output::one_line(&format!(
             "{count} {noun}s have the name or the id {name}: {}; give another name or id of the {noun}",
@@ -108,14 +105,14 @@ pub(crate) fn find_only<T>(
     }
 }
 
-/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. `list_command` is the
-/// command that shows all objects.
+/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`.
 pub(crate) fn unknown_name_message<'a>(
     noun: &str,
-    list_command: &str,
     names: impl Iterator<Item = &'a str>,
     name: &str,
 ) -> String {
+    let list_command =
+        if noun == "job" { "lockstep list".to_owned() } else { format!("lockstep {noun} list") };
     let near = nearest(name, names).map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list_command}` shows all {noun}s")
 }

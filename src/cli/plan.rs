@@ -361,9 +361,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
-/// machine has GPUs or cores, if these are fewer. In the second case, the cached measurements of `max_ranks` ranks that share this machine,
-/// if a job has measured them, are also returned, or are the only result if the number of ranks is the job file's.
+/// Returns this machine's measurements, cached or measured now, with `max_ranks` ranks or with one rank for each GPU or core, whichever are
+/// fewer. If they are fewer than `max_ranks`, also returns the cached measurements of `max_ranks` ranks that share this machine, if a job
+/// has made them. Without `--ranks`, these cached measurements are the only result.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,

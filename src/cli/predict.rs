@@ -2,14 +2,14 @@
 
 use super::{
     WrongRequest,
-    api::ServerArgs,
+    api::{ServerArgs, parse_list},
     block_on,
     checkpoint_choice::{ListedCheckpoint, Weights, choose, find},
     file, output, usage_error, weight_files,
 };
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
-    Job, JobId,
+    JobId,
     inspect::{Prediction, Probability},
     models::SCHEME,
     numbers::{percent, plural},
@@ -209,29 +209,6 @@ struct ModelUsed {
     checkpoint: String,
     /// Whether the checkpoint is the job's best.
     best: bool,
-    /// The checkpoint's validation accuracy, in words.
-    #[serde(skip)]
-    accuracy: Option<String>,
-}
-
-impl ModelUsed {
-    fn of(job: &Job, checkpoint: &ListedCheckpoint) -> Self {
-        Self {
-            job: job.name.clone(),
-            job_id: job.id.clone(),
-            checkpoint: checkpoint.name(),
-            best: checkpoint.info.best,
-            accuracy: checkpoint.info.accuracy_in_words(),
-        }
-    }
-
-    fn print(&self) {
-        let Self { job, job_id, checkpoint, best, accuracy } = self;
-        let best = if *best { ", the best" } else { "" };
-        let accuracy = accuracy.as_ref().map(|words| format!(": validation accuracy {words}"));
-        let accuracy = accuracy.unwrap_or_default();
-        output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
-    }
 }
 
 /// A prediction, with the model that made it.
@@ -275,12 +252,16 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
     let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
     let may_change = !args.embed && !source.starts_with(SCHEME);
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let announce = |checkpoint: &ListedCheckpoint| {
-        let model = ModelUsed::of(&job, checkpoint);
+    let announce = |chosen: &ListedCheckpoint| {
+        let (job_id, checkpoint, best) = (job.id.clone(), chosen.name(), chosen.info.best);
         if args.prints_lines() {
-            model.print();
+            let best = if best { ", the best" } else { "" };
+            let accuracy =
+                chosen.info.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
+            let accuracy = accuracy.unwrap_or_default();
+            output::warn(format_args!("{} ({job_id}), checkpoint {checkpoint}{best}{accuracy}", job.name));
         }
-        model
+        ModelUsed { job: job.name.clone(), job_id, checkpoint, best }
     };
     let mut model = announce(&checkpoint);
     let mut results = Vec::new();
@@ -308,7 +289,7 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                 response => break response?,
             }
         };
-        for mut prediction in super::api::parse_list::<Prediction>(&response, "predictions")? {
+        for mut prediction in parse_list::<Prediction>(&response, "predictions")? {
             prediction.name.clone_from(&name);
             results.push(args.report(prediction, Some(&model))?);
         }

@@ -5,6 +5,8 @@ mod command_line;
 pub(crate) mod job_file;
 mod rest;
 
+pub(crate) use command_line::visible_subcommands;
+
 use super::{output, usage_error};
 use std::{
     fmt::Write as _,

@@ -1,7 +1,7 @@
 //! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
-    api::{self, Api, ServerArgs, text},
+    api::{Api, ServerArgs, parse_elements, text},
     block_on, file, find_only, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
@@ -84,17 +84,17 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 output::line(text(&created, "secret"))
             }
             Action::List(server) => {
-                let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
+                let tokens = server.api()?.read_all("/tokens").await?;
                 if server.json {
                     return output::json(&tokens);
                 }
-                let tokens = api::parse_list::<Token>(&tokens, "tokens")?;
+                let tokens: Vec<Token> = parse_elements(&tokens, "tokens");
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
                 output::table(header, tokens.iter().map(row))
             }
             Action::Revoke { token, server } => {
                 let api = server.api()?;
-                let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
+                let mut tokens: Vec<Token> = api.list("/tokens").await?;
                 let has_id = tokens.iter().any(|t| t.id == token);
                 tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
                 let Token { id, name, scope, .. } =

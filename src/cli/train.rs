@@ -322,13 +322,9 @@ pub(super) fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
         return;
     }
     if dataset.join("train").is_dir() {
-        let folders: Vec<String> = fs::read_dir(dataset)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| {
-                entry.ok().filter(|entry| entry.path().is_dir())?.file_name().into_string().ok()
-            })
-            .collect();
+        let entries = fs::read_dir(dataset).into_iter().flatten().flatten();
+        let folders = entries.filter(|entry| entry.path().is_dir());
+        let folders: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
         if let Some(split) = default_validation(default, folders.iter().map(String::as_str)) {
             spec.data.validation = Validation::Split(split.to_owned());
             return;

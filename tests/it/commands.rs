@@ -157,7 +157,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.cli(&["delete", "--yes", &unwatched]).assert_usage_error(&["running"]);
     server.cli(&["delete", &unwatched]).assert_usage_error(&[&unwatched, "no terminal", "--yes"]);
     // An empty name (an unset variable of a script) matches no job, nor does a very short one.
-    server.cli(&["delete", ""]).assert_usage_error(&["the name is empty"]);
+    server.cli(&["delete", ""]).assert_usage_error(&["the name of the job is empty"]);
     server.cli(&["delete", &unwatched[..3]]).assert_usage_error(&["no job is called"]);
     assert!(server.cli(&["cancel", &unwatched]).ok().contains("cancelled"));
     server.cli(&["cancel", &unwatched]).assert_usage_error(&["cancelled"]);

@@ -164,6 +164,8 @@ pub enum ReasonKind {
     WaitingForCheckpoint { checkpoint: Text, agent: Option<Text>, detail: Option<Text> },
     /// Waits until slots are free.
     WaitingForSlots(SlotWait),
+    /// Waits until somebody resumes the sweep (`sweep`, an id) of which the job is a trial; `detail` is the sweep's name.
+    WaitingForSweep { sweep: Text, detail: Text },
     /// The attempt has fewer ranks than the job, because not all ranks found a slot. `detail` is how the last attempt ended.
     FewerRanks { ranks: u32, slots_needed: u32, secs: f64, detail: Option<Text> },
     /// The program of a run from elsewhere has sent nothing for a while.
@@ -392,6 +394,9 @@ impl fmt::Display for ReasonKind {
             }
             WaitingForCheckpoint { checkpoint, agent: Some(agent), .. } => {
                 write!(f, "waits until agent {agent:?} has uploaded checkpoint {checkpoint}")
+            }
+            WaitingForSweep { sweep, detail } => {
+                write!(f, "its sweep {detail} is paused; `lockstep sweep resume {sweep}` lets the trial start")
             }
             FewerRanks { ranks, slots_needed, secs, detail } => write!(
                 f,

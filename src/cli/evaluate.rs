@@ -83,10 +83,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Polls the server for the result. On a terminal, also shows what the server is waiting for.
+/// Polls the server for the result, and shows what the server is waiting for.
 async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
+    let mut is_announced = false;
     loop {
         let response = api.get_response(path).await?;
         let is_ready = response.status() != StatusCode::ACCEPTED;
@@ -95,7 +96,14 @@ async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
             bar.finish_and_clear();
             return Ok(reply);
         }
-        bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
+        let detail = reply.get("detail").and_then(Value::as_str).unwrap_or_default();
+        let detail = detail.trim_end_matches("; ask again");
+        if !std::mem::replace(&mut is_announced, true) {
+            output::warn(format_args!(
+                "{detail}; Ctrl-C ends this command and not the evaluation, whose result the same command shows later"
+            ));
+        }
+        bar.set_message(detail.to_owned());
         bar.tick();
         tokio::time::sleep(POLL_INTERVAL).await;
     }

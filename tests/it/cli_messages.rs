@@ -7,7 +7,7 @@ use crate::{
     server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit},
     specs,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{fs, process::Stdio};
 
 /// Options that make the job file of `init` quick to train.
@@ -133,6 +133,8 @@ async fn init_writes_a_file_for_train_and_submit() {
         .assert_usage_error(&["--detach", "--watch"]);
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
+    let frames = server.cli(&["watch", &id, "--json"]);
+    assert!(frames.ok().lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{}", frames.stdout);
 
     // A prediction names its job and checkpoint. The job is the first argument.
     let picture =
@@ -160,6 +162,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture][..], &["no job is given", &right_line][..]),
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", picture, "runs"], &["no job is given", &right_line]),
+        (&["predict", &id, "empty"], &["empty: has no pictures; give the folder"]),
         (&["predict", &id, "runs"], &["has no pictures directly in it", "`runs/*/*`"]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),

@@ -434,6 +434,8 @@ fn settings_from_the_command_line_override_the_file() {
 
 #[test]
 fn freeze_norm_needs_pretrained_weights() {
+    let other_weights = job_with("model", "arch = \"resnet20\"\npretrained = \"resnet18\"");
+    assert_error(&other_weights, "/model/pretrained", &["set model.arch = \"resnet18\""]);
     let frozen = |line: &str| job_with("model", &format!("freeze_norm = true\n{line}"));
     assert_error(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");

@@ -71,7 +71,7 @@ pub enum ReasonKind {
     RankKilled { rank: u32, step: u64, signal: i32 },
     /// A rank got a signal to stop that its agent had not sent.
     RankStopped { rank: u32, step: u64 },
-    /// A rank ended while no agent watched it.
+    /// A rank ended, and how is unknown, because the agent that had started it was no longer running.
     RankVanished { rank: u32, step: u64 },
     /// A rank did no step for longer than `recovery.stall_timeout_secs` (`secs`), or reported itself that it cannot
     /// continue (`detail`).
@@ -266,7 +266,7 @@ impl fmt::Display for ReasonKind {
                 write!(f, "rank {rank} was stopped at step {step}, and not by its agent")
             }
             RankVanished { rank, step } => {
-                write!(f, "rank {rank} ended at step {step} while its agent was not running")
+                write!(f, "rank {rank} ended at step {step}; how is unknown, because the agent that started it had ended")
             }
             Stalled { rank, step, secs: Some(secs), detail } => {
                 write!(f, "rank {rank} made no progress for {secs} s at step {step}{}", with_separator("; ", detail))

@@ -1,10 +1,11 @@
 //! `lockstep evaluate`: evaluates a checkpoint on validation pictures.
 
 use super::{
-    api::{Api, ServerArgs, present_parameters, with_query},
+    api::{Api, ServerArgs, present_parameters, text, with_query},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights, find},
-    output, usage_error,
+    job_file::{self, UnknownPath},
+    output,
 };
 use indicatif::ProgressBar;
 use lockstep_protocol::{
@@ -14,7 +15,7 @@ use lockstep_protocol::{
 };
 use reqwest::StatusCode;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
@@ -27,8 +28,8 @@ const MAX_CONFUSIONS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     choice: CheckpointArgs,
-    /// Another registered dataset, which must have the same classes unless --knn is given; if it has only one split, all of its pictures are
-    /// evaluated [default: the job's own]
+    /// Another dataset, which must have the same classes unless --knn is given: its name, or its path, which is registered as by `submit`.
+    /// If it has only one split, all of its pictures are evaluated [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
     /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other
@@ -54,19 +55,20 @@ struct Evaluated<'a> {
 /// # Errors
 /// Exit status 2 if the job, checkpoint or dataset does not exist, or the dataset does not fit the checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    if let Some(path) = args.dataset.as_ref().filter(|dataset| dataset.contains(std::path::is_separator)) {
-        return Err(usage_error(format!(
-            "--dataset {path}: give the name of a registered dataset; `lockstep dataset add NAME {path}` registers the pictures at \
-             this path"
-        )));
-    }
     let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = find(&api, &args.choice.job, &args.choice.checkpoint).await?;
+        let mut dataset = args.dataset;
+        if let Some(path) = dataset.as_mut().filter(|dataset| dataset.contains(std::path::is_separator)) {
+            let mut document = json!({ "private": job.spec.private, "data": { "dataset": path } });
+            job_file::make_paths_absolute(&mut document);
+            job_file::name_dataset(&api, &mut document, UnknownPath::Register).await?;
+            *path = text(&document["data"], "dataset").to_owned();
+        }
         let query = present_parameters([
             ("checkpoint", Some(chosen.id.clone())),
             ("weights", (args.choice.weights == Weights::Ema).then(|| "ema".to_owned())),
-            ("dataset", args.dataset),
+            ("dataset", dataset),
             ("k", args.knn.map(|k| k.to_string())),
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };

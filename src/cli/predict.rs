@@ -77,9 +77,13 @@ fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     pictures.sort();
     if pictures.is_empty() {
         return Err(failed(if has_subfolders {
-            format!("has no pictures directly in it; `{}/*/*` names the files of its subfolders", path.display())
+            format!(
+                "has no pictures directly in it; `{}/*/*` names the files of its subfolders",
+                path.display()
+            )
         } else {
-            "has no pictures; give the folder, or the files, of JPEG, PNG, WebP, GIF, BMP or TIFF pictures".into()
+            "has no pictures; give the folder, or the files, of JPEG, PNG, WebP, GIF, BMP or TIFF pictures"
+                .into()
         }));
     }
     Ok(pictures)

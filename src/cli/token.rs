@@ -107,7 +107,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let Token { id, name, scope, last_used_at, .. } =
                     find_only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
                 let effect = match &*id {
-                    SERVER_TOKEN => "Commands on the server's machine are refused until the server is restarted",
+                    SERVER_TOKEN => {
+                        "Commands on the server's machine are refused until the server is restarted"
+                    }
                     LOCAL_AGENT_TOKEN => "The server's own agent gets no work until the server is restarted",
                     _ if last_used_at.is_some() && last_used_at == last_use => {
                         "It was used just now, probably by this command, and is refused from now on"

@@ -263,7 +263,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     {
         mistake(
             "/model/pretrained",
-            format!("{weights} names the weights of a {weights}, not of a {arch}: set model.arch = {weights:?}"),
+            format!(
+                "{weights} names the weights of a {weights}, not of a {arch}: set model.arch = {weights:?}"
+            ),
         );
     }
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {

@@ -320,6 +320,7 @@ fn errors_say_what_is_allowed() {
         // Unknown keys.
         ("train", "batchsize = 8", "batchsize", &["did you mean \"batch_size\""]),
         ("train", "learning_rate = 0.1", "learning_rate", &["did you mean \"lr\""]),
+        ("train", "max_steps = 10", "max_steps", &["did you mean \"steps\""]),
         (
             "parallel",
             "gradient_accumulation_steps = 4",

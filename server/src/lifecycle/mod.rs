@@ -145,8 +145,7 @@ pub fn start_attempt(
 /// more if the job will start again by itself.
 pub fn shows_wait_reason(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
-    let cannot_start =
-        matches!(reason.kind(), ReasonKind::UnreadableSpec { .. } | ReasonKind::WaitingForSweep { .. });
+    let cannot_start = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
     match job.state {
         JobState::Queued => cannot_start || job.attempt == 0 || !continues,
         JobState::Restarting => cannot_start,

@@ -70,7 +70,8 @@ use lockstep_protocol::spec::nearest;
 use std::io::IsTerminal;
 
 /// Text at the end of `lockstep --help`.
-pub(crate) const EXIT_STATUS_HELP: &str = "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every mistake), 130 stopped by Ctrl-C.";
+pub(crate) const EXIT_STATUS_HELP: &str = "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every \
+    mistake), 130 stopped by Ctrl-C.";
 
 /// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
 #[derive(Debug, thiserror::Error)]

@@ -16,10 +16,12 @@ use lockstep_protocol::{
 use reqwest::StatusCode;
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 /// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Time after which the command says that the result is not there yet.
+const ANNOUNCE_AFTER: Duration = Duration::from_secs(2);
 /// Maximum number of confusions that are printed.
 const MAX_CONFUSIONS: usize = 5;
 
@@ -73,7 +75,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
         let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
-        let result = wait_for_result(&api, &path).await?;
+        let mut waiting = pin!(wait_for_result(&api, &path));
+        let result = match tokio::time::timeout(ANNOUNCE_AFTER, waiting.as_mut()).await {
+            Ok(result) => result?,
+            Err(_) => {
+                output::warn(
+                    "an agent evaluates the checkpoint on its CPU cores; Ctrl-C ends this command and not the evaluation, whose result the \
+                     same command shows later",
+                );
+                waiting.await?
+            }
+        };
         let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: &job.id, checkpoint, result });
@@ -85,11 +97,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Polls the server for the result, and shows what the server is waiting for.
+/// Polls the server for the result. On a terminal, also shows what the server is waiting for.
 async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
-    let mut is_announced = false;
     loop {
         let response = api.get_response(path).await?;
         let is_ready = response.status() != StatusCode::ACCEPTED;
@@ -98,14 +109,7 @@ async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
             bar.finish_and_clear();
             return Ok(reply);
         }
-        let detail = reply.get("detail").and_then(Value::as_str).unwrap_or_default();
-        let detail = detail.trim_end_matches("; ask again");
-        if !std::mem::replace(&mut is_announced, true) {
-            output::warn(format_args!(
-                "{detail}; Ctrl-C ends this command and not the evaluation, whose result the same command shows later"
-            ));
-        }
-        bar.set_message(detail.to_owned());
+        bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
         bar.tick();
         tokio::time::sleep(POLL_INTERVAL).await;
     }

@@ -4,6 +4,11 @@ use crate::spec::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// Id of the token in a server's data directory. Each start of the server replaces this token if it was revoked.
+pub const SERVER_TOKEN: &str = "local";
+/// Id of the token of the agent that the server itself starts. Replaced like [`SERVER_TOKEN`].
+pub const LOCAL_AGENT_TOKEN: &str = "local-agent";
+
 words! {
     /// The rights of a token. `submit` includes `read`, and `admin` includes both.
     #[derive(Hash, ToSchema)]

@@ -72,8 +72,8 @@ use lockstep_protocol::spec::nearest;
 use std::io::IsTerminal;
 
 /// Text at the end of `lockstep --help`.
-pub(crate) const EXIT_STATUS_HELP: &str =
-    "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every mistake).";
+pub(crate) const EXIT_STATUS_HELP: &str = "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every \
+    mistake), 130 stopped by Ctrl-C.";
 
 /// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
 #[derive(Debug, thiserror::Error)]
@@ -117,7 +117,8 @@ pub(crate) fn unknown_name_message<'a>(
     format!("no {noun} is called {name}; {near}`{list_command}` shows all {noun}s")
 }
 
-/// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.
+/// The error of a command that its user has stopped. It leads to the exit status that shells report after Ctrl-C, 130, and its message has
+/// no prefix `error:`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Stopped(pub(crate) String);
@@ -128,9 +129,13 @@ pub(crate) fn exit_status(result: anyhow::Result<()>) -> i32 {
     if output::is_closed_pipe(&error) {
         return 0;
     }
-    let label = if error.is::<Stopped>() { "" } else { "error: " };
+    let (label, status) = match &error {
+        _ if error.is::<Stopped>() => ("", 130),
+        _ if error.is::<WrongRequest>() => ("error: ", 2),
+        _ => ("error: ", 1),
+    };
     output::warn(format_args!("{label}{}", describe_error(&error)));
-    if error.is::<WrongRequest>() { 2 } else { 1 }
+    status
 }
 
 /// Formats an error and its causes, as in [`with_causes`].

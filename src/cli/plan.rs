@@ -1,6 +1,7 @@
 //! `lockstep plan`: predicts, without training, how a job's network is divided over its ranks and what a step costs.
 
-use super::{init_tracing, job_file, output, usage_error};
+use super::{age::age, init_tracing, job_file, output, usage_error};
+use jiff::Timestamp;
 use lockstep_data::loader::DataSource;
 use lockstep_engine::{
     Sample,
@@ -25,7 +26,7 @@ use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 /// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
@@ -388,12 +389,16 @@ fn measure_here(
     // A job with the job file's number of ranks can run on this machine, as the stored measurements show.
     if args.ranks.is_empty()
         && !args.measure
-        && let Some(machine) = shared_machine
+        && let Some((machine, measured_at)) = shared_machine
     {
+        announce_stored(measured_at);
         return Ok((machine, None));
     }
-    if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok((stored, shared_machine));
+    let shared_machine = shared_machine.map(|(machine, _)| machine);
+    let stored = planning::stored_figures(&sample, device, ranks);
+    if let Some((machine, measured_at)) = stored.filter(|_| !args.measure) {
+        announce_stored(measured_at);
+        return Ok((machine, shared_machine));
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -405,6 +410,12 @@ fn measure_here(
     let machine: Machine = serde_json::from_slice(&stdout)?;
     planning::store_figures(&machine, &sample, device, ranks);
     Ok((machine, shared_machine))
+}
+
+/// Says that the figures are of an earlier measurement.
+fn announce_stored(measured_at: SystemTime) {
+    let age = Timestamp::try_from(measured_at).map(age).unwrap_or_default();
+    output::warn(format_args!("this machine was measured {age} ago; `--measure` measures it again"));
 }
 
 /// Measures this machine as one of the ranks.

@@ -72,13 +72,19 @@ fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries: io::Result<Vec<_>> =
         fs::read_dir(path).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
     let mut pictures = entries.map_err(|e| failed(e.to_string()))?;
+    let has_subfolders = pictures.iter().any(|path| path.is_dir());
     pictures.retain(|path| has_picture_extension(path) && !path.is_dir());
     pictures.sort();
     if pictures.is_empty() {
-        let folder = path.display();
-        return Err(failed(format!(
-            "has no pictures directly in it; `{folder}/*/*` names the files of its subfolders"
-        )));
+        return Err(failed(if has_subfolders {
+            format!(
+                "has no pictures directly in it; `{}/*/*` names the files of its subfolders",
+                path.display()
+            )
+        } else {
+            "has no pictures; give the folder, or the files, of JPEG, PNG, WebP, GIF, BMP or TIFF pictures"
+                .into()
+        }));
     }
     Ok(pictures)
 }

@@ -120,7 +120,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     // Three pictures leave at least seven of ten classes without a picture, and so without scores.
     let few = pictures::idx_dataset(server.folder().path(), 320, 3);
     server.cli(&["dataset", "add", "few", few.to_str().expect("UTF-8")]).ok();
-    let evaluated = server.cli(&["evaluate", id, "--dataset", "few"]);
+    let evaluated = server.cli(&["evaluate", id, "--dataset", few.to_str().expect("UTF-8")]);
     let has_no_score = |line: &&str| line.trim_end().ends_with(" –") && !line.contains('%');
     assert!(evaluated.ok().lines().filter(has_no_score).count() >= 7, "{}", evaluated.stdout);
     server

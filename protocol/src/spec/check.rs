@@ -245,6 +245,17 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             ),
         );
     }
+    let arch = spec.model.arch.as_str();
+    if let Some(weights) = spec.model.pretrained.as_deref().filter(|given| KNOWN_WEIGHTS.contains(given))
+        && weights != arch
+    {
+        mistake(
+            "/model/pretrained",
+            format!(
+                "{weights} names the weights of a {weights}, not of a {arch}: set model.arch = {weights:?}"
+            ),
+        );
+    }
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {
         errors.add(
             "/model/freeze_norm",

@@ -29,7 +29,7 @@ use caller::{Credential, Usage};
 use codes::Codes;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    access::{Scope, Token},
+    access::{LOCAL_AGENT_TOKEN, SERVER_TOKEN, Scope, Token},
     limits::{MAX_SESSIONS, MAX_SESSIONS_OF_A_TOKEN},
     people::Identity,
 };
@@ -60,6 +60,8 @@ const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 pub(crate) enum Denied {
     Unknown,
     Revoked,
+    /// As `Revoked`, but a restart of the server replaces the token.
+    RevokedUntilRestart,
     Expired,
     /// The person who owns the token is disabled.
     Disabled,
@@ -209,7 +211,8 @@ impl Access {
         let now = crate::now();
         let credential = self.read().tokens.get(&secret::hash(secret)).cloned().ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
-            return Err(Denied::Revoked);
+            let is_replaced = [SERVER_TOKEN, LOCAL_AGENT_TOKEN].contains(&&*credential.token.id);
+            return Err(if is_replaced { Denied::RevokedUntilRestart } else { Denied::Revoked });
         }
         if credential.expires_at.is_some_and(|at| at <= now) {
             return Err(Denied::Expired);

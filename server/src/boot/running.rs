@@ -7,7 +7,7 @@ use crate::{
     store::TokenRow,
     util::private_files,
 };
-use lockstep_protocol::access::{Scope, Token};
+use lockstep_protocol::access::{LOCAL_AGENT_TOKEN, SERVER_TOKEN, Scope, Token};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -16,9 +16,9 @@ use std::{
 };
 
 /// Id and name of the token in the data directory.
-const ADMIN_TOKEN: (&str, &str) = ("local", SERVER_TOKEN_NAME);
+const ADMIN_TOKEN: (&str, &str) = (SERVER_TOKEN, SERVER_TOKEN_NAME);
 /// Id and name of the token of this machine's agent.
-const AGENT_TOKEN: (&str, &str) = ("local-agent", "this machine's agent");
+const AGENT_TOKEN: (&str, &str) = (LOCAL_AGENT_TOKEN, "this machine's agent");
 
 /// A server that accepts connections. Cheap to clone.
 #[derive(Clone)]

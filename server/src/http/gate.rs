@@ -240,6 +240,9 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
                 }
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
+                Denied::RevokedUntilRestart => {
+                    "that token of the server's machine was revoked; restart the server, which writes a new one".into()
+                }
                 Denied::Expired => "that token has expired; ask for another token".into(),
                 Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })

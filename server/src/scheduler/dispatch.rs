@@ -203,12 +203,18 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
     let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
+    let paused_sweeps = if waiting.iter().any(|row| row.job.trial.is_some()) {
+        scheduler.store.paused_sweeps().await?
+    } else {
+        HashMap::new()
+    };
     Ok(Snapshot {
         now,
         started_at: scheduler.started_at,
         agents,
         waiting,
         yielding_jobs,
+        paused_sweeps,
         fair_share,
         slots_of_shares,
         checkpoint_waits: HashMap::new(),

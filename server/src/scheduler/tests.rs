@@ -78,6 +78,7 @@ fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
         agents: agents.into_iter().map(Arc::new).collect(),
         waiting: waiting.into_iter().map(Arc::new).collect(),
         yielding_jobs: Vec::new(),
+        paused_sweeps: HashMap::new(),
         fair_share: FairShare::Project,
         slots_of_shares: HashMap::new(),
         checkpoint_waits: HashMap::new(),
@@ -363,6 +364,20 @@ fn every_job_that_waits_has_a_true_reason() {
     for code in codes.into_iter().chain(["waiting_for_slots", "waiting_for_checkpoint"]) {
         assert!(seen.get(code).is_some_and(|times| *times > 5), "{code}: {seen:?}");
     }
+}
+
+#[test]
+fn a_trial_waits_while_its_sweep_is_paused() {
+    let mut trial = job(1);
+    trial.job.trial = Some(TrialOf { sweep: "sweep-1".into(), number: 2 });
+    let mut snapshot = snapshot(vec![agent("a", &["cpu", "cpu"], |_| {})], vec![trial, job(1)]);
+    assert_eq!(plan(&snapshot).starts.len(), 2);
+    snapshot.paused_sweeps.insert("sweep-1".into(), "cv".into());
+    let plan = plan(&snapshot);
+    assert_eq!((plan.starts.len(), plan.waiting.len()), (1, 1));
+    let why = plan.waiting[0].why.as_ref().map(ToString::to_string);
+    let words = "its sweep cv is paused; `lockstep sweep resume sweep-1` lets the trial start";
+    assert_eq!(why.as_deref(), Some(words));
 }
 
 #[test]

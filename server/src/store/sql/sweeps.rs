@@ -19,6 +19,7 @@ use lockstep_protocol::{
     sweep::SweepState,
 };
 use sqlx::{AssertSqlSafe, Row};
+use std::collections::HashMap;
 
 /// Query for sweeps without the trials' specifications, which are long.
 const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at \
@@ -87,6 +88,12 @@ impl SqlStore {
     pub async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SELECT_SWEEPS} WHERE finished_at IS NULL ORDER BY created_at, id");
         self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
+    }
+
+    pub async fn paused_sweeps(&self) -> Result<HashMap<String, String>> {
+        let query = "SELECT id, name FROM sweeps WHERE state = 'paused'";
+        let rows: Vec<(String, String)> = sqlx::query_as(query).fetch_all(&self.reader).await?;
+        Ok(rows.into_iter().collect())
     }
 
     pub async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {

@@ -44,7 +44,8 @@ async fn impossible_training_is_refused_with_advice() {
             && error.contains("lower train.lr"),
         "{error}"
     );
-    let (status, error) = error_of(&["model.pretrained=resnet18"]);
+    let (status, error) =
+        error_of(&["model.arch=resnet18", "data.image_size=16", "model.pretrained=resnet18"]);
     assert_eq!(status, Some(1), "{error}");
     assert!(error.contains("model.pretrained: the weights of resnet18 have not been downloaded"), "{error}");
     let (status, error) = error_of(&["model.pretrained=/none.safetensors"]);

@@ -83,7 +83,7 @@ export class Classify {
 /** Formats the validation accuracy of a checkpoint. Empty if the checkpoint was not validated. */
 function validationAccuracy(checkpoint) {
   const { val_accuracy: accuracy, validation } = checkpoint;
-  return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} pictures. ${trainedValidation(byId("diagnosis").textContent)}`;
+  return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} pictures. ${trainedValidation(byId("diagnosis").textContent)}`.trim();
 }
 
 async function card(prediction, file, checkpoint) {

@@ -80,10 +80,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     spec["model"]["pretrained"] = server.checkpoints(&id).await[0]["id"].clone();
     spec["data"]["validation_seed"] = json!(1);
     let checked = server.post("/jobs/validate", &spec).await.json();
-    assert!(
-        checked["warnings"].to_string().contains("the run that the weights are from trained on"),
-        "{checked:#}"
-    );
+    assert!(checked["warnings"].to_string().contains("the run of the weights trained on"), "{checked:#}");
     server.wait_for_success(fork).await;
     let foreign = server.evaluation(fork, "?checkpoint=latest").await;
     let trained_on = foreign["trained_on"].as_u64().expect("a count");

@@ -154,7 +154,7 @@ pub(crate) async fn trained_validation_warning(store: &dyn Store, spec: &JobSpec
     let Some(row) = store.checkpoint(given).await? else { return Ok(None) };
     let source = store.job(&row.job).await?;
     Ok(source.and_then(|source| {
-        checkpoints::fork::validation_warning("the run that the weights are from", &source.job.spec, spec)
+        checkpoints::fork::validation_warning("the run of the weights", &source.job.spec, spec)
     }))
 }
 

@@ -32,7 +32,7 @@ export const uncertainty = (share, pictures) => (pictures > 0 && pictures < FEW_
 /** Returns the sentence of a diagnosis about validation pictures that the initial weights were trained on; empty if there is none. */
 export const trainedValidation = (diagnosis) => /^[^.]* were training pictures of the run that the weights are from[^.]*\./.exec(diagnosis ?? "")?.[0] ?? "";
 
-/** Formats the number with which this sentence begins, to follow an accuracy: `, 101 trained on`. The same as `trained_mark` in protocol/src/inspect.rs. */
+/** Formats the number with which this sentence begins, to follow an accuracy: `, 101 trained on`. */
 export const trainedMark = (sentence) => (sentence ? `, ${sentence.split(" ", 1)[0]} trained on` : "");
 
 /** Formats a loss or a learning rate. */

@@ -92,9 +92,9 @@ pub struct ClassScore {
 /// diagnosis repeats the line.
 pub const TRAINED_VALIDATION: &str = "were training pictures of the run that the weights are from";
 
-/// The mark behind an accuracy that was measured on such pictures: `, 101 trained on`. `sentence` begins with their number.
+/// The mark of an accuracy that was measured on such pictures: `101 trained on`. `sentence` begins with their number.
 pub fn trained_mark(sentence: &str) -> String {
-    sentence.split_once(' ').map(|(count, _)| format!(", {count} trained on")).unwrap_or_default()
+    sentence.split_once(' ').map(|(count, _)| format!("{count} trained on")).unwrap_or_default()
 }
 
 /// Evaluation of a model on a job's validation pictures, each counted once.

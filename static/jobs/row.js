@@ -3,7 +3,7 @@
 import { byId, make, serverNow, setText } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
 import { isFinal, stateWords, isWaiting } from "../job/states.js";
-import { age, clock, percent, plural, rate, trainedMark, trainedValidation, uncertainty, value } from "../numbers.js";
+import { age, clock, percent, plural, rate, trainedValidation, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row. Further tags are only counted. */
 const MAX_TAGS = 4;
@@ -43,7 +43,7 @@ export function fillRow(row, job) {
   element("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
   setText(element("best"), job.best ? percent(job.best.value) : "");
   const trained = trainedValidation(job.diagnosis);
-  setText(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) + trainedMark(trained) : "");
+  setText(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) + (trained && " *") : "");
   element("uncertainty").title = trained;
   setText(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   setText(element("age"), age(Date.parse(job.created_at), serverNow()));

@@ -6,7 +6,6 @@ use crate::{
 };
 use askama::Template;
 use lockstep_protocol::{
-    inspect::trained_mark,
     job::{Job, JobState},
     labels::DEFAULT_PROJECT,
     numbers::uncertainty,
@@ -166,7 +165,7 @@ struct JobRow {
     best: String,
     /// Standard error of `best`, and the number of validation pictures. Empty for 10,000 pictures or more.
     uncertainty: String,
-    /// A sentence about validation pictures that the initial weights were trained on; empty if there is none. Their number is in `uncertainty`.
+    /// A sentence about validation pictures that the initial weights were trained on; empty if there is none. Then `uncertainty` ends with `*`.
     trained_validation: String,
     speed: String,
     age: String,
@@ -191,8 +190,7 @@ impl JobRow {
             uncertainty: job
                 .best
                 .map(|b| {
-                    let mark = job.diagnosis.as_deref().map(trained_mark).unwrap_or_default();
-                    uncertainty(b.value, job.last.val_pictures) + &mark
+                    uncertainty(b.value, job.last.val_pictures) + job.diagnosis.as_ref().map_or("", |_| " *")
                 })
                 .unwrap_or_default(),
             trained_validation: job.diagnosis.clone().unwrap_or_default(),

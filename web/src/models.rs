@@ -101,7 +101,7 @@ mod tests {
         assert!(
             list.contains("href=\"/models/shoes\"")
                 && list.contains("champion")
-                && list.contains("50.0 %<small title=\"3 of"),
+                && list.contains("50.0 %<br><span class=\"small\" title=\"3 of"),
             "{list}"
         );
         let page = |may_change, sharded| {
@@ -120,7 +120,7 @@ mod tests {
         assert!(!html.contains("<b>fine") && !html.contains("<i>job"), "{html}");
         for part in [
             "models:/shoes/2",
-            "<small title=\"3 of the 8 validation pictures were training pictures of the run that the weights are from.\">, 3 trained on</small>",
+            "title=\"3 of the 8 validation pictures were training pictures of the run that the weights are from.\">3 trained on</span>",
             "3-90",
             "0123456789ab<",
             "lockstep 0.1.0",

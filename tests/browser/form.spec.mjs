@@ -96,7 +96,7 @@ describe("the form", () => {
     await page.getByLabel("Ranks", { exact: true }).fill("1");
     await page.locator("details.more > summary").click();
     await broken.selectOption("fail");
-    await until("the warning is shown", async () => /1 file of pets could not be read.*is not a Parquet file/s.test(await warnings.textContent()));
+    await until("the warning is shown", async () => /1 file of pets could not be used.*is not a Parquet file/s.test(await warnings.textContent()));
     await broken.selectOption("skip");
     await until("the warning is gone", async () => !await warnings.isVisible());
     await page.getByRole("button", { name: "Submit job" }).click();

@@ -186,10 +186,7 @@ fn read_parameters(given: Option<&Value>, errors: &mut Mistakes<'_>) -> BTreeMap
                 };
                 match outcome {
                     Ok(_) if parameters.contains_key(&path) => {
-                        errors.push(mistake(
-                            &format!("/parameters/{}", escaped(&path)),
-                            "is given twice".into(),
-                        ));
+                        errors.add(&format!("/sweep/parameters/{}", escaped(&path)), "is given twice");
                     }
                     Ok(parameter) => drop(parameters.insert(path, parameter)),
                     Err(detail) => {

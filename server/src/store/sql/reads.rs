@@ -1,8 +1,9 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX, batch,
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
     jobs::{SELECT_JOBS, job_row, like_pattern},
+    multi_row,
     pages::bounded,
 };
 use crate::store::{
@@ -172,15 +173,15 @@ impl SqlStore {
         );
         let mut found = HashMap::new();
         let mut db = self.reader.acquire().await?;
-        for query in batch::statements(&text, 1, jobs, |query, id| Ok(query.bind(id.as_str())))? {
-            for row in query.fetch_all(&mut *db).await? {
-                let job = job_id(row.try_get("job_id")?)?;
-                let body = parse_event(&job, row.try_get("seq")?, row.try_get("body")?)?;
-                let EventBody::Log { lines, .. } = body else { continue };
-                let line = lines.into_iter().find(|line| line.text.contains(TRAINED_VALIDATION));
-                if let Some(line) = line {
-                    found.entry(job).or_insert(format!("{}.", line.text));
-                }
+        let rows =
+            multi_row::fetch_all(&mut db, &text, 1, jobs, |query, id| Ok(query.bind(id.as_str()))).await?;
+        for row in rows {
+            let job = job_id(row.try_get("job_id")?)?;
+            let body = parse_event(&job, row.try_get("seq")?, row.try_get("body")?)?;
+            let EventBody::Log { lines, .. } = body else { continue };
+            let line = lines.into_iter().find(|line| line.text.contains(TRAINED_VALIDATION));
+            if let Some(line) = line {
+                found.entry(job).or_insert(format!("{}.", line.text));
             }
         }
         Ok(found)

@@ -41,7 +41,8 @@ const MIN_EPOCHS: u64 = 3;
 const FEW_TRAINING_PICTURES: u64 = 5000;
 
 /// Returns the diagnosis of a job. `None` if the job neither runs, succeeded, nor diverged, or has too few validations; after the end, also
-/// if the job needs no advice and has no training accuracy that can be compared. The page links to clones with the values that the text
+/// if the job needs no advice and has no training accuracy that can be compared. A sentence about validation pictures that the initial
+/// weights were trained on precedes, and is there for every validated job. The page links to clones with the values that the text
 /// names, such as `train.lr = 0.01`.
 pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Result<Option<String>> {
     let has_diverged =

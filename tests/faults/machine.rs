@@ -12,7 +12,7 @@ use crate::{
         CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures, spec,
         start, undisturbed_weights, variables, wait_for_step,
     },
-    server::{Agents, Process, Server, number, training_permit},
+    server::{Agents, Process, Server, faketime, number, training_permit},
     socket::stored,
     specs,
 };
@@ -162,18 +162,6 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     row.recovered_now();
     row.passed("cancelled; the process is named as blocked in the kernel");
     server.stop().await;
-}
-
-/// Where Debian's package installs libfaketime, which changes a program's clock.
-fn faketime() -> PathBuf {
-    let libraries = fs::read_dir("/usr/lib")
-        .expect("/usr/lib")
-        .flatten()
-        .map(|e| e.path().join("faketime/libfaketime.so.1"));
-    let mut libraries = libraries.chain([PathBuf::from("/usr/lib/faketime/libfaketime.so.1")]);
-    libraries
-        .find(|path| path.exists())
-        .expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)")
 }
 
 #[tokio::test]

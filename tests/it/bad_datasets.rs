@@ -72,9 +72,12 @@ async fn folders_without_a_dataset_are_not_registered() {
 async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
     let _permit = training_permit().await;
     let server = Server::start().await;
-    let path = pictures::truncated_cifar10(server.folder().path());
+    let path = server.folder().path().join("cifar-10-batches-bin");
+    pictures::write_cifar10(&path, 20);
+    // The second file ends in the middle of a record. The dataset is registered with a warning about it.
+    let truncated = fs::File::options().write(true).open(path.join("data_batch_2.bin")).expect("a file");
+    truncated.set_len(19 * 3073 + 1000).expect("truncated");
     let path = path.to_str().expect("UTF-8");
-    // The other batches are intact: the dataset is registered with a warning about the truncated batch.
     assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 unusable file"));
     for dataset in [path, "cifar10"] {
         let inspected = server.cli(&["dataset", "inspect", dataset]);

@@ -8,7 +8,7 @@ use crate::{
     specs,
 };
 use serde_json::json;
-use std::{fs, process::Stdio};
+use std::{fs, path::Path, process::Stdio};
 
 /// Options that make the job file of `init` quick to train.
 const QUICK: [&str; 6] =
@@ -135,8 +135,7 @@ async fn init_writes_a_file_for_train_and_submit() {
     server.cli(&["watch", &id]).ok();
 
     // A prediction names its job and checkpoint. The job is the first argument.
-    let picture =
-        fs::read_dir(format!("{root}/val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let picture = pictures::boot(Path::new(root));
     let picture = picture.to_str().expect("UTF-8");
     let name = server.job(&id).await["name"].as_str().expect("a name").to_owned();
     for job in [&id, &name] {

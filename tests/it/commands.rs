@@ -81,8 +81,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");
     let mut expected = server.job(id).await;
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    expected["attempts"] = attempts["attempts"].clone();
+    expected["attempts"] = server.attempts(id).await.into();
     assert_eq!(job, expected, "the same as over REST");
     assert!(server.cli(&["show", id]).ok().contains("succeeded"));
 
@@ -226,17 +225,6 @@ pub(crate) fn run_on_terminal(variables: &[(&str, OsString)], args: &[&str], typ
 }
 
 #[tokio::test]
-async fn doctor_gathers_a_tensor_from_each_rank() {
-    let _permit = training_permit().await;
-    let two = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
-    assert!(two.ok().contains("[[0.], [1.]]"), "{}", two.stdout);
-    let four = Finished::of(lockstep().args(["doctor", "--ranks", "4"]));
-    assert!(four.ok().contains("[[0.], [1.], [2.], [3.]]"), "{}", four.stdout);
-    let json = Finished::of(lockstep().args(["doctor", "--ranks", "2", "--json"])).json();
-    assert!(json.is_object() || json.is_array());
-}
-
-#[tokio::test]
 async fn commands_that_need_a_gpu_say_so_without_one() {
     let folder = Folder::new();
     let run_without_gpu = |args: &[&str]| {
@@ -292,8 +280,7 @@ async fn train_needs_no_server() {
     }
     // The next command is printed. Like `export`, it uses the best checkpoint of the run's folder.
     assert!(finished.stderr.contains("next: `lockstep predict --model "), "{}", finished.stderr);
-    let boots = pictures::image_folder(folder.path(), 1).join("val/boot");
-    let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
+    let picture = pictures::boot(&pictures::image_folder(folder.path(), 1));
     let predict =
         |model: &Path| Finished::of(lockstep().arg("predict").arg(&picture).arg("--model").arg(model));
     let of_run = predict(&out);

@@ -69,9 +69,8 @@ fn write_weights(path: &Path) {
 async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let _permit = training_permit().await;
     let cache = Folder::new();
-    let database = crate::postgres::wanted().then(crate::postgres::database);
     let environment = vec![("LOCKSTEP_CACHE".into(), cache.path().display().to_string())];
-    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
+    let server = Server::start_in(Agents::Local { cpu_slots: 2 }, environment).await;
     let here = server.folder().path();
     let folder = here.join("home/pictures/flowers");
     write_folder(&folder);

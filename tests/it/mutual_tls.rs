@@ -5,7 +5,7 @@ mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, exit_status, lockstep, signal, training_permit},
+    server::{Finished, Folder, TIMEOUT, exit_status, faketime, lockstep, signal, training_permit},
     specs,
     tls::serve::{Serve, ca, listens},
 };
@@ -208,12 +208,7 @@ fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
 
 /// Shifts a command's clock, as [`issue_at`] does.
 fn with_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
-    let folders = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
-    let library =
-        folders.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
-    let library =
-        library.expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)");
-    command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
+    command.env("LD_PRELOAD", faketime()).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
 }
 
 #[tokio::test]

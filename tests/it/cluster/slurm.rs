@@ -3,7 +3,7 @@
 use super::{program, run_ok, terminate};
 use crate::{
     network::read_proc,
-    server::{TIMEOUT, free_port},
+    server::{TIMEOUT, free_port, parent},
 };
 use std::{
     fs,
@@ -176,11 +176,6 @@ impl Slurm {
             std::thread::sleep(Duration::from_millis(100));
         }
     }
-}
-
-fn parent(pid: i32) -> Option<i32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
 fn kill(pid: i32) {

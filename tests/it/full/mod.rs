@@ -9,7 +9,6 @@ mod external_launchers;
 mod first_loss;
 pub(crate) mod hosts;
 mod launch;
-mod launch_gangs;
 mod launch_hosts;
 mod lost_hosts;
 mod network_interfaces;

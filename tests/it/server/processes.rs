@@ -34,6 +34,12 @@ pub(crate) fn signal(pid: i32, signal: Signal) {
     }
 }
 
+/// The parent of a process.
+pub(crate) fn parent(pid: i32) -> Option<i32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+}
+
 /// Processes with `folder` in their arguments. Every process that Lockstep starts has its data directory or a file
 /// in it as an argument, so agents and ranks in any process group are found.
 pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {

@@ -1,7 +1,9 @@
 //! Dispatch: slots, order of the queue, leases, restarts.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus, line, losses, running, start_job, wait_until_offline},
+    agent::{
+        Agent, hello, hello_gpus, line, losses, running, server_with_agent, start_job, wait_until_offline,
+    },
     gangs::register_dataset,
     test_server::{TestServer, assert_mistake, spec, wait_until},
 };
@@ -18,8 +20,7 @@ fn failed(reason: &str, retriable: bool) -> Ending {
 
 #[tokio::test]
 async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.expect_start().await;
     assert_eq!(first.resume, None);
@@ -116,8 +117,7 @@ async fn after_a_server_restart_agents_have_one_lease_to_return() {
 
 #[tokio::test]
 async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let one_rank = |s: &mut Value| s["parallel"]["ranks"] = json!(1);
     let ids = [server.submit(one_rank).await.id, server.submit(one_rank).await.id];
     let (first, second) = (agent.expect_start().await.attempt, agent.expect_start().await.attempt);
@@ -142,8 +142,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
 
 #[tokio::test]
 async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtaken() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let ranks = |n: u32, priority: i32| {
         move |s: &mut Value| {
             s["parallel"]["ranks"] = json!(n);

@@ -2,7 +2,7 @@
 //! between projects.
 
 use crate::{
-    agent::Agent,
+    agent::{Agent, server_with_agent},
     test_server::{TestServer, client, spec, wait_until},
 };
 use lockstep_protocol::{
@@ -64,8 +64,7 @@ async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
 
 #[tokio::test]
 async fn a_job_behind_more_than_a_thousand_others_is_considered() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
     // Without `launched=true`, the server would refuse a job that has more ranks than any machine has slots.

@@ -1,7 +1,7 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, hello, losses, running},
+    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
     test_server::{TestServer, client, spec, wait_until},
 };
 use lockstep_protocol::{
@@ -14,8 +14,7 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 async fn read_history(server: &TestServer, id: &str) -> Value {
-    let (status, history) = server.get(&format!("/jobs/{id}/history")).await;
-    assert_eq!(status, 200, "{history}");
+    let history = server.get_ok(&format!("/jobs/{id}/history")).await;
     history
 }
 
@@ -31,8 +30,7 @@ fn summarize(history: &Value) -> Vec<String> {
 
 #[tokio::test]
 async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.expect_start().await;
     agent
@@ -164,8 +162,7 @@ async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_current_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let first = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -195,8 +192,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
 
 #[tokio::test]
 async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     server.submit(|_| {}).await;
     let start = agent.expect_start().await;
     let waiting = server.submit(|_| {}).await.id.to_string();
@@ -226,8 +222,7 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
 
 #[tokio::test]
 async fn lineage_is_shown_at_parent_and_fork() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
     let start = agent.expect_start().await;
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
@@ -282,8 +277,7 @@ fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptE
 
 #[tokio::test]
 async fn speed_counts_pictures_per_second_and_is_streamed() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     assert_eq!(dataset_info().splits[0].samples, 1000);
     // Steps of 2 x 16 pictures: each epoch has 31 complete steps and one step of 8 pictures.
     let job = server.submit(|s| {

@@ -189,6 +189,13 @@ impl TestServer {
         self.send(self.http.get(self.url(&format!("/api/v1{path}")))).await
     }
 
+    /// As [`TestServer::get`], but the request must succeed.
+    pub async fn get_ok(&self, path: &str) -> Value {
+        let (status, body) = self.get(path).await;
+        assert_eq!(status, 200, "{path}: {body}");
+        body
+    }
+
     pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         self.send(self.http.post(self.url(&format!("/api/v1{path}"))).json(body)).await
     }
@@ -220,8 +227,7 @@ impl TestServer {
     pub async fn read_pages(&self, path: &str) -> Vec<Value> {
         let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
         while let Some(after) = cursor {
-            let (status, page) = self.get(&format!("{path}{after}")).await;
-            assert_eq!(status, 200, "{path}{after}: {page}");
+            let page = self.get_ok(&format!("{path}{after}")).await;
             cursor = page["next_cursor"].as_str().map(|next| format!("&cursor={next}"));
             pages.push(page);
         }
@@ -243,9 +249,7 @@ impl TestServer {
     }
 
     pub async fn job(&self, id: &str) -> Job {
-        let (status, body) = self.get(&format!("/jobs/{id}")).await;
-        assert_eq!(status, 200, "{body}");
-        serde_json::from_value(body).unwrap()
+        serde_json::from_value(self.get_ok(&format!("/jobs/{id}")).await).unwrap()
     }
 
     pub fn job_dir(&self, id: &str) -> PathBuf {

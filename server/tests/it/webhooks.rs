@@ -176,8 +176,7 @@ impl TestServer {
     async fn deliveries(&self, id: &str, are_expected: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let since = Instant::now();
         loop {
-            let (status, page) = self.get(&format!("/webhooks/{id}/deliveries")).await;
-            assert_eq!(status, 200, "{page}");
+            let page = self.get_ok(&format!("/webhooks/{id}/deliveries")).await;
             let deliveries = page["deliveries"].as_array().unwrap();
             if are_expected(deliveries) {
                 return deliveries.clone();

@@ -24,8 +24,7 @@ async fn idle_agent(server: &TestServer) -> Agent {
 
 /// Returns the source of a job's panels, and their titles.
 async fn read_panels(server: &TestServer, id: &str) -> (String, Vec<String>) {
-    let (status, body) = server.get(&format!("/jobs/{id}/panels")).await;
-    assert_eq!(status, 200, "{body}");
+    let body = server.get_ok(&format!("/jobs/{id}/panels")).await;
     let titles = body["panels"].as_array().unwrap().iter().map(|p| p["title"].as_str().unwrap().to_owned());
     (body["from"].as_str().unwrap().to_owned(), titles.collect())
 }

@@ -25,8 +25,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     let data = server.data_dir();
     let options = database_options(&server);
     let options: Vec<_> = options.iter().map(String::as_str).collect();
-    let output = server.cli(&[&["backup", "-o", file], &options[..]].concat());
-    assert!(output.ok().contains("backed up 1 job"), "{}", output.stdout);
+    server.cli(&[&["backup", "-o", file], &options[..]].concat()).assert_prints(&["backed up 1 job"]);
     // An existing backup is replaced only with --force.
     let repeat = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &options[..]].concat());
     let first_backup = std::fs::read(file).expect("a backup");

@@ -41,9 +41,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
     assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
     let added = server.cli(&["dataset", "add", "fashion", dataset.to_str().expect("UTF-8")]);
-    for word in ["fashion", "idx", "28 x 28", "320", "40"] {
-        assert!(added.ok().contains(word), "{}", added.stdout);
-    }
+    added.assert_prints(&["fashion", "idx", "28 x 28", "320", "40"]);
     assert!(server.cli(&["dataset", "list"]).ok().contains("320 train"));
     let mut info = server.cli(&["dataset", "inspect", "fashion", "--json"]).json();
     assert!(info.as_object_mut().expect("an object").remove("inspected_at").is_some());
@@ -66,7 +64,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert!(watched.stderr.contains("\nnext: `lockstep predict j"), "{}", watched.stderr);
 
     let listed = server.cli(&["list"]);
-    assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
+    listed.assert_prints(&["watched", "succeeded"]);
     assert!(listed.stdout.lines().next().is_some_and(|header| header.ends_with("AGE")), "{}", listed.stdout);
     let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
     assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
@@ -260,7 +258,7 @@ async fn train_needs_no_server() {
         (Finished::of(&mut command), out)
     };
     let (finished, out) = train("whole", 12, &[]);
-    assert!(finished.ok().contains("epoch: 1 step: 12, loss is "), "{}", finished.stdout);
+    finished.assert_prints(&["epoch: 1 step: 12, loss is "]);
     // The job's loss is the mean over its ranks.
     let loss = |output: &str| -> f32 {
         let line = output.lines().find_map(|line| line.strip_prefix("epoch: 1 step: 12, loss is "));

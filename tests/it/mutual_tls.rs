@@ -126,8 +126,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let submitted = client.post(format!("{}/api/v1/jobs", https(&serve))).json(&spec).send().await;
     let submitted = submitted.expect("a response");
     let job: Value = submitted.json().await.expect("JSON");
-    let watched = here(&["watch", job["id"].as_str().expect("an id")]);
-    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    here(&["watch", job["id"].as_str().expect("an id")]).assert_prints(&["succeeded"]);
 
     // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
@@ -152,8 +151,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     drop(by_token);
 
     // After the revocation, the open connection ends within seconds and new ones are refused. Repeated attempts are logged once.
-    let listed = ca(serve.folder.path(), &["list", "--data-dir", "data"]);
-    assert!(listed.ok().contains("node-a") && listed.stdout.contains("valid"), "{}", listed.stdout);
+    ca(serve.folder.path(), &["list", "--data-dir", "data"]).assert_prints(&["node-a", "valid"]);
     let revoked = Instant::now();
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
     wait_for_agent(&serve, "node-a", |agent| !is_online(agent)).await;

@@ -88,8 +88,7 @@ async fn assert_works(server: TlsServer) {
     assert_eq!(submitted.status(), 201);
     let job: Value = submitted.json().await.expect("JSON");
     let id = job["id"].as_str().expect("an id");
-    let watched = cli(&["watch", id]);
-    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    cli(&["watch", id]).assert_prints(&["succeeded"]);
     let listed = cli(&["list"]);
     let line = listed.ok().lines().find(|line| line.contains("far-away")).unwrap_or_default();
     assert!(line.contains("succeeded"), "{}", listed.stdout);

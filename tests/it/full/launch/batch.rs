@@ -263,8 +263,7 @@ async fn tasks_that_outlive_their_job_are_cancelled() {
     fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).expect("a mode");
     let args = [file, "--with", "slurm", "--sweep", "train.steps=6"];
     let mut command = launch_program(&server, hangs.to_str().expect("a path"), &args, &[]);
-    let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
-    assert!(done.ok().contains("succeeded"), "{}", done.stdout);
+    Finished::of(command.env("SLURM_CONF", slurm.config())).assert_prints(&["succeeded"]);
     slurm.until("the task has ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     stop(slurm, server).await;

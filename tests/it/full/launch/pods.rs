@@ -120,8 +120,9 @@ async fn the_role_for_launches_is_sufficient() {
     let id = submit(&server, &short("By a role")).await;
     let launch = || Finished::of(&mut cluster.launch(&server, &id, &["--namespace", "lockstep"]));
     launch().assert_fails(2, &["Kubernetes does not let you"]);
-    let done = cluster.run_line(&pages::line("docs/launchers.md", "kubectl "));
-    assert!(done.ok().contains("role.rbac.authorization.k8s.io/lockstep-launch created"), "{}", done.stdout);
+    cluster
+        .run_line(&pages::line("docs/launchers.md", "kubectl "))
+        .assert_prints(&["role.rbac.authorization.k8s.io/lockstep-launch created"]);
     launch().ok();
     server.wait_for_success(&id).await;
     stop(cluster, server).await;

@@ -158,7 +158,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         // The agent gets the roots with the start, and checks the path on its machine.
         std::fs::remove_file(&weights).unwrap();
         std::fs::write(&weights, "weights").unwrap();
-        assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+        server.order(id, "retry").await;
         let start = agent.expect_start().await;
         assert_eq!(start.files.weights_in, Some(allowed.clone()));
         assert_eq!(start.files.dataset_in.unwrap().below, allowed.below);

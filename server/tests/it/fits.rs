@@ -255,7 +255,7 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     agent.register_as(&server, "pictures", dataset_info()).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
+    server.order(&id, "retry").await;
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;
 }

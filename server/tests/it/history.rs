@@ -125,7 +125,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     // A job that is cancelled before it starts has its own history.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let cancelled_job = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    assert_eq!(server.post(&format!("/jobs/{cancelled_job}/cancel"), &Value::Null).await.0, 202);
+    server.order(&cancelled_job, "cancel").await;
     let cancelled = summarize(&read_history(&server, &cancelled_job).await);
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
@@ -135,7 +135,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     let job = eva.post(server.url("/api/v1/jobs")).json(&spec()).send().await.unwrap();
     let job: Value = job.json().await.unwrap();
     let her_job = job["id"].as_str().unwrap();
-    assert_eq!(server.post(&format!("/jobs/{her_job}/cancel"), &Value::Null).await.0, 202);
+    server.order(her_job, "cancel").await;
     let read_by_eva = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
     let read_by_eva: Value = read_by_eva.json().await.unwrap();
     let callers: Vec<_> =
@@ -174,13 +174,13 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(read_history(&server, &first).await["queue"], Value::Null);
 
     // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
-    assert_eq!(server.post(&format!("/jobs/{first}/pause"), &Value::Null).await.0, 202);
+    server.order(&first, "pause").await;
     agent.expect_stop().await;
     agent.end(&start.attempt, Ending::Stopped).await;
     let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);
     agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(server.post(&format!("/jobs/{first}/resume"), &Value::Null).await.0, 202);
+    server.order(&first, "resume").await;
     let queue = reason(&first, "waiting_for_slots").await;
     assert_eq!(queue["place"], 1, "the resumed job is older");
     assert!(server.job(&first).await.reason.unwrap().contains("continues from step 10"));

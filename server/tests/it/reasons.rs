@@ -52,15 +52,15 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     );
     // Then a pause, a cancellation and a success.
     agent.report(&second, Source::Rank(0), 0, vec![running(100, 40)]).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
+    server.order(&id, "pause").await;
     agent.next().await;
     agent.end(&second, Ending::Stopped).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
+    server.order(&id, "resume").await;
     let third = agent.expect_start().await.attempt;
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+    server.order(&id, "cancel").await;
     agent.next().await;
     agent.end(&third, Ending::Stopped).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+    server.order(&id, "retry").await;
     let fourth = agent.expect_start().await.attempt;
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;

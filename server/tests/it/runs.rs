@@ -327,7 +327,7 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     assert_eq!(server.log_records(&id, 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
     assert_eq!(server.job(&id).await.state, JobState::Running);
     // A cancelled or ended run keeps its state, in spite of silence and late records.
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+    server.order(&id, "cancel").await;
     assert_eq!(server.log_records(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
     for change in [json!({}), json!({"state": "succeeded"})] {
         assert_eq!(server.patch(&path, &change).await.1["state"], "cancelled", "{change}");

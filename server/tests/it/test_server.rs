@@ -252,6 +252,12 @@ impl TestServer {
         serde_json::from_value(self.get_ok(&format!("/jobs/{id}")).await).unwrap()
     }
 
+    /// Requests an action (`cancel`, `pause`, `resume` or `retry`) on a job. The server must accept the request.
+    pub async fn order(&self, id: &str, action: &str) {
+        let (status, body) = self.post(&format!("/jobs/{id}/{action}"), &Value::Null).await;
+        assert_eq!(status, 202, "{action}: {body}");
+    }
+
     pub fn job_dir(&self, id: &str) -> PathBuf {
         self.dir.path().join("jobs").join(id)
     }

@@ -80,7 +80,7 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
 
     // Panels are deleted with their job, or with the last job of their project.
     for id in [&one, &two] {
-        assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+        server.order(id, "cancel").await;
         assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
     let rows = "SELECT (SELECT count(*) FROM job_panels) + (SELECT count(*) FROM project_panels)";

@@ -3,7 +3,7 @@
 
 use crate::{
     agent::{Agent, server_with_agent},
-    test_server::{TestServer, client, spec, wait_until},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending},
@@ -40,8 +40,7 @@ async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
         let mut agent = Agent::join_with_dataset(&server, 2).await;
         let mut clients = Vec::new();
         for name in ["nightly", "weekly"] {
-            let (_, token) = server.make_token(&json!({"name": name, "scope": "submit"})).await;
-            clients.push(client(&token));
+            clients.push(server.submitter(name).await);
         }
         let submit_as = async |owner: usize| {
             let mut spec = spec();

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
-    test_server::{TestServer, client, spec, wait_until},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -41,8 +41,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
 
     let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
-    let (_, secret) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
-    let eva = client(&secret);
+    let eva = server.submitter("eva").await;
     let request = async |action: &str| {
         let response = eva.post(server.url(&format!("/api/v1/jobs/{id}/{action}"))).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 202, "{}", response.text().await.unwrap());

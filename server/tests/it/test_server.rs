@@ -165,6 +165,11 @@ impl TestServer {
         (token["id"].as_str().unwrap().to_owned(), token["secret"].as_str().unwrap().to_owned())
     }
 
+    /// A client with a new token that has the scope `submit`.
+    pub async fn submitter(&self, name: &str) -> reqwest::Client {
+        client(&self.make_token(&json!({"name": name, "scope": "submit"})).await.1)
+    }
+
     /// Creates a token for the agent with this name or id.
     pub async fn agent_token(&self, agent: &str) -> String {
         self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1

@@ -49,7 +49,7 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
     for list in lists {
         let path = |job: &str| format!("/jobs/{job}/{list}");
         let cursor = first_cursor(&server, &path(&mine)).await;
-        let page = server.get_ok(&format!("{}?cursor={cursor}", path(&mine))).await;
+        server.get_ok(&format!("{}?cursor={cursor}", path(&mine))).await;
         assert_refused(&server, &path(&other), &cursor, &format!("of the {list} of another job")).await;
         for another in lists.iter().filter(|another| **another != list) {
             assert_refused(&server, &format!("/jobs/{mine}/{another}"), &cursor, "of another list").await;

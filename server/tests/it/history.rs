@@ -14,8 +14,7 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 async fn read_history(server: &TestServer, id: &str) -> Value {
-    let history = server.get_ok(&format!("/jobs/{id}/history")).await;
-    history
+    server.get_ok(&format!("/jobs/{id}/history")).await
 }
 
 /// Returns event and attempt of each entry. Checks that the times ascend.

@@ -65,8 +65,7 @@ fn network(parameters: u64) -> AttemptEvent {
 }
 
 async fn read_histograms(server: &TestServer, id: &str, query: &str) -> Value {
-    let body = server.get_ok(&format!("/jobs/{id}/histograms{query}")).await;
-    body
+    server.get_ok(&format!("/jobs/{id}/histograms{query}")).await
 }
 
 /// Returns step and attempt of each histogram of a layer.

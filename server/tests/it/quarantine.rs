@@ -147,7 +147,7 @@ async fn unreadable_records_are_skipped() {
         assert_eq!(server.execute(&format!("UPDATE events SET {column} = {damage} WHERE {first}")).await, 1);
     }
     for path in ["/datasets", "/agents", "/annotations", "/jobs"] {
-        let response = server.get_ok(path).await;
+        server.get_ok(path).await;
     }
     assert_eq!(server.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
     let (status, response) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, exit_status, lockstep, number, parent, signal, training_permit},
+    server::{Agents, Process, Server, exit_status, lockstep, number, signal, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -72,7 +72,7 @@ impl Machines {
         let (_, mut agent) = self.agents.remove(index);
         let pid = agent.id() as i32;
         let ranks = with_ranks_of.map(|job| self.server.ranks(job)).unwrap_or_default();
-        for (_, rank) in ranks.iter().filter(|(_, rank)| parent(rank.pid) == Some(pid)) {
+        for (_, rank) in ranks.iter().filter(|(_, rank)| Process::parent_of(rank.pid) == Some(pid)) {
             signal(rank.pid, Signal::KILL);
         }
         agent.kill().expect("SIGKILL");
@@ -153,7 +153,11 @@ async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
         machines.server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) >= 25).await;
         let ranks = machines.server.ranks(&id);
         let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
-        assert_eq!(parent(second.pid), Some(machines.pid("b")), "rank 1 is on the second machine");
+        assert_eq!(
+            Process::parent_of(second.pid),
+            Some(machines.pid("b")),
+            "rank 1 is on the second machine"
+        );
         signal(second.pid, Signal::KILL);
         let job = machines.server.wait_for_success(&id).await;
         assert_eq!(number(&job["attempt"]), 2, "{job:#}");

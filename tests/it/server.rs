@@ -25,7 +25,7 @@ mod results;
 #[path = "server/shutdown.rs"]
 mod shutdown;
 
-pub(crate) use processes::{Folder, Process, parent, processes_of, signal};
+pub(crate) use processes::{Folder, Process, processes_of, signal};
 pub(crate) use results::{Finished, Response};
 
 /// The program under test.

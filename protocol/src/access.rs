@@ -1,27 +1,31 @@
-//! Access tokens, as `GET /tokens` lists them, the rights of each scope, and the audit log.
+//! Access tokens (as `GET /tokens` lists them), the rights of each scope, and the audit log.
 
 use crate::spec::named::words;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The rights of a token. `submit` includes `read`, and `admin` includes both.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Scope {
-    /// Read everything except other owners' private objects.
-    Read,
-    /// Submit, change and delete jobs and datasets.
-    Submit,
-    /// Manage tokens and machines, read the audit log.
-    Admin,
-    /// Join as one agent. No other scope includes this scope, and it includes no other scope.
-    Agent,
+/// Id of the token in a server's data directory. Each start of the server replaces this token if it was revoked.
+pub const SERVER_TOKEN: &str = "local";
+/// Id of the token of the agent that the server itself starts. Replaced like [`SERVER_TOKEN`].
+pub const LOCAL_AGENT_TOKEN: &str = "local-agent";
+
+words! {
+    /// The rights of a token. `submit` includes `read`, and `admin` includes both.
+    #[derive(Hash, ToSchema)]
+    pub enum Scope: "scope" {
+        /// Read everything except other owners' private objects.
+        Read = "read",
+        /// Submit, change and delete jobs and datasets.
+        Submit = "submit",
+        /// Manage tokens and machines, read the audit log.
+        Admin = "admin",
+        /// Join as one agent. No other scope includes this scope, and it includes no other scope.
+        Agent = "agent",
+    }
 }
 
-words!(Scope, "scope": Read = "read", Submit = "submit", Admin = "admin", Agent = "agent");
-
 impl Scope {
-    /// The smaller of two scopes: `self` if `other` includes `self`, otherwise `other`.
+    /// Limits this scope to `other`: returns `self` if `other` includes `self`, otherwise `other`.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }
@@ -79,7 +83,8 @@ impl Token {
         }
     }
 
-    /// The name of the token's holder in the audit log. A person chooses the name of their token, so the person's own name comes first.
+    /// The name of the token's holder in the audit log. A person may give a token any name, also another person's, so the owner's name comes
+    /// first.
     pub fn who(&self) -> String {
         match &self.owner {
             Some(owner) if *owner != self.name => format!("{owner} ({})", self.name),
@@ -108,8 +113,8 @@ pub struct AuditEntry {
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The requested path. If the path does not name the object that was created or changed, the object follows after `: `; so do the
-    /// changes to a job, a person or an alias, such as `priority: 5 (was 0)`.
+    /// The requested path. After `: ` follow the object that was created or changed, if the path does not name it, and the changes to a
+    /// job, a person or an alias, such as `priority: 5 (was 0)`.
     pub object: String,
     /// HTTP status of the response.
     pub status: u16,
@@ -122,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scope_includes_earlier_scopes_except_agent() {
+    fn scopes_include_earlier_scopes_and_agent_only_itself() {
         use Scope::{Admin, Agent, Read, Submit};
         let allowed = |scope: Scope| Scope::ALL.into_iter().filter(|n| scope.allows(*n)).collect::<Vec<_>>();
         assert_eq!(allowed(Read), [Read]);

@@ -209,10 +209,8 @@ pub struct StartAttempt {
     /// Checkpoint to continue from: the name of its folder, `<epoch>-<step>`.
     pub resume: Option<String>,
     /// The epoch, counted from 1, after which the ranks write a checkpoint and stop by themselves; absent if they train to the end.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_after: Option<u32>,
     /// Address by which ranks of other machines reach these ranks; absent if all ranks meet at loopback.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<RankNetwork>,
     /// Files that an agent on another machine than the server may lack.
     pub files: StartFiles,
@@ -250,10 +248,8 @@ pub struct RankNetwork {
     /// The machine's address.
     pub address: String,
     /// The network interface with this address.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
     /// How the agent found the address, such as `named by NCCL_SOCKET_IFNAME`, for the job's log. The agent sets this field.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub named_by: Option<String>,
 }
 

@@ -4,38 +4,26 @@ use crate::{reason::Reason, spec::named::words};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The state of an attempt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum AttemptState {
-    Starting,
-    Running,
-    Pausing,
-    Succeeded,
-    Failed,
-    /// The attempt's agent was silent past the lease.
-    Lost,
-    Cancelled,
-    Paused,
-    /// The attempt's agent was shut down, not killed; the job waits for another attempt.
-    Stopped,
-    /// A state that another version wrote and this version does not know.
-    #[serde(other)]
-    Unknown,
+words! {
+    /// The state of an attempt.
+    #[derive(Hash, ToSchema)]
+    pub enum AttemptState: "attempt state" {
+        Starting = "starting",
+        Running = "running",
+        Pausing = "pausing",
+        Succeeded = "succeeded",
+        Failed = "failed",
+        /// The attempt's agent was silent past the lease.
+        Lost = "lost",
+        Cancelled = "cancelled",
+        Paused = "paused",
+        /// The attempt's agent was shut down, not killed; the job waits for another attempt.
+        Stopped = "stopped",
+        /// A state that another version wrote and this version does not know.
+        #[serde(other)]
+        Unknown = "unknown",
+    }
 }
-
-words!(AttemptState, "attempt state":
-    Starting = "starting",
-    Running = "running",
-    Pausing = "pausing",
-    Succeeded = "succeeded",
-    Failed = "failed",
-    Lost = "lost",
-    Cancelled = "cancelled",
-    Paused = "paused",
-    Stopped = "stopped",
-    Unknown = "unknown",
-);
 
 /// One start of a job's ranks. Later attempts do not change these fields. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn at_least_three_characters_are_kept() {
+    fn a_limit_below_three_keeps_three_characters() {
         assert_eq!([shorten_middle("abc", 1), shorten_middle("abcd", 1)], ["abc", "a…d"]);
     }
 

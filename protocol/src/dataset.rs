@@ -55,6 +55,16 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// The split with this name.
+    pub fn split(&self, name: &str) -> Option<&SplitInfo> {
+        self.splits.iter().find(|split| split.name == name)
+    }
+
+    /// Number of pictures in the training split; 0 without one.
+    pub fn train_samples(&self) -> u64 {
+        self.split("train").map_or(0, |split| split.samples)
+    }
+
     /// Shorter side of the pictures in pixels, or its median if the pictures differ in size; 0 if it is unknown.
     pub fn short_side(&self) -> u32 {
         self.height.min(self.width).max(self.median_side)
@@ -64,7 +74,7 @@ impl DatasetInfo {
     /// files, because the job may find fewer or more of them.
     pub fn count_held_out(&self, validation: &Validation, validation_seed: u64) -> Option<u64> {
         let held_out = self.held_out.as_ref().filter(|_| self.broken_count == 0)?;
-        let train = self.splits.iter().find(|split| split.name == "train")?;
+        let train = self.split("train")?;
         let is_counted = *validation == Validation::Fraction(held_out_share(train.samples))
             && validation_seed == held_out.validation_seed;
         is_counted.then(|| held_out.per_class.iter().sum())
@@ -74,7 +84,7 @@ impl DatasetInfo {
     /// the pictures, broken files are the only uncertainty. Otherwise the number has a binomial distribution and is almost always within
     /// three standard deviations of its mean.
     pub fn held_out_bounds(&self, fraction: f64, validation_seed: u64) -> [f64; 2] {
-        let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        let samples = self.train_samples();
         let is_counted = |held_out: &&HeldOut| {
             held_out.validation_seed == validation_seed
                 && held_out_share(samples + self.broken_count) == fraction
@@ -93,7 +103,7 @@ impl DatasetInfo {
     /// classes. Also `None` if there are broken files, whose classes are not counted.
     pub fn uncovered_classes(&self) -> Option<String> {
         let held_out = self.held_out.as_ref().filter(|_| self.broken_count == 0)?;
-        let train = self.splits.iter().find(|split| split.name == "train")?;
+        let train = self.split("train")?;
         let lacking = |lacks: fn(u64, u64) -> bool, kind: &str| {
             let counts = self.classes.iter().zip(train.per_class.iter().zip(&held_out.per_class));
             let without = counts.filter(|(_, (total, held_out))| **total > 0 && lacks(**total, **held_out));
@@ -114,7 +124,7 @@ impl DatasetInfo {
 
     /// Why there are too few training pictures, to be appended to the dataset's name; `None` if there are enough.
     pub fn too_few_pictures(&self) -> Option<String> {
-        let samples = self.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        let samples = self.train_samples();
         if samples >= 2 {
             return None;
         }
@@ -159,9 +169,8 @@ impl DatasetInfo {
 
     /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
     pub fn unvalidated_classes(&self, split: &str) -> Option<String> {
-        let counts =
-            |name: &str| self.splits.iter().find(|info| info.name == name).map(|info| &*info.per_class);
-        unvalidated_classes(&self.classes, counts("train")?, counts(split)?, split)
+        let [train, validation] = [self.split("train")?, self.split(split)?];
+        unvalidated_classes(&self.classes, &train.per_class, &validation.per_class, split)
     }
 }
 

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_parsed() {
+    fn a_fault_has_a_point_an_action_and_perhaps_a_visit_and_a_file() {
         let faults = parse("a.b:kill@3:/tmp/x, c:error");
         assert_eq!(
             (faults[0].point.as_str(), faults[0].action.as_str(), faults[0].at_visit),

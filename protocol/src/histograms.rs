@@ -31,15 +31,14 @@ pub struct LayerHistogram {
     pub counts: Vec<u32>,
 }
 
-/// The kind of the values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum HistogramKind {
-    Weight,
-    Gradient,
+words! {
+    /// The kind of the values.
+    #[derive(Hash, PartialOrd, Ord, ToSchema)]
+    pub enum HistogramKind: "kind" {
+        Weight = "weight",
+        Gradient = "gradient",
+    }
 }
-
-words!(HistogramKind, "kind": Weight = "weight", Gradient = "gradient");
 
 impl LayerHistograms {
     /// Checks all limits, before a server stores the histograms.

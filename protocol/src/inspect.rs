@@ -32,7 +32,6 @@ pub enum Pick {
         /// Only pictures of this class.
         class: Option<String>,
         /// Shuffle with this seed; the same seed gives the same order.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
         shuffle: Option<u64>,
         offset: u64,
         limit: u32,
@@ -209,7 +208,6 @@ pub struct FitWeights {
     pub channels: u32,
     pub classes: u32,
     /// Folders in which the file of weights may be; any folder if absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
 }
 
@@ -221,9 +219,7 @@ pub struct EvaluateModel {
     pub dataset: String,
     pub spec: Box<JobSpec>,
     /// Folders to which the dataset's path may lead if it has links; any folder if absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
     /// Evaluate by this number of nearest neighbours instead of the network's scores.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub neighbours: Option<u32>,
 }

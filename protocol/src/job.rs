@@ -56,37 +56,24 @@ impl FromStr for JobId {
     }
 }
 
-/// The state of a job. [`JobState::may_become`] has the legal transitions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum JobState {
-    Queued,
-    Starting,
-    Running,
-    Pausing,
-    Paused,
-    /// An attempt has failed, and the next attempt is about to start.
-    Restarting,
-    /// The job's agent has been silent past the lease.
-    Lost,
-    Succeeded,
-    Failed,
-    Cancelled,
+words! {
+    /// The state of a job. [`JobState::may_become`] has the legal transitions.
+    #[derive(Hash, ToSchema)]
+    pub enum JobState: "state" {
+        Queued = "queued",
+        Starting = "starting",
+        Running = "running",
+        Pausing = "pausing",
+        Paused = "paused",
+        /// An attempt has failed, and the next attempt is about to start.
+        Restarting = "restarting",
+        /// The job's agent has been silent past the lease.
+        Lost = "lost",
+        Succeeded = "succeeded",
+        Failed = "failed",
+        Cancelled = "cancelled",
+    }
 }
-
-// In the order of a job's life.
-words!(JobState, "state":
-    Queued = "queued",
-    Starting = "starting",
-    Running = "running",
-    Pausing = "pausing",
-    Paused = "paused",
-    Restarting = "restarting",
-    Lost = "lost",
-    Succeeded = "succeeded",
-    Failed = "failed",
-    Cancelled = "cancelled",
-);
 
 /// The state of a trial that its sweep has ended, for a person. The trial's job is cancelled.
 pub(crate) const ENDED_EARLY: &str = "ended early";

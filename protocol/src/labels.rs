@@ -53,8 +53,8 @@ pub fn plain_name_mistake(name: &str, max: usize) -> Option<String> {
     ))
 }
 
-/// End of the error for a name that differs from an existing name only in upper and lower case.
-pub const TWIN_NAMES: &str = " (names that differ only in upper and lower case count as the same)";
+/// Part of the error for a name that differs from an existing name only in upper and lower case; follows the existing name.
+pub const CASE_IS_IGNORED: &str = " (names that differ only in upper and lower case count as the same)";
 
 /// Why these cannot be a job's tags; `None` if they can.
 pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {

@@ -31,6 +31,7 @@ pub mod pattern;
 pub mod people;
 pub mod pickle;
 pub mod queue;
+pub mod random;
 pub mod reason;
 pub mod schedule;
 pub mod spec;

@@ -90,17 +90,17 @@ impl Model {
 
 /// Identifies a version of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Which {
+pub enum Selector {
     Number(u32),
     Alias(String),
 }
 
-impl Which {
+impl Selector {
     /// Whether this number or alias identifies `version`, which belongs to the same model.
     pub fn matches(&self, version: &ModelVersion) -> bool {
         match self {
-            Which::Number(number) => version.version == *number,
-            Which::Alias(alias) => version.aliases.contains(alias),
+            Selector::Number(number) => version.version == *number,
+            Selector::Alias(alias) => version.aliases.contains(alias),
         }
     }
 }
@@ -109,7 +109,7 @@ impl Which {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VersionName {
     pub model: String,
-    pub which: Which,
+    pub selector: Selector,
 }
 
 impl FromStr for VersionName {
@@ -124,23 +124,23 @@ impl FromStr for VersionName {
         let path = text.strip_prefix(SCHEME).ok_or_else(invalid)?;
         let (model, version) = path.split_once(['/', '@']).ok_or_else(invalid)?;
         // A number may follow / or @, an alias only @.
-        let which = match version.parse() {
-            Ok(number) => Which::Number(number),
+        let selector = match version.parse() {
+            Ok(number) => Selector::Number(number),
             Err(_) if path.contains('/') || alias_mistake(version).is_some() => return Err(invalid()),
-            Err(_) => Which::Alias(version.to_owned()),
+            Err(_) => Selector::Alias(version.to_owned()),
         };
         if name_mistake(model).is_some() {
             return Err(invalid());
         }
-        Ok(Self { model: model.to_owned(), which })
+        Ok(Self { model: model.to_owned(), selector })
     }
 }
 
 impl fmt::Display for VersionName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.which {
-            Which::Number(number) => write!(f, "{SCHEME}{}/{number}", self.model),
-            Which::Alias(alias) => write!(f, "{SCHEME}{}@{alias}", self.model),
+        match &self.selector {
+            Selector::Number(number) => write!(f, "{SCHEME}{}/{number}", self.model),
+            Selector::Alias(alias) => write!(f, "{SCHEME}{}@{alias}", self.model),
         }
     }
 }
@@ -164,11 +164,11 @@ mod tests {
 
     #[test]
     fn a_version_is_named_by_its_number_or_an_alias() {
-        let number = |n| Some(Which::Number(n));
-        for (text, which) in [
+        let number = |n| Some(Selector::Number(n));
+        for (text, selector) in [
             ("models:/shoes/3", number(3)),
             ("models:/shoes@3", number(3)),
-            ("models:/shoes@champion", Some(Which::Alias("champion".into()))),
+            ("models:/shoes@champion", Some(Selector::Alias("champion".into()))),
             ("models:/shoes", None),
             ("models:/shoes/", None),
             ("models:/shoes@", None),
@@ -183,7 +183,11 @@ mod tests {
             ("shoes@champion", None),
         ] {
             let found = text.parse::<VersionName>();
-            assert_eq!(found.as_ref().ok().map(|name| &name.which), which.as_ref(), "{text}: {found:?}");
+            assert_eq!(
+                found.as_ref().ok().map(|name| &name.selector),
+                selector.as_ref(),
+                "{text}: {found:?}"
+            );
             let Ok(name) = found else { continue };
             assert_eq!(
                 (name.model.as_str(), name.to_string().parse::<VersionName>()),

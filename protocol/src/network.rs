@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_has_limits() {
+    fn a_plan_beyond_a_limit_is_refused() {
         let of_plan = |plan| NetworkDescription { plan: Some(plan), ..Default::default() }.check();
         assert_eq!(of_plan(plan()), Ok(()));
         let why = |bytes| PlanPrediction { why: "w".repeat(bytes), ..prediction() };

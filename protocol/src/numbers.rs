@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_grow_coarser() {
+    fn longer_durations_have_larger_units() {
         for (secs, shown) in
             [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (172_799, "47 h"), (172_800, "2 d")]
         {

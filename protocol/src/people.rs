@@ -8,19 +8,18 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The rights of a person. Each role includes the roles before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// Read everything except other owners' private jobs, sweeps, datasets and models.
-    Viewer,
-    /// Submit jobs and register datasets; change and delete one's own jobs and datasets.
-    Member,
-    /// Change everything; manage people, tokens and machines; read the audit log.
-    Admin,
+words! {
+    /// The rights of a person. Each role includes the roles before it.
+    #[derive(PartialOrd, Ord, Hash, ToSchema)]
+    pub enum Role: "role" {
+        /// Read everything except other owners' private jobs, sweeps, datasets and models.
+        Viewer = "viewer",
+        /// Submit jobs and register datasets; change and delete one's own jobs and datasets.
+        Member = "member",
+        /// Change everything; manage people, tokens and machines; read the audit log.
+        Admin = "admin",
+    }
 }
-
-words!(Role, "role": Viewer = "viewer", Member = "member", Admin = "admin");
 
 impl Role {
     /// The scope of a token that may do the same.

@@ -71,7 +71,7 @@ pub enum ReasonKind {
     RankKilled { rank: u32, step: u64, signal: i32 },
     /// A rank got a signal to stop that its agent had not sent.
     RankStopped { rank: u32, step: u64 },
-    /// A rank ended while no agent watched it.
+    /// A rank ended, and how is unknown, because the agent that had started it was no longer running.
     RankVanished { rank: u32, step: u64 },
     /// A rank did no step for longer than `recovery.stall_timeout_secs` (`secs`), or reported itself that it cannot
     /// continue (`detail`).
@@ -164,6 +164,8 @@ pub enum ReasonKind {
     WaitingForCheckpoint { checkpoint: Text, agent: Option<Text>, detail: Option<Text> },
     /// Waits until slots are free.
     WaitingForSlots(SlotWait),
+    /// Waits until somebody resumes the sweep (`sweep`, an id) of which the job is a trial; `detail` is the sweep's name.
+    WaitingForSweep { sweep: Text, detail: Text },
     /// The attempt has fewer ranks than the job, because not all ranks found a slot. `detail` is how the last attempt ended.
     FewerRanks { ranks: u32, slots_needed: u32, secs: f64, detail: Option<Text> },
     /// The program of a run from elsewhere has sent nothing for a while.
@@ -264,7 +266,7 @@ impl fmt::Display for ReasonKind {
                 write!(f, "rank {rank} was stopped at step {step}, and not by its agent")
             }
             RankVanished { rank, step } => {
-                write!(f, "rank {rank} ended at step {step} while its agent was not running")
+                write!(f, "rank {rank} ended at step {step}; how is unknown, because the agent that started it had ended")
             }
             Stalled { rank, step, secs: Some(secs), detail } => {
                 write!(f, "rank {rank} made no progress for {secs} s at step {step}{}", with_separator("; ", detail))
@@ -392,6 +394,9 @@ impl fmt::Display for ReasonKind {
             }
             WaitingForCheckpoint { checkpoint, agent: Some(agent), .. } => {
                 write!(f, "waits until agent {agent:?} has uploaded checkpoint {checkpoint}")
+            }
+            WaitingForSweep { sweep, detail } => {
+                write!(f, "its sweep {detail} is paused; `lockstep sweep resume {sweep}` lets the trial start")
             }
             FewerRanks { ranks, slots_needed, secs, detail } => write!(
                 f,
@@ -701,7 +706,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_have_a_limit() {
+    fn texts_beyond_the_limit_are_cut_off() {
         let reason = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
         assert_eq!(reason(TEXT_BYTES).words().len(), TEXT_BYTES);
         assert_eq!(reason(TEXT_BYTES + 2).words().len(), TEXT_BYTES);

@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn constant_has_a_warm_up() {
+    fn constant_rises_during_the_warm_up_and_then_stays() {
         let spec = TrainSpec { lr: 0.4, warmup_epochs: 0.5, ..TrainSpec::default() };
         assert_near(&lrs(spec, 8, 6), &[0.1, 0.2, 0.3, 0.4, 0.4, 0.4]);
     }
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_one_step_trains() {
+    fn a_run_of_one_step_has_the_full_learning_rate() {
         for schedule in
             [ScheduleKind::Constant, ScheduleKind::Cosine, ScheduleKind::OneCycle, ScheduleKind::Step]
         {

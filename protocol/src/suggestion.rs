@@ -72,7 +72,7 @@ impl Suggestion {
     }
 
     fn for_effort(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
-        let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        let samples = info.train_samples();
         if let Some(mistake) = info.too_few_pictures() {
             return Err(mistake);
         }
@@ -200,14 +200,14 @@ fn choose_validation(info: &DatasetInfo) -> ValidationChoice {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     let others: Vec<&str> = others.map(|split| split.name.as_str()).collect();
     if let Some(split) = default_validation("test", others.iter().copied()) {
-        let samples = info.splits.iter().find(|info| info.name == split).map_or(0, |info| info.samples);
+        let samples = info.split(split).map_or(0, |split| split.samples);
         let keys = CommentedKeys {
             comment: format!("The pictures of {split} validate the network."),
             toml: format!("validation = {}", serde_json::Value::from(split)),
         };
         return ValidationChoice { keys, held_out: 0, max_held_out: 0, is_counted: true, samples };
     }
-    let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+    let samples = info.train_samples();
     let fraction = held_out_share(samples);
     let expected = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
     // The inspection chose the seed for the share of all files, including broken ones.

@@ -9,19 +9,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-/// Whether a sweep starts trials.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum SweepState {
-    Running,
-    /// No trial starts or resumes. Running trials continue to their next rung.
-    Paused,
-    /// Every trial has ended.
-    Finished,
-    Cancelled,
+words! {
+    /// Whether a sweep starts trials.
+    #[derive(ToSchema)]
+    pub enum SweepState: "state" {
+        Running = "running",
+        /// No trial starts or resumes. Running trials continue to their next rung.
+        Paused = "paused",
+        /// Every trial has ended.
+        Finished = "finished",
+        Cancelled = "cancelled",
+    }
 }
-
-words!(SweepState, "state": Running = "running", Paused = "paused", Finished = "finished", Cancelled = "cancelled");
 
 /// A job that is submitted with several settings. Each setting is a trial: a job that the sweep starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import re
 import subprocess
@@ -32,29 +33,38 @@ SPEC: dict[str, Any] = {
 }
 
 
+@contextlib.contextmanager
+def serve(folder: Path, *options: str) -> Iterator[str]:
+    """Starts a server with its data in `lockstep-data` of a folder, and gives its URL."""
+    command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--no-open", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    with (
+        open(folder / "server.log", "w") as log,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Starts a server with its data in `lockstep-data` of the working folder, where clients find its token."""
+    """Starts a server in the working folder, where clients find its token."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("LOCKSTEP_")]:
             patch.delenv(name)
         patch.chdir(tmp_path_factory.mktemp("server"))
-        command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--cpu-slots", "2", "--no-open"]
-        command.append("--webhooks-allow-private")
-        with (
-            open("server.log", "w") as log,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                patch.setenv("LOCKSTEP_SERVER", process.stdout.readline().split()[-1])
-                with lockstep.Client() as client:
-                    client.register_bundled()
-                    page = client.request("GET", "/datasets/fashion-mnist/samples", split="test", limit=1)
-                Path("shoe.png").write_bytes(base64.b64decode(page["samples"][0]["png"]))
-                yield
-            finally:
-                process.terminate()
+        with serve(Path("."), "--cpu-slots", "2", "--webhooks-allow-private") as url:
+            patch.setenv("LOCKSTEP_SERVER", url)
+            with lockstep.Client() as client:
+                client.register_bundled()
+                page = client.request("GET", "/datasets/fashion-mnist/samples", split="test", limit=1)
+            Path("shoe.png").write_bytes(base64.b64decode(page["samples"][0]["png"]))
+            yield
 
 
 @pytest.fixture(params=["sync", "async"])

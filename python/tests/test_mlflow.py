@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from test_examples import ROOT, example
+from test_examples import example
+from test_lockstep import serve
 
 mlflow = pytest.importorskip("mlflow")
 MlflowException = pytest.importorskip("mlflow.exceptions").MlflowException
 MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient
-
-PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Starts a server and gives its URL and token."""
     folder = tmp_path_factory.mktemp("mlflow")
-    command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--no-local-agent", "--no-open"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    with (
-        open(folder / "server.log", "w") as log,
-        subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
-            yield url, (folder / "lockstep-data/token").read_text().strip()
-        finally:
-            process.terminate()
+    with serve(folder, "--no-local-agent") as url:
+        yield url, (folder / "lockstep-data/token").read_text().strip()
 
 
 @pytest.mark.parametrize("credential", ["token", "password"])

@@ -274,16 +274,14 @@ def test_only_numbers_are_logged(value: Any, logged: Any) -> None:
     assert stored_records(folder_of(run))[0]["values"] == ({} if logged is None else {"x": logged}) | {"y": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("", "1 to 250"), ("a\nb", "1 to 250"), ("x" * 251, "1 to 250"), ("\ud800", "1 to 250")]
-)
-def test_invalid_names_of_metrics_are_left_out(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 251, "\ud800"])
+def test_invalid_names_of_metrics_are_left_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with lockstep.init(mode="offline") as run:
         run.log({name: 1.0, "y": 1.0})
         run.log({str(number): number for number in range(1001)})
     assert [len(record["values"]) for record in stored_records(folder_of(run))] == [1, 999]
     errors = capsys.readouterr().err
-    assert words in errors and "at most 1000 metrics" in errors
+    assert "1 to 250" in errors and "at most 1000 metrics" in errors
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ pub use api::router::{openapi, page_paths};
 pub use boot::{running::Running, serve};
 pub use config::{
     AccessLogTo, AgentAuth, Bundled, FairShare, ServeConfig, TlsConfig,
-    addresses::{Network, PublicUrl},
+    addresses::{ProxyNetwork, PublicUrl},
     oidc::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig},
     serve_error::ServeError,
     smtp::SmtpConfig,
 };
 pub use http::tls;
-pub use util::private_files::keep_files_private;
+pub use util::{private_files::keep_files_private, with_causes};
 
 /// The current time in whole milliseconds, so that stored and streamed times are equal.
 pub(crate) fn now() -> jiff::Timestamp {

@@ -39,12 +39,12 @@ pub(crate) struct Token {
 }
 
 impl Token {
-    /// Reads a token from a file. `option`: how the file was named.
+    /// Reads a token from a file. `note` is appended to [`Token::source`]; it says which option named the file.
     ///
     /// # Errors
-    /// As [`read_token_file`].
-    pub(crate) fn read(path: &Path, option: &str) -> anyhow::Result<Self> {
-        let source = format!("the file {}{option}", path.display());
+    /// See [`read_token_file`].
+    pub(crate) fn read(path: &Path, note: &str) -> anyhow::Result<Self> {
+        let source = format!("the file {}{note}", path.display());
         Ok(Self { secret: read_token_file(path)?, source })
     }
 }
@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_file_has_up_to_4_kib() {
+    fn a_token_file_larger_than_4_kib_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         let read = |bytes: usize| {

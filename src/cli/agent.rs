@@ -13,7 +13,7 @@ use lockstep_worker::{
     rank::KILLED_AFTER_SECS,
     tls::IdentityFiles,
 };
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 /// Join a server and run the ranks that it assigns to this machine
 #[derive(clap::Args)]
@@ -158,8 +158,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
-    // Does not wait for requests that are still being handled.
-    runtime.shutdown_background();
+    // Ends the processes of requests that are still being handled. A read of a file system that hangs is not waited for.
+    runtime.shutdown_timeout(Duration::from_secs(1));
     if args.in_pod {
         match result {
             Err(AgentError::Signalled) => std::process::exit(IN_POD_SIGNALLED),

@@ -13,12 +13,13 @@ use super::{
 use anyhow::{Chain, Context, anyhow};
 use lockstep_protocol::{
     Job, JobState,
-    models::{ModelVersion, SCHEME, VersionName, Which},
+    backoff::Backoff,
+    models::{ModelVersion, SCHEME, Selector, VersionName},
     spec::SpecError,
     sweep::Sweep,
 };
 use lockstep_worker::tls;
-use named::{JOB, Kind, SWEEP, Several};
+use named::{JOB, Kind, OnDuplicateName, SWEEP};
 pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode,
@@ -34,13 +35,15 @@ use std::{
 
 /// Time after which a command gives up while the server is unreachable.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Pauses before a request or a connection is retried.
+pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 /// Number of elements that one request for a list returns.
 const PAGE_SIZE: usize = 200;
 
 /// Options for the server to which a command connects, and for the output.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ServerArgs {
-    /// Address of the server [default: the address in the data directory of a server that runs on this machine, or
+    /// Address of the server [default: the address that a server on this machine has written into its data directory, or
     /// http://127.0.0.1:7070]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
@@ -121,7 +124,7 @@ impl Api {
             other => {
                 let address = base.split_once("://").map_or(&*base, |(_, address)| address);
                 return Err(usage_error(format!(
-                    "{server}: a server has no address that begins with {other}://; write http://{address} or https://{address}"
+                    "{server}: the scheme {other}:// is not supported; write http://{address} or https://{address}"
                 )));
             }
         };
@@ -132,7 +135,7 @@ impl Api {
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
         let proxy = proxy_variable(&url);
-        // A proxy must not see an unencrypted token.
+        // Without `no_proxy`, the client would also send http requests through a proxy, which would see the token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         let token_source = token.map(|token| token.source);
         Ok(Self { base, client: client.build()?, proxy, start_command: None, token_source })
@@ -144,34 +147,34 @@ impl Api {
     /// # Errors
     /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, |_| true, Several::TakeNewest).await
+        self.find_named(JOB, id, |_| true, OnDuplicateName::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: if several jobs have the name, ignores the jobs whose state
-    /// `accepts` rejects, unless it rejects all of them.
-    pub(crate) async fn find_job_in_state(
+    /// Like [`Api::find_job`], for actions on jobs in certain states: of several jobs with the name, prefers the jobs whose state `accepts`
+    /// accepts.
+    pub(crate) async fn find_job_preferring(
         &self,
         id: &str,
         accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(accepts), Several::TakeNewest).await
+        self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: if several jobs have the name, returns the newest job that has a
-    /// checkpoint. If no job has a checkpoint, ignores runs from elsewhere, unless all jobs with this name are such runs.
+    /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, returns the newest job that has a
+    /// checkpoint. If no job has a checkpoint, prefers jobs that are not runs from elsewhere.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
         let trained = self.newest_with_checkpoint(id).await;
         let accepts = |job: &Value| match &trained {
             Some(trained) => text(job, "id") == trained,
             None => job["external"].is_null(),
         };
-        self.find_named(JOB, id, accepts, Several::TakeNewest).await
+        self.find_named(JOB, id, accepts, OnDuplicateName::TakeNewest).await
     }
 
-    /// Returns the id of the newest job called `name` that has a checkpoint, if several jobs have this name. Also `None` if a request
-    /// fails; the caller's next request then reports the reason.
+    /// Returns the id of the newest job called `name` that has a checkpoint. `None` if fewer than two jobs have the name, if none of the
+    /// [`MAX_PROBED_JOBS`] newest has a checkpoint, or if a request fails; the caller's next request then reports the reason.
     async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
-        let jobs = self.read_pages("/jobs", "jobs", &[("name", name.to_owned())], None).await.ok()?;
+        let jobs = self.read_pages("/jobs", &[("name", name.to_owned())], None).await.ok()?;
         // The newest first, like the server's list.
         let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
         if named.len() < 2 {
@@ -179,8 +182,7 @@ impl Api {
         }
         for job in named.into_iter().take(MAX_PROBED_JOBS) {
             let id = text(job, "id");
-            let checkpoints =
-                self.read_pages(&format!("/jobs/{id}/checkpoints"), "checkpoints", &[], Some(1)).await;
+            let checkpoints = self.read_pages(&format!("/jobs/{id}/checkpoints"), &[], Some(1)).await;
             if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
                 return Some(id.to_owned());
             }
@@ -188,7 +190,7 @@ impl Api {
         None
     }
 
-    /// Like [`Api::find_job_in_state`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
+    /// Like [`Api::find_job_preferring`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
     ///
     /// # Errors
     /// See [`Api::find_job`]. Also if several of the accepted jobs have the name.
@@ -197,32 +199,33 @@ impl Api {
         id: &str,
         accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        self.find_named(JOB, id, in_state(accepts), Several::Refuse).await
+        self.find_named(JOB, id, in_state(accepts), OnDuplicateName::Refuse).await
     }
 
-    /// Returns the object that `id` names, and prints a note if several objects have the name. Ignores objects that `accepts` rejects,
-    /// unless it rejects all objects with this name.
+    /// Returns the object that `id` names, and prints a note if several objects have the name. Of these objects, prefers the objects that
+    /// `accepts` accepts.
     async fn find_named<T: DeserializeOwned>(
         &self,
         kind: Kind,
         id: &str,
         accepts: impl Fn(&Value) -> bool,
-        several: Several,
+        on_duplicate: OnDuplicateName,
     ) -> anyhow::Result<T> {
-        let Kind { noun, list_command, list_path, is_id } = kind;
+        let Kind { noun, is_id } = kind;
+        let list_path = format!("/{noun}s");
         if id.is_empty() {
             return Err(usage_error(format!(
-                "no {noun} is named: the name is empty; give an id, the start of an id, or a name"
+                "the name of the {noun} is empty; give an id, the start of an id, or a name"
             )));
         }
         if is_id(id) {
             return self.get(&format!("{list_path}/{id}")).await;
         }
-        // Includes objects that this version cannot read: the name may be the name of such an object.
-        let all = self.read_pages(list_path, list_path.trim_start_matches('/'), &[], None).await?;
-        let Some(chosen) = named::choose(kind, &all, id, accepts, several).map_err(usage_error)? else {
-            let namesake = if list_path == JOB.list_path { self.describe_namesake(id).await } else { None };
-            let unknown = || unknown_name_message(noun, list_command, names(&all), id);
+        // Includes objects that this version cannot parse, because `id` may name one of them.
+        let all = self.read_all(&list_path).await?;
+        let Some(chosen) = named::choose(kind, &all, id, accepts, on_duplicate).map_err(usage_error)? else {
+            let namesake = if noun == JOB.noun { self.describe_namesake(id).await } else { None };
+            let unknown = || unknown_name_message(noun, names(&all), id);
             return Err(usage_error(
                 namesake.map_or_else(unknown, |namesake| format!("no job is called {id}. {namesake}")),
             ));
@@ -235,7 +238,7 @@ impl Api {
 
     /// Returns a sentence about the sweep `name`, for the error of a command about a job of this name. `None` without such a sweep.
     pub(crate) async fn describe_sweep(&self, name: &str) -> Option<String> {
-        let sweeps = self.read_pages("/sweeps", "sweeps", &[], None).await.ok()?;
+        let sweeps = self.read_all("/sweeps").await.ok()?;
         let sweep = sweeps.iter().find(|sweep| [text(sweep, "name"), text(sweep, "id")].contains(&name))?;
         let best = sweep["best"]["job"].as_str().map(|job| format!("; its best trial is the job {job}"));
         Some(format!(
@@ -250,7 +253,7 @@ impl Api {
         if let Some(sweep) = self.describe_sweep(name).await {
             return Some(sweep);
         }
-        let models = self.read_pages("/models", "models", &[], None).await.unwrap_or_default();
+        let models = self.read_all("/models").await.unwrap_or_default();
         if models.iter().any(|model| text(model, "name") == name) {
             return Some(format!(
                 "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
@@ -258,7 +261,7 @@ impl Api {
         }
         let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;
         let is_known = models.iter().any(|model| text(model, "name") == version.model);
-        is_known.then(|| format!("A model is called {}: name its version as {version}", version.model))
+        is_known.then(|| format!("{} is a model: write {version} for its version", version.model))
     }
 
     /// Returns the version of a model that `name` names.
@@ -266,26 +269,26 @@ impl Api {
     /// # Errors
     /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
     pub(crate) async fn find_model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
-        let VersionName { model, which } = name;
-        let path = match which {
-            Which::Number(number) => format!("/models/{model}/versions/{number}"),
-            Which::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
+        let VersionName { model, selector } = name;
+        let path = match selector {
+            Selector::Number(number) => format!("/models/{model}/versions/{number}"),
+            Selector::Alias(alias) => format!("/models/{model}/aliases/{alias}"),
         };
         let error = match self.get(&path).await {
             Err(error) if error.is::<WrongRequest>() => error,
             result => return result,
         };
-        let Ok(models) = self.read_pages("/models", "models", &[], None).await else { return Err(error) };
+        let Ok(models) = self.read_all("/models").await else { return Err(error) };
         let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
             return Err(unknown_model(&models, model));
         };
         let aliases = entry["aliases"].as_object().into_iter().flatten();
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
-        Err(match which {
-            Which::Number(_) => error,
-            Which::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
-            Which::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
+        Err(match selector {
+            Selector::Number(_) => error,
+            Selector::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
+            Selector::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
         })
     }
 
@@ -295,7 +298,7 @@ impl Api {
         if !error.is::<WrongRequest>() {
             return error;
         }
-        match self.read_pages("/models", "models", &[], None).await {
+        match self.read_all("/models").await {
             Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
                 unknown_model(&models, name)
             }
@@ -306,28 +309,33 @@ impl Api {
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
     /// note to standard error.
     pub(crate) async fn find_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
-        self.find_named(SWEEP, id, |_| true, Several::TakeNewest).await
+        self.find_named(SWEEP, id, |_| true, OnDuplicateName::TakeNewest).await
     }
 
     /// Like [`Api::find_sweep`], for commands that change the sweep: refuses a name that several unfinished sweeps have.
     pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
         let has_not_ended = |sweep: &Value| text(sweep, "finished_at").is_empty();
-        self.find_named(SWEEP, id, has_not_ended, Several::Refuse).await
+        self.find_named(SWEEP, id, has_not_ended, OnDuplicateName::Refuse).await
     }
 
-    /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`parse_list`].
-    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
-        parse_list(&Value::Array(self.read_pages(path, key, &[], None).await?), key)
+    /// Reads a whole list. An element that this version cannot parse is reported and left out, as in [`parse_elements`].
+    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Vec<T>> {
+        Ok(parse_elements(&self.read_all(path).await?, list_key(path)))
     }
 
-    /// Reads a list page by page: all elements, or the first `limit`. `key` is the list's key in the response.
+    /// Reads a whole list, also elements that this version cannot parse.
+    pub(crate) async fn read_all(&self, path: &str) -> anyhow::Result<Vec<Value>> {
+        self.read_pages(path, &[], None).await
+    }
+
+    /// Reads a list page by page: all elements, or the first `limit`.
     pub(crate) async fn read_pages(
         &self,
         path: &str,
-        key: &str,
         query: &[(&str, String)],
-        limit: Option<usize>,
+        limit: Option<u32>,
     ) -> anyhow::Result<Vec<Value>> {
+        let limit = limit.map(|limit| limit as usize);
         let mut values = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
@@ -337,9 +345,7 @@ impl Api {
             pairs.extend(query.iter().cloned());
             pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
             let page: Value = self.get(&with_query(path, &pairs)?).await?;
-            let elements = page.get(key).and_then(Value::as_array);
-            let elements = elements.with_context(|| format!("the server has no list of {key}"))?;
-            values.extend(elements.iter().cloned());
+            values.extend_from_slice(elements(&page, list_key(path))?);
             match page.get("next_cursor").and_then(Value::as_str) {
                 Some(next) if limit.is_none_or(|limit| values.len() < limit) => {
                     cursor = Some(next.to_owned())
@@ -358,7 +364,7 @@ impl Api {
     /// Reads the object at a path under `/api/v1`.
     ///
     /// # Errors
-    /// The server is unreachable, or responds with a problem, whose text is the error.
+    /// The server is unreachable, or responds with a problem document (RFC 9457), whose text becomes the error.
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         self.read(self.get_response(path).await?).await
     }
@@ -390,7 +396,7 @@ impl Api {
         self.read(self.request(Method::POST, path, Some(body)).await?).await
     }
 
-    /// Sends a request and returns the response. A problem in the response is an error.
+    /// Sends a request and returns the response. A response with a problem document becomes an error.
     pub(crate) async fn request(
         &self,
         method: Method,
@@ -414,7 +420,7 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(self.read_problem(response).await) }
     }
 
-    /// Returns the error in a response, a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
+    /// Converts a problem document (RFC 9457) to an error: each of its mistakes on a line, or else its detail or title.
     async fn read_problem(&self, response: Response) -> anyhow::Error {
         let status = response.status();
         let body: Value = response.json().await.unwrap_or_default();
@@ -511,8 +517,8 @@ impl Api {
                 |command| format!("The server of the data directory is stopped: start it with `{command}`"),
             );
             anyhow!(
-                "no server answers at {}{}. {start}, or name a running server: on this machine by its data directory (--data-dir or \
-                 LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
+                "no server answers at {}{}. {start}. To use another server, name its data directory on this machine (--data-dir or \
+                 LOCKSTEP_DATA_DIR), or for another machine set LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
                 self.base,
                 proxy.unwrap_or_default()
             )
@@ -533,7 +539,7 @@ fn names(objects: &[Value]) -> impl Iterator<Item = &str> {
 
 /// Returns the error for a name that none of the `models` has.
 fn unknown_model(models: &[Value], name: &str) -> anyhow::Error {
-    usage_error(unknown_name_message("model", "lockstep model list", names(models), name))
+    usage_error(unknown_name_message("model", names(models), name))
 }
 
 /// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.
@@ -557,15 +563,34 @@ pub(crate) fn present_parameters<const N: usize>(
     parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// Parses the elements under `key` of a response, or the response itself if it is a list.
+/// Returns the key of the list in a response: the last part of the path, or `jobs` for the queue.
+fn list_key(path: &str) -> &str {
+    match path.rsplit('/').next() {
+        Some("queue") => "jobs",
+        last => last.unwrap_or_default(),
+    }
+}
+
+/// Returns the list under `key` of a response.
 ///
-/// An element that this version cannot read (the server may be newer) is reported and left out.
+/// # Errors
+/// The response has no such list.
+fn elements<'a>(response: &'a Value, key: &str) -> anyhow::Result<&'a [Value]> {
+    let list = response.get(key).and_then(Value::as_array);
+    list.map(Vec::as_slice).with_context(|| format!("the server's response has no list {key:?}"))
+}
+
+/// Parses the list under `key` of a response, as [`parse_elements`] does.
 ///
 /// # Errors
 /// The response has no such list.
 pub(crate) fn parse_list<T: DeserializeOwned>(response: &Value, key: &str) -> anyhow::Result<Vec<T>> {
-    let elements = if response.is_array() { response } else { response.get(key).unwrap_or(&Value::Null) };
-    let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
+    Ok(parse_elements(elements(response, key)?, key))
+}
+
+/// Parses the elements of the server's list `key`. An element that this version cannot parse (the server may be newer) is reported and left
+/// out.
+pub(crate) fn parse_elements<T: DeserializeOwned>(elements: &[Value], key: &str) -> Vec<T> {
     let parse = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
         let report = |error| {
@@ -575,7 +600,7 @@ pub(crate) fn parse_list<T: DeserializeOwned>(response: &Value, key: &str) -> an
         };
         serde_json::from_value(element.clone()).map_err(report).ok()
     };
-    Ok(elements.iter().filter_map(parse).collect())
+    elements.iter().filter_map(parse).collect()
 }
 
 /// Appends query parameters to a path.

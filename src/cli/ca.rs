@@ -1,7 +1,7 @@
 //! `lockstep ca`: the certificate authority of a server that makes its own certificates.
 
 use super::{confirm::ask_new_password, file, output, usage_error};
-use lockstep_server::tls::ca::{Authority, DAYS, Kind, MAX_DAYS, Record};
+use lockstep_server::tls::ca::{Authority, DEFAULT_DAYS, Kind, MAX_DAYS, Record};
 use lockstep_worker::tls::{self, create_pkcs12};
 use std::{
     fs::{self, File},
@@ -31,7 +31,7 @@ pub(crate) enum Action {
         #[arg(long, value_name = "FILE", requires = "pkcs12")]
         pkcs12_password_file: Option<PathBuf>,
         /// Days for which the certificate is valid
-        #[arg(long, default_value_t = DAYS, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_DAYS)))]
+        #[arg(long, default_value_t = DEFAULT_DAYS, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_DAYS)))]
         days: u32,
         /// Folder for the files
         #[arg(long, short, value_name = "DIR", default_value = ".")]
@@ -104,10 +104,8 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             let issued = issued.map_err(usage_error)?;
             let files = match password {
                 Some(password) => {
-                    vec![(
-                        0o600,
-                        create_pkcs12(&stem, &issued.chain, &issued.key, &password).map_err(usage_error)?,
-                    )]
+                    let content = create_pkcs12(&stem, &issued.chain, &issued.key, &password);
+                    vec![(0o600, content.map_err(usage_error)?)]
                 }
                 None => vec![(0o644, issued.chain.into_bytes()), (0o600, issued.key.into_bytes())],
             };

@@ -104,8 +104,7 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist.
 pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<ListedCheckpoint> {
-    let checkpoints: Vec<ListedCheckpoint> =
-        api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
+    let checkpoints: Vec<ListedCheckpoint> = api.list(&format!("/jobs/{}/checkpoints", job.id)).await?;
     if checkpoints.is_empty() && job.external.is_some() {
         return Err(usage_error(format!(
             "{} is a run from elsewhere and has no checkpoints; download its files from its page, or with job.download_file in Python",

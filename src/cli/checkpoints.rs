@@ -1,12 +1,11 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
 use super::{
-    api::{JobArgs, parse_list},
+    api::{JobArgs, parse_elements},
     block_on,
     checkpoint_choice::ListedCheckpoint,
     output,
 };
-use serde_json::Value;
 
 /// Prints the checkpoints.
 ///
@@ -16,7 +15,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let checkpoints = block_on(async {
         let job = api.find_job(&args.job).await?;
-        api.read_pages(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
+        api.read_all(&format!("/jobs/{}/checkpoints", job.id)).await
     })?;
     if args.server.json {
         return output::json(&checkpoints);
@@ -24,7 +23,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     if checkpoints.is_empty() {
         return output::line("no checkpoint yet");
     }
-    let checkpoints: Vec<ListedCheckpoint> = parse_list(&Value::Array(checkpoints), "checkpoints")?;
+    let checkpoints: Vec<ListedCheckpoint> = parse_elements(&checkpoints, "checkpoints");
     let header = ["STEP", "EPOCH", "ATTEMPT", "ACCURACY", "SIZE", "", "ID"];
     output::table(header, checkpoints.iter().map(row))
 }

@@ -100,7 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// The best validation accuracy of a job, or of a trial.
-pub(crate) struct Measured {
+pub(crate) struct BestAccuracy {
     pub(crate) title: String,
     pub(crate) accuracy: f64,
     /// Number of validation pictures.
@@ -131,7 +131,7 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         } else if division.fold.is_some() {
             division.validation = Validation::Split("none".into());
         }
-        measured.push((Measured { title: title(job), accuracy: best.value, pictures }, division));
+        measured.push((BestAccuracy { title: title(job), accuracy: best.value, pictures }, division));
     }
     let mut sentences = Vec::new();
     if !uncertain.is_empty() {
@@ -150,14 +150,14 @@ fn caution(jobs: &[Job]) -> Vec<String> {
         sentences
             .push("These accuracies may not have been measured on the same validation pictures.".to_owned());
     }
-    sentences.extend(describe_chance(first, second));
+    sentences.extend(explain_insignificance(first, second));
     sentences
 }
 
 /// Explains why the order of `first` and `second` may be chance. `None` if `first` is clearly better. Both have the same pictures.
-pub(crate) fn describe_chance(first: &Measured, second: &Measured) -> Option<String> {
+pub(crate) fn explain_insignificance(first: &BestAccuracy, second: &BestAccuracy) -> Option<String> {
     // The variance of a proportion.
-    let variance = |job: &Measured| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
+    let variance = |job: &BestAccuracy| job.accuracy * (1.0 - job.accuracy) / job.pictures as f64;
     let difference = first.accuracy - second.accuracy;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference <= 0.0 {

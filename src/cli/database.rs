@@ -160,10 +160,7 @@ fn is_file_of(database: &Path, path: &Path) -> bool {
         database_file.push(suffix);
         let database_file = PathBuf::from(database_file);
         let id = |path: &Path| fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
-        let folder = |path: &Path| {
-            let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-            fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()
-        };
+        let folder = |path: &Path| fs::canonicalize(file::folder_of(path)).ok();
         let is_same_file = id(&database_file).is_some() && id(&database_file) == id(path);
         // A file that does not exist yet has no inode, so its folder and its name are compared.
         is_same_file

@@ -104,7 +104,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::Prepare(args) => prepare::run(&args),
         Action::List(server) => {
             let api = server.api()?;
-            let datasets: Vec<Dataset> = block_on(api.list("/datasets", "datasets"))?;
+            let datasets: Vec<Dataset> = block_on(api.list("/datasets"))?;
             if server.json {
                 return output::json(&datasets);
             }
@@ -161,7 +161,7 @@ fn prepare_copy(
 
 /// Returns the dataset that is registered under this name.
 pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
-    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
+    Ok(api.list::<Dataset>("/datasets").await?.into_iter().find(|d| d.name == name))
 }
 
 /// Like [`find_by_name`], for a name that must be registered.
@@ -169,12 +169,12 @@ pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option
 /// # Errors
 /// Exit status 2 if no dataset has the name. The error names the most similar name.
 async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
-    let mut datasets: Vec<Dataset> = api.list("/datasets", "datasets").await?;
+    let mut datasets: Vec<Dataset> = api.list("/datasets").await?;
     match datasets.iter().position(|dataset| dataset.name == name) {
         Some(index) => Ok(datasets.swap_remove(index)),
         None => {
             let names = datasets.iter().map(|dataset| dataset.name.as_str());
-            Err(usage_error(unknown_name_message("dataset", "lockstep dataset list", names, name)))
+            Err(usage_error(unknown_name_message("dataset", names, name)))
         }
     }
 }
@@ -229,7 +229,7 @@ pub(super) fn name_taken_message(other: &Dataset, path: &Path) -> String {
 
 /// Returns the registered dataset with this path.
 pub(super) async fn find_by_path(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
-    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
+    Ok(api.list::<Dataset>("/datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
 async fn register_path(api: &Api, name: &str, path: &Path, private: bool) -> anyhow::Result<Dataset> {

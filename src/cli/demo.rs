@@ -78,7 +78,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// Runs the demo on a running server. `outcome` is set when the job ends, after which the dashboard may stay.
+/// Runs the demo on a running server. Sets `outcome` when the job ends. Without `--exit-when-done`, then waits until the server ends.
 async fn run_on(
     server: &mut Server,
     data_dir: &Path,
@@ -140,7 +140,7 @@ async fn start_server(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
 
 /// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
 async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
-    for job in api.list::<Job>("/jobs", "jobs").await? {
+    for job in api.list::<Job>("/jobs").await? {
         if !job.state.is_final() {
             let _: Value = api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await?;
         }
@@ -152,7 +152,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 async fn register_pictures(api: &Api, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
-        if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {
+        if api.list::<Value>("/agents").await?.iter().any(|agent| agent["online"] == true) {
             break;
         }
         if began.elapsed() > AGENT_TIMEOUT {

@@ -7,6 +7,7 @@ mod peer;
 mod remote;
 
 use super::{init_tracing, launch::quote, output, usage_error};
+use assessment::finding;
 use lockstep_host::{
     cores,
     gpu::{
@@ -104,37 +105,39 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         output::json(&Report { findings, all_gather })?;
     } else {
-        for Finding { what, grade, found, advice } in &findings {
+        let measured = all_gather.as_ref().map(all_gather_findings).unwrap_or_default();
+        for Finding { what, grade, found, advice } in findings.iter().chain(&measured) {
             output::line(format_args!("{:<8} {what:<11} {found}", grade_label(*grade)))?;
             if let Some(advice) = advice {
                 output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
             }
         }
-        if let Some(gathered) = &all_gather {
-            let rows: Vec<_> = gathered.values.iter().map(|v| format!("[{v:.0}.]")).collect();
-            let members = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
-            output::line(format_args!(
-                "ok       all-gather  over {} {members}: [{}]",
-                rows.len(),
-                rows.join(", ")
-            ))?;
-            if rows.len() > 1 {
-                output::line(format_args!(
-                    "ok       all-reduce  1 KiB in {:.0} us, long ones at {:.2} GB/s",
-                    gathered.short_us,
-                    gathered.bytes_per_second / 1e9
-                ))?;
-            }
-            if let Some(why) = &gathered.no_peer_memory {
-                output::line(format_args!("note     peer memory not shared: {why}"))?;
-                let advice = "short all-reduces (sync_batch_norm) use NCCL, which is slower";
-                output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
-            } else if gathered.device == "GPU" {
-                output::line("ok       peer memory shared between ranks")?;
-            }
-        }
     }
     fail_if_any(problems, "")
+}
+
+/// Returns the result of the all-gather in the form in which it is printed.
+fn all_gather_findings(gathered: &AllGatherResult) -> Vec<Finding> {
+    let ok = |what: &str, found: String| Finding { what: what.into(), grade: Grade::Ok, found, advice: None };
+    let rows: Vec<_> = gathered.values.iter().map(|v| format!("[{v:.0}.]")).collect();
+    let members = if gathered.device == "GPU" { "GPUs by NCCL" } else { "ranks" };
+    let mut findings =
+        vec![ok("all-gather", format!("over {} {members}: [{}]", rows.len(), rows.join(", ")))];
+    if rows.len() > 1 {
+        findings.push(ok("all-reduce", describe_all_reduces(gathered)));
+    }
+    if let Some(why) = &gathered.no_peer_memory {
+        let advice = "short all-reduces (sync_batch_norm) use NCCL, which is slower";
+        findings.push(finding("peer memory", Grade::Note, format!("not shared: {why}"), advice));
+    } else if gathered.device == "GPU" {
+        findings.push(ok("peer memory", "shared between ranks".into()));
+    }
+    findings
+}
+
+/// Formats the measured time of a short all-reduce, and the speed of long all-reduces.
+fn describe_all_reduces(gathered: &AllGatherResult) -> String {
+    format!("1 KiB in {:.0} us, long ones at {:.2} GB/s", gathered.short_us, gathered.bytes_per_second / 1e9)
 }
 
 /// Returns an error if there are problems. `suffix` is appended to the error's sentence.
@@ -175,12 +178,7 @@ fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<AllGathe
                  see links and /dev/shm above."
                     .into()
             };
-            findings.push(Finding {
-                what: "all-gather".into(),
-                grade: Grade::Problem,
-                found: error,
-                advice: Some(advice),
-            });
+            findings.push(finding("all-gather", Grade::Problem, error, advice));
             None
         }
     }
@@ -214,6 +212,10 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
 fn run_all_gather(world_size: u32, gpus: &[Gpu]) -> Result<AllGatherResult, String> {
     let devices: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
     let members = local_group::members(world_size, &devices).map_err(|e| e.to_string())?;
-    let stdout = local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?;
-    serde_json::from_slice(&stdout).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
+    parse_result(&local_group::run(&["doctor".into()], &members, ALL_GATHER_TIMEOUT)?)
+}
+
+/// Parses the output of rank 0 of an all-gather.
+fn parse_result(stdout: &[u8]) -> Result<AllGatherResult, String> {
+    serde_json::from_slice(stdout).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

@@ -14,7 +14,8 @@ use serde_json::{Map, Value};
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// Priority from -1000 to 1000: waiting jobs with a higher priority start first. It has no effect on a running job
+    /// Priority from -1000 to 1000: waiting jobs with a higher priority start first. For a running job it takes effect when the job waits
+    /// again
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority: Option<i32>,
     /// The project to which the job belongs
@@ -54,7 +55,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (id, name, priority) = (&job.id, output::one_line(&job.name), job.spec.priority);
         let notes = job.notes.as_deref().filter(|notes| !notes.is_empty());
         let notes = notes.map(|notes| format!(", notes {}", output::one_line(notes))).unwrap_or_default();
-        let text = format!("{id} {name}: priority {priority}, project {}, tags {tags}{notes}", job.project);
+        let is_later = args.priority.is_some() && job.state.is_active();
+        let when = if is_later { " (takes effect when the job waits again)" } else { "" };
+        let text =
+            format!("{id} {name}: priority {priority}{when}, project {}, tags {tags}{notes}", job.project);
         output::print(args.server.json, &job, text)
     })
 }

@@ -1,10 +1,11 @@
 //! `lockstep evaluate`: evaluates a checkpoint on validation pictures.
 
 use super::{
-    api::{Api, ServerArgs, present_parameters, with_query},
+    api::{Api, ServerArgs, present_parameters, text, with_query},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights, find},
-    output, usage_error,
+    job_file::{self, UnknownPath},
+    output,
 };
 use indicatif::ProgressBar;
 use lockstep_protocol::{
@@ -14,11 +15,13 @@ use lockstep_protocol::{
 };
 use reqwest::StatusCode;
 use serde::Serialize;
-use serde_json::Value;
-use std::time::Duration;
+use serde_json::{Value, json};
+use std::{pin::pin, time::Duration};
 
 /// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Time after which the command says that the result is not there yet.
+const ANNOUNCE_AFTER: Duration = Duration::from_secs(2);
 /// Maximum number of confusions that are printed.
 const MAX_CONFUSIONS: usize = 5;
 
@@ -27,8 +30,8 @@ const MAX_CONFUSIONS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     choice: CheckpointArgs,
-    /// Another registered dataset, which must have the same classes unless --knn is given; if it has only one split, all of its pictures are
-    /// evaluated [default: the job's own]
+    /// Another dataset, which must have the same classes unless --knn is given: its name, or its path, which is registered as by `submit`.
+    /// If it has only one split, all of its pictures are evaluated [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
     /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other
@@ -54,24 +57,35 @@ struct Evaluated<'a> {
 /// # Errors
 /// Exit status 2 if the job, checkpoint or dataset does not exist, or the dataset does not fit the checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    if let Some(path) = args.dataset.as_ref().filter(|dataset| dataset.contains(std::path::is_separator)) {
-        return Err(usage_error(format!(
-            "--dataset {path}: give the name of a registered dataset; `lockstep dataset add NAME {path}` registers the pictures at \
-             this path"
-        )));
-    }
     let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = find(&api, &args.choice.job, &args.choice.checkpoint).await?;
+        let mut dataset = args.dataset;
+        if let Some(path) = dataset.as_mut().filter(|dataset| dataset.contains(std::path::is_separator)) {
+            let mut document = json!({ "private": job.spec.private, "data": { "dataset": path } });
+            job_file::make_paths_absolute(&mut document);
+            job_file::replace_dataset_paths(&api, &mut document, UnknownPath::Register).await?;
+            *path = text(&document["data"], "dataset").to_owned();
+        }
         let query = present_parameters([
             ("checkpoint", Some(chosen.id.clone())),
             ("weights", (args.choice.weights == Weights::Ema).then(|| "ema".to_owned())),
-            ("dataset", args.dataset),
+            ("dataset", dataset),
             ("k", args.knn.map(|k| k.to_string())),
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
         let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
-        let result = wait_for_result(&api, &path).await?;
+        let mut waiting = pin!(wait_for_result(&api, &path));
+        let result = match tokio::time::timeout(ANNOUNCE_AFTER, waiting.as_mut()).await {
+            Ok(result) => result?,
+            Err(_) => {
+                output::warn(
+                    "an agent evaluates the checkpoint on its CPU cores; Ctrl-C ends this command and not the evaluation, whose result the \
+                     same command shows later",
+                );
+                waiting.await?
+            }
+        };
         let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: &job.id, checkpoint, result });
@@ -143,11 +157,10 @@ fn print_evaluation(checkpoint: &str, result: &ModelEvaluation) -> anyhow::Resul
 
 /// Returns the most frequent confusions, each as the count of pictures, the index of their class and the index of the predicted class.
 fn most_frequent_confusions(result: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
-    let counts_of_class = |(class, counts): (usize, &Vec<u64>)| {
-        let confusion = move |(predicted, count): (usize, &u64)| (*count, class, predicted);
-        counts.iter().enumerate().map(confusion).collect::<Vec<_>>()
-    };
-    let mut confusions: Vec<_> = result.confusion.iter().enumerate().flat_map(counts_of_class).collect();
+    let mut confusions = Vec::new();
+    for (class, counts) in result.confusion.iter().enumerate() {
+        confusions.extend(counts.iter().enumerate().map(|(predicted, count)| (*count, class, predicted)));
+    }
     confusions.retain(|(count, class, predicted)| *count > 0 && class != predicted);
     confusions.sort_by_key(|(count, class, predicted)| (std::cmp::Reverse(*count), *class, *predicted));
     confusions.truncate(MAX_CONFUSIONS);

@@ -48,8 +48,8 @@ pub(super) fn missing_path_message(path: &Path) -> String {
 /// # Errors
 /// Exit status 2: `path` exists and is not a regular file, or its folder does not exist.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+    let folder = folder_of(path);
+    if !folder.is_dir() {
         let (path, folder) = (path.display(), folder.display());
         return Err(usage_error(format!("{path}: the folder {folder} does not exist")));
     }
@@ -60,6 +60,11 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// Returns the folder that contains `path`.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Calls `write` with a path next to `target`, then renames the file to `target`. If `write` fails, `target` is unchanged.
@@ -82,9 +87,7 @@ pub(crate) fn replace<T>(target: &Path, write: impl FnOnce(&Path) -> anyhow::Res
 
 /// Returns the path of the unfinished file that becomes `target`.
 pub(crate) fn partial_path(target: &Path) -> PathBuf {
-    let mut partial = target.as_os_str().to_owned();
-    partial.push(".part");
-    PathBuf::from(partial)
+    target.with_added_extension("part")
 }
 
 #[cfg(test)]

@@ -1,11 +1,8 @@
 //! `lockstep fork`: starts a new job from a checkpoint of another job.
 
-use super::{api::ServerArgs, block_on, checkpoint_choice::choose, output, usage_error, watch};
-use lockstep_protocol::{
-    Job,
-    spec::{apply_set, shortened},
-};
-use serde_json::{Value, json};
+use super::{api::ServerArgs, block_on, checkpoint_choice::choose, job_file, output, watch};
+use lockstep_protocol::Job;
+use serde_json::json;
 
 /// Start a new job from a checkpoint of another job, with changed settings
 #[derive(clap::Args)]
@@ -31,10 +28,8 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if the job or the checkpoint does not exist, or the changed settings have mistakes.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut changes = Value::Object(serde_json::Map::new());
-    for set in &args.sets {
-        apply_set(&mut changes, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
-    }
+    let mut changes = json!({});
+    job_file::apply_sets(&mut changes, &args.sets)?;
     let api = args.server.api()?;
     block_on(async {
         let source = api.find_trained_job(&args.job).await?;
@@ -43,10 +38,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
-            watch::announce(&job);
-            let job = watch::follow_to_end(&api, job, args.server.json).await?;
-            watch::print_next_steps(&job, args.server.json);
-            return Ok(());
+            return watch::show_to_end(&api, job, args.server.json).await;
         }
         output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))
     })

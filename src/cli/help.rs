@@ -1,9 +1,8 @@
 //! `lockstep help`: prints the usage of a command, or the keys of a job file.
 
 use super::{mistyped, output, reference::job_file, usage_error};
-use clap::{Command, error::ErrorKind};
+use clap::Command;
 use lockstep_protocol::spec::nearest;
-use std::io::{self, IsTerminal as _, Write as _};
 
 /// Show the usage of a command, or the keys of a job file (`lockstep help job`)
 #[derive(clap::Args)]
@@ -32,18 +31,9 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                     None => return Err(usage_error(unknown_command_message(name, &known))),
                 };
             }
-            // Prints the output of `COMMAND --help`: clap chooses the short or the long text.
+            // clap returns the output of `COMMAND --help` as an error.
             let line = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
-            match program.try_get_matches_from(line) {
-                Err(help) if help.kind() == ErrorKind::DisplayHelp => {
-                    let help = help.render();
-                    let is_terminal = io::stdout().is_terminal();
-                    let text = if is_terminal { help.ansi().to_string() } else { help.to_string() };
-                    write!(io::stdout().lock(), "{text}")?;
-                    Ok(())
-                }
-                _ => Err(usage_error(format!("there is no command or key {} to help with", names.join(" ")))),
-            }
+            program.try_get_matches_from(line).map_or_else(|help| Ok(help.print()?), |_| Ok(()))
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use super::{api::format_mistake, dataset, file, job_file, output, usage_error};
 use lockstep_host::own_program;
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::DatasetInfo,
+    numbers::plural,
     spec::{Validation, from_toml},
     suggestion::{CommentedKeys, Suggestion},
 };
@@ -65,16 +65,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let already_exists = || {
         usage_error(format!("{shown} exists already: give another name with --output, or move the file away"))
     };
+    let path = dataset::canonical(&args.folder)?;
     // Checked before the inspection, which takes minutes if there are many pictures.
     if args.output.symlink_metadata().is_ok() {
         return Err(already_exists());
     }
     file::check_output(&args.output)?;
-    let path = dataset::canonical(&args.folder)?;
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
     let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
-    let text = format_job_file(&path, &info, &choice);
+    // A link to the folder has the name that its user knows.
+    let name = job_file::dataset_name(args.folder.file_name().map_or(&*path, |_| &*args.folder));
+    let text = format_job_file(&name, &path, &info, &choice);
     let spec = from_toml(&text).map_err(|mistakes| {
         let mistakes: Vec<_> = mistakes.iter().map(|m| format_mistake(&m.pointer, &m.detail)).collect();
         usage_error(format!("no job file can be made for {}:\n  {}", path.display(), mistakes.join("\n  ")))
@@ -94,6 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(words) = warning {
         output::warn(format_args!("warning: {words}"));
     }
+    output::warn("measuring a few steps on this machine");
     match measure_secs_per_picture(&args.output, choice.batch) {
         Ok(secs_per_picture) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
@@ -216,9 +219,7 @@ fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 }
 
 /// Returns the text of the job file.
-fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
-    // `lockstep submit` registers the dataset under the same name.
-    let name = job_file::dataset_name(path);
+fn format_job_file(name: &str, path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     let mut text = String::from(
         "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not \
          listed here have their defaults.\n\n",
@@ -267,8 +268,7 @@ fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> Stri
 
 /// Returns the number of training pictures of each class.
 fn training_counts(info: &DatasetInfo) -> &[u64] {
-    let train = info.splits.iter().find(|split| split.name == "train");
-    train.map(|split| &*split.per_class).unwrap_or_default()
+    info.split("train").map(|split| &*split.per_class).unwrap_or_default()
 }
 
 /// Lists the classes with their numbers of training pictures.

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
             // If several jobs have the name, ignores jobs that the action cannot change.
             let job = match action {
                 "cancel" => api.find_only_job(name, can_change).await?,
-                _ => api.find_job_in_state(name, can_change).await?,
+                _ => api.find_job_preferring(name, can_change).await?,
             };
             if jobs.iter().all(|other| other.id != job.id) {
                 jobs.push(job);
@@ -42,16 +42,20 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         }
         let (mut accepted, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
         for job in &jobs {
+            let with_job = |error: anyhow::Error| match &jobs[..] {
+                [_] => error,
+                _ => error.context(format!("{} {}", job.id, output::one_line(&job.name))),
+            };
             match api.post(&format!("/jobs/{}/{action}", job.id), &serde_json::json!({})).await {
                 Ok(job) => accepted.push(job),
                 // The sweep of the same name may be meant.
                 Err(error) if error.is::<WrongRequest>() => {
-                    errors.push(match api.describe_sweep(&job.name).await {
+                    errors.push(with_job(match api.describe_sweep(&job.name).await {
                         Some(sweep) => usage_error(format!("{error}. {sweep}")),
                         None => error,
-                    });
+                    }));
                 }
-                Err(error) => errors.push(error),
+                Err(error) => errors.push(with_job(error)),
             }
         }
         let mut done = Vec::new();

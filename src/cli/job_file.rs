@@ -19,7 +19,7 @@ use std::{
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// What [`name_dataset`] does with a path at which no dataset is registered.
+/// What [`replace_dataset_paths`] does with a path at which no dataset is registered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnknownPath {
     /// Registers the path under its folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
@@ -28,9 +28,9 @@ pub(super) enum UnknownPath {
     Keep,
 }
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names under which this call has
-/// registered paths.
-pub(super) async fn name_dataset(
+/// Replaces the path of each dataset by the dataset's registered name, also among the values of a sweep. Returns the names under which this
+/// call has registered paths.
+pub(super) async fn replace_dataset_paths(
     api: &Api,
     document: &mut Value,
     unknown_path: UnknownPath,
@@ -75,17 +75,17 @@ pub(super) async fn name_dataset(
     Ok(registered)
 }
 
-/// Submits a document with `post`, after [`name_dataset`] has registered its datasets. If the server refuses the submission, removes these
-/// datasets again.
+/// Submits a document with `post`, after [`replace_dataset_paths`] has registered its datasets. If the server refuses the submission,
+/// removes these datasets again.
 ///
 /// # Errors
-/// See [`name_dataset`]. Also the errors of `post`.
+/// See [`replace_dataset_paths`]. Also the errors of `post`.
 pub(super) async fn submit<T>(
     api: &Api,
     document: &mut Value,
     post: impl AsyncFnOnce(&Value) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let registered = name_dataset(api, document, UnknownPath::Register).await?;
+    let registered = replace_dataset_paths(api, document, UnknownPath::Register).await?;
     let submitted = post(document).await;
     // After any other error, the server may have stored the job.
     if submitted.as_ref().is_err_and(|error| error.is::<WrongRequest>()) {
@@ -107,7 +107,8 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
     values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
 }
 
-/// Returns a mistake for each path in a job's document that [`name_dataset`] cannot register, because another dataset has the name.
+/// Returns a mistake for each path in a job's document that [`replace_dataset_paths`] cannot register, because another dataset has the
+/// name.
 pub(super) async fn find_taken_names(api: &Api, document: &Value) -> anyhow::Result<Vec<SpecError>> {
     let mut mistakes = Vec::new();
     // The values of a sweep may repeat a path.
@@ -179,10 +180,18 @@ pub(super) fn read_document_as_written(path: &Path, sets: &[String]) -> anyhow::
     let shown = path.display();
     let text = read_text(path)?;
     let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
-    for set in sets {
-        apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
-    }
+    apply_sets(&mut document, sets)?;
     Ok(document)
+}
+
+/// Applies the values of `--set` to a job's document.
+///
+/// # Errors
+/// Exit status 2 if a change is invalid.
+pub(super) fn apply_sets(document: &mut Value, sets: &[String]) -> anyhow::Result<()> {
+    sets.iter().try_for_each(|set| {
+        apply_set(document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))
+    })
 }
 
 /// Parses and checks a job's document.
@@ -273,7 +282,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_job_s_file_has_up_to_a_mebibyte() {
+    fn a_job_file_larger_than_a_mebibyte_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("job.toml");
         let mut text = String::from("[data]\ndataset = \"d\"\n");

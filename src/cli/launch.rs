@@ -42,7 +42,7 @@ const DEFAULT_DIR: &str = ".lockstep/launch";
 ///
 /// Each machine gets an agent that runs only this job and exits when the job ends. Each machine needs `lockstep`, and must reach the server
 /// at --agent-server. The agents' tokens are sent over standard input or in files that only you can read. Creating the tokens needs the
-/// scope admin. Ctrl-C ends only the display, and the job continues. A sweep that is not submitted to Slurm yet is cancelled.
+/// scope admin. Ctrl-C ends only the display, and the job continues; a sweep is cancelled if it has not been submitted to Slurm yet.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job: its id, the start of its id, its name, or a TOML file to submit
@@ -70,12 +70,12 @@ pub(crate) struct Args {
     /// Rank table of MindSpore or HCCL (JSON). Its machines and devices are used in the table's order
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
     rank_table: Option<PathBuf>,
-    /// Number of machines to request from Slurm, or of pods from Kubernetes [default: 1, or as many as the job's ranks need with the
-    /// template's GPUs]
+    /// Number of machines to request from Slurm, or of pods from Kubernetes [default: 1; with a template that requests GPUs, as many pods as
+    /// the job's ranks need]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
         value_parser = clap::value_parser!(u32).range(1..=MAX_HOSTS as i64))]
     nodes: Option<u32>,
-    /// Number of ranks on each machine whose slots are not given by a list [default: the job's ranks, divided evenly]
+    /// Number of slots on each machine for which no list gives slots [default: the job's remaining ranks, divided evenly]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)))]
     slots: Option<u32>,
     /// Template of the pods (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
@@ -180,8 +180,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let document = if is_file { Some(job_file::read_document(path, &args.sets)?) } else { None };
     // For a sweep, the file itself is not checked, because it may lack the swept keys. `array::run` checks each trial.
-    let single_job = document.as_ref().filter(|_| args.sweeps.is_empty());
-    let spec = single_job.map(|document| job_file::check(path, document)).transpose()?;
+    let document_of_job = document.as_ref().filter(|_| args.sweeps.is_empty());
+    let spec = document_of_job.map(|document| job_file::check(path, document)).transpose()?;
     machines::check_reachable(&args, &hosts)?;
     if !args.dry_run {
         args.with.programs().iter().try_for_each(|program| machines::check_on_path(program))?;
@@ -193,7 +193,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (Some(document), Some(spec)) => Source::File(document, Box::new(spec)),
             (Some(document), None) => return array::run(&args, &api, hosts, document).await,
             (None, _) => {
-                let job = api.find_job_in_state(&args.job, |state| !state.is_final()).await?;
+                let job = api.find_job_preferring(&args.job, |state| !state.is_final()).await?;
                 if job.state.is_final() {
                     let Job { id, state, .. } = job;
                     return Err(usage_error(format!(
@@ -244,7 +244,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 struct LaunchDetached(String);
 
 impl Launch {
-    /// Creates a launch for a job that this command has submitted.
+    /// Creates a launch. The caller sets `has_submitted_job` to false if this command has not submitted the job.
     fn new(args: &Arc<Args>, api: &Api, job: Job, hosts: Vec<Host>, ca: Option<String>) -> Self {
         let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
@@ -282,7 +282,8 @@ impl Launch {
             Err(_) => return result,
         };
         let agents_continue = result.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
-        // If ranks have run, a broken connection does not mean that the agent at its other end has ended.
+        // An error does not show that the agents have ended: a connection may have broken. So the launch counts as never started only if no
+        // attempt has begun.
         let never_started = result.is_err() && !agents_continue && self.never_ran(&job);
         if never_started && self.has_submitted_job {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
@@ -293,7 +294,7 @@ impl Launch {
         // If agents of another launch have taken the job, this launch's agents have nothing to do.
         let other_agents = self.agents_of_other_launch(&job).filter(|_| result.is_err() && !agents_continue);
         let has_nothing_to_do = never_started || job.state.is_final() || other_agents.is_some();
-        // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
+        // Tokens are not revoked while an agent, perhaps of an earlier launch, uploads a checkpoint. These tokens expire later.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
@@ -312,7 +313,7 @@ impl Launch {
                     ""
                 };
                 let text = format!(
-                    "{}\njob {} nevertheless runs on {agents}, without this launch{warning}; `lockstep watch {1}` shows it",
+                    "{}\njob {} nevertheless runs on {agents}, which this launch did not start{warning}; `lockstep watch {1}` shows it",
                     describe_error(&error),
                     job.id
                 );
@@ -344,8 +345,9 @@ impl Launch {
     /// Returns the names of the agents that run the job, if no agent of this launch runs it.
     fn agents_of_other_launch(&self, job: &Job) -> Option<String> {
         let is_own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
-        let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(is_own);
-        is_elsewhere.then(|| job.agents.join(", "))
+        let runs_on_others =
+            job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(is_own);
+        runs_on_others.then(|| job.agents.join(", "))
     }
 
     /// Creates and returns this launch's folder on this machine, for logs and, with Slurm, for the agents' files.

@@ -4,7 +4,7 @@ mod groups;
 
 use super::{
     age::age,
-    api::{ServerArgs, parse_list, present_parameters},
+    api::{ServerArgs, parse_elements, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -85,8 +85,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return groups::run(&api, keys, query, args.limit, args.server.json);
     }
     let has_filter = !query.is_empty();
-    let values = block_on(api.read_pages("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
-    let jobs: Vec<Job> = parse_list(&Value::Array(values.clone()), "jobs")?;
+    let values = block_on(api.read_pages("/jobs", &query, args.limit))?;
+    let jobs: Vec<Job> = parse_elements(&values, "jobs");
     if args.server.json {
         return output::json(&jobs);
     }

@@ -2,7 +2,7 @@
 
 use super::{
     age::age,
-    api::{Api, ServerArgs, parse_list},
+    api::{Api, ServerArgs, parse_elements},
     block_on,
     confirm::confirm,
     find_only, output, usage_error,
@@ -79,11 +79,11 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 async fn list_machines(server: &ServerArgs) -> anyhow::Result<()> {
-    let values = server.api()?.read_pages("/agents", "agents", &[], None).await?;
+    let values = server.api()?.read_all("/agents").await?;
     if server.json {
         return output::json(&values);
     }
-    let machines: Vec<Machine> = parse_list(&Value::Array(values), "agents")?;
+    let machines: Vec<Machine> = parse_elements(&values, "agents");
     if machines.is_empty() {
         return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
@@ -134,7 +134,7 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, name_or_id: &str) -> anyhow::Result<Machine> {
-    choose(api.list("/agents", "agents").await?, name_or_id)
+    choose(api.list("/agents").await?, name_or_id)
 }
 
 fn choose(mut machines: Vec<Machine>, name_or_id: &str) -> anyhow::Result<Machine> {

@@ -1,6 +1,6 @@
 //! `lockstep man`: writes man pages.
 
-use super::{output, usage_error};
+use super::{output, reference::visible_subcommands, usage_error};
 use clap::Command;
 use clap_mangen::Man;
 use std::{
@@ -33,11 +33,7 @@ pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
 /// Writes the pages of a command and its subcommands. Returns the number of pages.
 fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
     let mut pages = 1;
-    // Clap adds a `help` command to each command with subcommands; only `lockstep help` gets a page.
-    let is_subcommand = command.get_display_name().is_some_and(|name| name != "lockstep");
-    for inner in
-        command.get_subcommands().filter(|c| !(c.is_hide_set() || is_subcommand && c.get_name() == "help"))
-    {
+    for inner in visible_subcommands(command) {
         pages += write(inner, folder)?;
     }
     Man::new(command.clone()).generate_to(folder)?;

@@ -66,12 +66,14 @@ pub(crate) mod webhook;
 mod weight_files;
 pub(crate) mod weights;
 
+pub(crate) use lockstep_server::with_causes;
+
 use lockstep_protocol::spec::nearest;
 use std::io::IsTerminal;
 
 /// Text at the end of `lockstep --help`.
-pub(crate) const EXIT_STATUS_HELP: &str =
-    "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every mistake).";
+pub(crate) const EXIT_STATUS_HELP: &str = "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every \
+    mistake), 130 stopped by Ctrl-C.";
 
 /// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
 #[derive(Debug, thiserror::Error)]
@@ -94,10 +96,7 @@ pub(crate) fn find_only<T>(
     describe: impl Fn(&T) -> String,
 ) -> anyhow::Result<T> {
     match matching.len() {
-        0 => {
-            let list_command = format!("lockstep {noun} list");
-            Err(usage_error(unknown_name_message(noun, &list_command, std::iter::empty(), name)))
-        }
+        0 => Err(usage_error(unknown_name_message(noun, std::iter::empty(), name))),
         1 => Ok(matching.swap_remove(0)),
         count => Err(usage_error(output::one_line(&format!(
             "{count} {noun}s have the name or the id {name}: {}; give another name or id of the {noun}",
@@ -106,19 +105,20 @@ pub(crate) fn find_only<T>(
     }
 }
 
-/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`. `list_command` is the
-/// command that shows all objects.
+/// Returns the message for a name that no object of the kind `noun` has. Suggests the most similar of `names`.
 pub(crate) fn unknown_name_message<'a>(
     noun: &str,
-    list_command: &str,
     names: impl Iterator<Item = &'a str>,
     name: &str,
 ) -> String {
+    let list_command =
+        if noun == "job" { "lockstep list".to_owned() } else { format!("lockstep {noun} list") };
     let near = nearest(name, names).map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list_command}` shows all {noun}s")
 }
 
-/// The error of a command that its user has stopped. It leads to exit status 1, and its message has no prefix `error:`.
+/// The error of a command that its user has stopped. It leads to the exit status that shells report after Ctrl-C, 130, and its message has
+/// no prefix `error:`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Stopped(pub(crate) String);
@@ -129,28 +129,18 @@ pub(crate) fn exit_status(result: anyhow::Result<()>) -> i32 {
     if output::is_closed_pipe(&error) {
         return 0;
     }
-    let label = if error.is::<Stopped>() { "" } else { "error: " };
+    let (label, status) = match &error {
+        _ if error.is::<Stopped>() => ("", 130),
+        _ if error.is::<WrongRequest>() => ("error: ", 2),
+        _ => ("error: ", 1),
+    };
     output::warn(format_args!("{label}{}", describe_error(&error)));
-    if error.is::<WrongRequest>() { 2 } else { 1 }
+    status
 }
 
 /// Formats an error and its causes, as in [`with_causes`].
 pub(crate) fn describe_error(error: &anyhow::Error) -> String {
     with_causes(&**error)
-}
-
-/// Formats an error and its causes, separated by colons. Leaves out a cause whose text the result already contains.
-pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut sentence = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        let text = inner.to_string();
-        if !sentence.contains(&text) {
-            sentence = format!("{sentence}: {text}");
-        }
-        cause = inner.source();
-    }
-    sentence
 }
 
 /// Runs a client command on one thread.

@@ -94,7 +94,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         }
         Action::List(server) => {
             let api = server.api()?;
-            let models: Vec<Model> = block_on(api.list("/models", "models"))?;
+            let models: Vec<Model> = block_on(api.list("/models"))?;
             if server.json {
                 return output::json(&models);
             }

@@ -1,6 +1,7 @@
 //! `lockstep plan`: predicts, without training, how a job's network is divided over its ranks and what a step costs.
 
-use super::{init_tracing, job_file, output, usage_error};
+use super::{age::age, init_tracing, job_file, output, usage_error};
+use jiff::Timestamp;
 use lockstep_data::loader::DataSource;
 use lockstep_engine::{
     Sample,
@@ -25,7 +26,7 @@ use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 /// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
@@ -361,9 +362,9 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// Returns this machine's measurements, either cached or measured now. They are made with `max_ranks` ranks, or with as many ranks as this
-/// machine has GPUs or cores, if these are fewer. In the second case, the cached measurements of `max_ranks` ranks that share this machine,
-/// if a job has measured them, are also returned, or are the only result if the number of ranks is the job file's.
+/// Returns this machine's measurements, cached or measured now, with `max_ranks` ranks or with one rank for each GPU or core, whichever are
+/// fewer. If they are fewer than `max_ranks`, also returns the cached measurements of `max_ranks` ranks that share this machine, if a job
+/// has made them. Without `--ranks`, these cached measurements are the only result.
 fn measure_here(
     args: &Args,
     spec: &JobSpec,
@@ -388,12 +389,16 @@ fn measure_here(
     // A job with the job file's number of ranks can run on this machine, as the stored measurements show.
     if args.ranks.is_empty()
         && !args.measure
-        && let Some(machine) = shared_machine
+        && let Some((machine, measured_at)) = shared_machine
     {
+        announce_stored(measured_at);
         return Ok((machine, None));
     }
-    if let Some(stored) = planning::stored_figures(&sample, device, ranks).filter(|_| !args.measure) {
-        return Ok((stored, shared_machine));
+    let shared_machine = shared_machine.map(|(machine, _)| machine);
+    let stored = planning::stored_figures(&sample, device, ranks);
+    if let Some((machine, measured_at)) = stored.filter(|_| !args.measure) {
+        announce_stored(measured_at);
+        return Ok((machine, shared_machine));
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -405,6 +410,12 @@ fn measure_here(
     let machine: Machine = serde_json::from_slice(&stdout)?;
     planning::store_figures(&machine, &sample, device, ranks);
     Ok((machine, shared_machine))
+}
+
+/// Says that the figures are of an earlier measurement.
+fn announce_stored(measured_at: SystemTime) {
+    let age = Timestamp::try_from(measured_at).map(age).unwrap_or_default();
+    output::warn(format_args!("this machine was measured {age} ago; `--measure` measures it again"));
 }
 
 /// Measures this machine as one of the ranks.

@@ -2,14 +2,14 @@
 
 use super::{
     WrongRequest,
-    api::ServerArgs,
+    api::{ServerArgs, parse_list},
     block_on,
     checkpoint_choice::{ListedCheckpoint, Weights, choose, find},
     file, output, usage_error, weight_files,
 };
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
-    Job, JobId,
+    JobId,
     inspect::{Prediction, Probability},
     models::SCHEME,
     numbers::{percent, plural},
@@ -72,13 +72,19 @@ fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries: io::Result<Vec<_>> =
         fs::read_dir(path).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
     let mut pictures = entries.map_err(|e| failed(e.to_string()))?;
+    let has_subfolders = pictures.iter().any(|path| path.is_dir());
     pictures.retain(|path| has_picture_extension(path) && !path.is_dir());
     pictures.sort();
     if pictures.is_empty() {
-        let folder = path.display();
-        return Err(failed(format!(
-            "has no pictures directly in it; `{folder}/*/*` names the files of its subfolders"
-        )));
+        return Err(failed(if has_subfolders {
+            format!(
+                "has no pictures directly in it; `{}/*/*` names the files of its subfolders",
+                path.display()
+            )
+        } else {
+            "has no pictures; give the folder, or the files, of JPEG, PNG, WebP, GIF, BMP or TIFF pictures"
+                .into()
+        }));
     }
     Ok(pictures)
 }
@@ -209,29 +215,6 @@ struct ModelUsed {
     checkpoint: String,
     /// Whether the checkpoint is the job's best.
     best: bool,
-    /// The checkpoint's validation accuracy, in words.
-    #[serde(skip)]
-    accuracy: Option<String>,
-}
-
-impl ModelUsed {
-    fn of(job: &Job, checkpoint: &ListedCheckpoint) -> Self {
-        Self {
-            job: job.name.clone(),
-            job_id: job.id.clone(),
-            checkpoint: checkpoint.name(),
-            best: checkpoint.info.best,
-            accuracy: checkpoint.info.accuracy_in_words(),
-        }
-    }
-
-    fn print(&self) {
-        let Self { job, job_id, checkpoint, best, accuracy } = self;
-        let best = if *best { ", the best" } else { "" };
-        let accuracy = accuracy.as_ref().map(|words| format!(": validation accuracy {words}"));
-        let accuracy = accuracy.unwrap_or_default();
-        output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
-    }
 }
 
 /// A prediction, with the model that made it.
@@ -275,12 +258,16 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
     let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
     let may_change = !args.embed && !source.starts_with(SCHEME);
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let announce = |checkpoint: &ListedCheckpoint| {
-        let model = ModelUsed::of(&job, checkpoint);
+    let announce = |chosen: &ListedCheckpoint| {
+        let (job_id, checkpoint, best) = (job.id.clone(), chosen.name(), chosen.info.best);
         if args.prints_lines() {
-            model.print();
+            let best = if best { ", the best" } else { "" };
+            let accuracy =
+                chosen.info.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
+            let accuracy = accuracy.unwrap_or_default();
+            output::warn(format_args!("{} ({job_id}), checkpoint {checkpoint}{best}{accuracy}", job.name));
         }
-        model
+        ModelUsed { job: job.name.clone(), job_id, checkpoint, best }
     };
     let mut model = announce(&checkpoint);
     let mut results = Vec::new();
@@ -308,7 +295,7 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                 response => break response?,
             }
         };
-        for mut prediction in super::api::parse_list::<Prediction>(&response, "predictions")? {
+        for mut prediction in parse_list::<Prediction>(&response, "predictions")? {
             prediction.name.clone_from(&name);
             results.push(args.report(prediction, Some(&model))?);
         }

@@ -1,7 +1,7 @@
 //! `lockstep queue`: shows waiting jobs, the reasons why they wait, and slots that are reserved for them.
 
 use super::{
-    api::{ServerArgs, parse_list, present_parameters},
+    api::{ServerArgs, parse_elements, parse_list, present_parameters},
     block_on, output,
 };
 use lockstep_protocol::queue::{QueuedJob, Reservation};
@@ -36,17 +36,16 @@ const KEPT_COLUMN: usize = 7;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let query = present_parameters([("project", args.project), ("owner", args.owner)]);
-    let (jobs, reservations) = block_on(async {
-        let jobs = api.read_pages("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
+    let (jobs, page) = block_on(async {
+        let jobs = api.read_pages("/queue", &query, args.limit).await?;
         // Every page has the same reservations, so one job is enough.
-        let page: Value = api.get("/queue?limit=1&fields=place").await?;
-        anyhow::Ok((Value::Array(jobs), page.get("reservations").cloned().unwrap_or_else(|| json!([]))))
+        anyhow::Ok((jobs, api.get::<Value>("/queue?limit=1&fields=place").await?))
     })?;
     if args.server.json {
-        return output::json(&json!({"jobs": jobs, "reservations": reservations}));
+        return output::json(&json!({"jobs": jobs, "reservations": page["reservations"]}));
     }
-    let jobs: Vec<QueuedJob> = parse_list(&jobs, "jobs")?;
-    let reservations: Vec<Reservation> = parse_list(&reservations, "reservations")?;
+    let jobs: Vec<QueuedJob> = parse_elements(&jobs, "jobs");
+    let reservations: Vec<Reservation> = parse_list(&page, "reservations")?;
     if jobs.is_empty() {
         output::line(if query.is_empty() { "no job waits" } else { "no waiting job matches" })?;
     } else {

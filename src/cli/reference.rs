@@ -5,6 +5,8 @@ mod command_line;
 pub(crate) mod job_file;
 mod rest;
 
+pub(crate) use command_line::visible_subcommands;
+
 use super::{output, usage_error};
 use std::{
     fmt::Write as _,
@@ -27,7 +29,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     let failed = |path: &Path, e: std::io::Error| usage_error(format!("{}: {e}", path.display()));
     fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
-    let api = serde_json::to_value(lockstep_server::openapi())?;
+    let api = lockstep_server::openapi();
     for (name, text) in [
         ("job-file.md", job_file::markdown()),
         ("command-line.md", command_line::markdown(program)),

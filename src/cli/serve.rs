@@ -10,7 +10,7 @@ use super::{
 };
 use lockstep_engine::MAX_CPU_SLOTS;
 use lockstep_server::{
-    AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, SmtpConfig,
+    AccessLogTo, AgentAuth, FairShare, ProxyNetwork, PublicUrl, Running, ServeConfig, ServeError, SmtpConfig,
     TlsConfig,
     tls::{TlsSuites, TlsVersion},
 };
@@ -70,7 +70,7 @@ pub(crate) struct Args {
     /// Proxy whose headers name the client (X-Forwarded-For, -Proto, -Host): an address, or a network such as
     /// 10.0.0.0/8 (may be repeated)
     #[arg(long, value_name = "NETWORK")]
-    trusted_proxy: Vec<Network>,
+    trusted_proxy: Vec<ProxyNetwork>,
     /// Listen without TLS even if other machines can reach the address. Then other machines on the network can read tokens and weights
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_own_ca"])]
     insecure_http: bool,

@@ -23,43 +23,39 @@ use serde_json::{Value, json};
 /// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let (job, response, checkpoints, plan) = block_on(async {
+    block_on(async {
         let job = api.find_job(&args.job).await?;
-        let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        let checkpoints: Vec<CheckpointInfo> = if args.server.json {
-            Vec::new()
-        } else {
-            api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?
-        };
-        let plan = if args.server.json || job.spec.parallel.mode == "data" {
+        let path = format!("/jobs/{}", job.id);
+        let response: Value = api.get(&format!("{path}/attempts")).await?;
+        if args.server.json {
+            // Prints the attempts as the server sent them, including fields of a newer server.
+            let attempts = response.get("attempts").cloned().unwrap_or_else(|| json!([]));
+            return output::json(&JobWithAttempts { job, attempts });
+        }
+        let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
+        let checkpoints: Vec<CheckpointInfo> = api.list(&format!("{path}/checkpoints")).await?;
+        let plan = if job.spec.parallel.mode == "data" {
             None
         } else {
-            api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan
+            api.get::<NetworkDescription>(&format!("{path}/network")).await?.plan
         };
-        anyhow::Ok((job, response, checkpoints, plan))
-    })?;
-    if args.server.json {
-        // Prints the attempts as the server sent them, including fields of a newer server.
-        let attempts = response.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
-        return output::json(&JobWithAttempts { job, attempts });
-    }
-    let attempts: Vec<AttemptRow> = parse_list(&response, "attempts")?;
-    let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
-    for (key, value) in describe_job(&job, &checkpoints)
-        .into_iter()
-        .chain(plan)
-        .chain(attempts.iter().map(|attempt| describe_attempt(attempt, job.ranks, job.reason.as_deref())))
-    {
-        output::line(format_args!("{key:<19} {value}"))?;
-    }
-    let settings = match &job.external {
-        Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
-        None => format!(
-            "# Settings that differ from the defaults, and the recipe's settings; --json prints all settings\n{}",
-            changed_settings(&job.spec)?
-        ),
-    };
-    output::line(format_args!("\n{}", settings.trim_end()))
+        let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
+        let attempts =
+            attempts.iter().map(|attempt| describe_attempt(attempt, job.ranks, job.reason.as_deref()));
+        for (key, value) in describe_job(&job, &checkpoints).into_iter().chain(plan).chain(attempts) {
+            output::line(format_args!("{key:<19} {value}"))?;
+        }
+        let settings = match &job.external {
+            Some(run) => {
+                serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?
+            }
+            None => format!(
+                "# Settings that differ from the defaults, and the recipe's settings; --json prints all settings\n{}",
+                changed_settings(&job.spec)?
+            ),
+        };
+        output::line(format_args!("\n{}", settings.trim_end()))
+    })
 }
 
 /// Returns the settings that differ from the defaults, and the recipe's settings, as a job file.

@@ -3,7 +3,9 @@
 use super::{
     api::ServerArgs,
     block_on,
-    job_file::{self, UnknownPath, check, merge_mistakes, mistakes_error, name_dataset, read_document},
+    job_file::{
+        self, UnknownPath, check, merge_mistakes, mistakes_error, read_document, replace_dataset_paths,
+    },
     output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{Job, sweep::Sweep};
@@ -69,7 +71,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         if !local_mistakes.is_empty() {
             // The server may be unreachable, or not allow the requests.
-            let _ = name_dataset(&api, &mut document, UnknownPath::Keep).await;
+            let _ = replace_dataset_paths(&api, &mut document, UnknownPath::Keep).await;
             let found = api.find_mistakes(&document).await.unwrap_or_default();
             let mistakes = merge_mistakes(&document, local_mistakes, found);
             return Err(mistakes_error(&args.job, &mistakes));
@@ -78,17 +80,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = job_file::submit(&api, &mut document, post).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
-        // `follow_to_end` with JSON prints the job itself.
+        // `show_to_end` with JSON prints the job itself.
         if !(follows && as_json) {
             output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
-        if !follows {
-            return Ok(());
-        }
-        watch::announce(&job);
-        let job = watch::follow_to_end(&api, job, as_json).await?;
-        watch::print_next_steps(&job, as_json);
-        Ok(())
+        if follows { watch::show_to_end(&api, job, as_json).await } else { Ok(()) }
     })
 }
 

@@ -4,7 +4,7 @@ use super::{
     age::age,
     api::{Api, Outage, ServerArgs},
     block_on,
-    compare::{Measured, describe_chance},
+    compare::{BestAccuracy, explain_insignificance},
     confirm::confirm,
     delete::delete_all,
     output,
@@ -24,7 +24,8 @@ pub(crate) enum Action {
     List(ServerArgs),
     /// Show a sweep's trials
     Show(SweepArgs),
-    /// Pause a sweep: no trial starts or resumes; running trials continue until they are next compared (at a rung) or end
+    /// Pause a sweep: no trial starts or resumes; a running trial continues to its end, or to its next rung (an epoch at which trials are
+    /// compared)
     Pause(SweepArgs),
     /// Resume a paused sweep
     Resume(SweepArgs),
@@ -58,7 +59,7 @@ pub(crate) struct SweepArgs {
 pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     match action {
         Action::List(server) => {
-            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps", "sweeps"))?;
+            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps"))?;
             if server.json {
                 return output::json(&sweeps);
             }
@@ -85,9 +86,8 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 sweep.trials.iter().map(|trial| row_of_trial(&sweep, trial)),
             )?;
             output::line(describe(&sweep))?;
-            mean_of_folds(&sweep).map_or(Ok(()), output::line)?;
-            caution(&sweep).map_or(Ok(()), output::line)?;
-            sweep.paused_in_words().map_or(Ok(()), output::line)
+            let notes = [mean_of_folds(&sweep), explain_close_result(&sweep), sweep.paused_in_words()];
+            notes.into_iter().flatten().try_for_each(output::line)
         }
         Action::Pause(args) => change_state(&args, "pause"),
         Action::Resume(args) => change_state(&args, "resume"),
@@ -151,7 +151,7 @@ pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) ->
         match api.get(&path).await {
             Ok(newest) => sweep = newest,
             Err(error) => {
-                outage.report_lost(error, |text| output::warn(text))?;
+                outage.tolerate(error, |text| output::warn(text))?;
                 continue;
             }
         }
@@ -210,18 +210,18 @@ fn mean_of_folds(sweep: &Sweep) -> Option<String> {
 
 /// Explains why the order of the two best trials may be chance. `None` if the best trial is clearly better, or the trials have different
 /// validation pictures.
-fn caution(sweep: &Sweep) -> Option<String> {
+fn explain_close_result(sweep: &Sweep) -> Option<String> {
     let measure = |trial: &Trial| {
         let (title, pictures) =
             (format!("trial {}", trial.number), trial.val_pictures.filter(|count| *count > 0)?);
-        Some(Measured { title, accuracy: trial.metric?, pictures })
+        Some(BestAccuracy { title, accuracy: trial.metric?, pictures })
     };
-    let mut measured: Vec<Measured> = sweep.trials.iter().filter_map(measure).collect();
+    let mut measured: Vec<BestAccuracy> = sweep.trials.iter().filter_map(measure).collect();
     measured.sort_by(|a, b| b.accuracy.total_cmp(&a.accuracy));
     let [first, second, ..] = measured.as_slice() else { return None };
     let is_comparable =
         sweep.metric == "val_accuracy" && !is_cross_validation(sweep) && first.pictures == second.pictures;
-    if is_comparable { describe_chance(first, second) } else { None }
+    if is_comparable { explain_insignificance(first, second) } else { None }
 }
 
 /// Formats a trial: `trial 3 (train.lr=0.1): succeeded, best val_accuracy 84.2 % ± 2.6 of 200`.

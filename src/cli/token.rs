@@ -1,10 +1,12 @@
 //! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
-    api::{self, Api, ServerArgs, text},
-    block_on, file, find_only, output, usage_error,
+    api::{Api, ServerArgs, parse_elements, text},
+    block_on,
+    confirm::confirm,
+    file, find_only, output, usage_error,
 };
-use lockstep_protocol::access::{Scope, Token};
+use lockstep_protocol::access::{LOCAL_AGENT_TOKEN, SERVER_TOKEN, Scope, Token};
 use serde_json::{Value, json};
 use std::{
     fs::{self, File},
@@ -41,6 +43,9 @@ pub(crate) enum Action {
     Revoke {
         /// The token's id, or its name if only one valid token has this name
         token: String,
+        /// Do not ask for confirmation, which is needed for a token that this command or the server's own agent uses
+        #[arg(long, short)]
+        yes: bool,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -84,21 +89,37 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 output::line(text(&created, "secret"))
             }
             Action::List(server) => {
-                let tokens = Value::Array(server.api()?.read_pages("/tokens", "tokens", &[], None).await?);
+                let tokens = server.api()?.read_all("/tokens").await?;
                 if server.json {
                     return output::json(&tokens);
                 }
-                let tokens = api::parse_list::<Token>(&tokens, "tokens")?;
+                let tokens: Vec<Token> = parse_elements(&tokens, "tokens");
                 let header = ["TOKEN", "SCOPE", "NAME", "AGENT", "OWNER", "VALIDITY", "USE"];
                 output::table(header, tokens.iter().map(row))
             }
-            Action::Revoke { token, server } => {
+            Action::Revoke { token, yes, server } => {
                 let api = server.api()?;
-                let mut tokens: Vec<Token> = api.list("/tokens", "tokens").await?;
+                let mut tokens: Vec<Token> = api.list("/tokens").await?;
+                // The request for this list was the last use of a token.
+                let last_use = tokens.iter().filter_map(|token| token.last_used_at).max();
                 let has_id = tokens.iter().any(|t| t.id == token);
                 tokens.retain(|t| t.id == token || !has_id && t.name == token && t.revoked_at.is_none());
-                let Token { id, name, scope, .. } =
+                let Token { id, name, scope, last_used_at, .. } =
                     find_only("token", &token, tokens, |t| format!("{} (id {})", t.name, t.id))?;
+                let effect = match &*id {
+                    SERVER_TOKEN => {
+                        "Commands on the server's machine are refused until the server is restarted"
+                    }
+                    LOCAL_AGENT_TOKEN => "The server's own agent gets no work until the server is restarted",
+                    _ if last_used_at.is_some() && last_used_at == last_use => {
+                        "It was used just now, probably by this command, and is refused from now on"
+                    }
+                    _ => "",
+                };
+                if !effect.is_empty() {
+                    let question = format!("Revoke {}? {effect}.", output::one_line(&name));
+                    confirm(yes, question, format_args!("token {id}"))?;
+                }
                 api.delete(&format!("/tokens/{id}")).await?;
                 let text = output::one_line(&format!("{name} revoked: token {id}, scope {scope}"));
                 output::print(server.json, &json!({ "revoked": id }), text)
@@ -126,7 +147,8 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
         created.as_object_mut().and_then(|fields| fields.remove("secret"));
         return output::json(&created);
     }
-    Ok(())
+    let words = format!("{}: the token {}", path.display(), text(&created, "name"));
+    output::line(output::one_line(&words))
 }
 
 fn row(token: &Token) -> [String; 7] {

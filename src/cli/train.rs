@@ -283,21 +283,19 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant, args: &Args) ->
             out.join("checkpoints").display(),
             best_note.as_deref().unwrap_or_default()
         )),
-        Outcome::Stopped { step } => match newest_step(out)? {
-            Some(saved) if saved >= *step => Err(anyhow::Error::new(Stopped(format!(
+        Outcome::Stopped { step } => Err(anyhow::Error::new(Stopped(match newest_step(out)? {
+            Some(saved) if saved >= *step => format!(
                 "stopped after step {step}; its checkpoint is in {}; --resume latest continues from this step{repeat_note}",
                 out.join("checkpoints").display()
-            )))),
-            Some(saved) => anyhow::bail!(
+            ),
+            Some(saved) => format!(
                 "stopped at step {step} without a checkpoint of this step: steps {} to {step} are lost; --resume \
                  latest continues from step {saved}{repeat_note}",
                 saved + 1
             ),
-            None if *step == 0 => anyhow::bail!("stopped before the first step"),
-            None => {
-                anyhow::bail!("stopped at step {step} without a checkpoint: steps 1 to {step} are lost")
-            }
-        },
+            None if *step == 0 => "stopped before the first step".into(),
+            None => format!("stopped at step {step} without a checkpoint: steps 1 to {step} are lost"),
+        }))),
         Outcome::Failed { reason, is_retriable } => match newest_step(out) {
             Ok(Some(saved)) if *is_retriable => {
                 anyhow::bail!("{reason}; --resume latest continues from step {saved}{repeat_note}")
@@ -322,13 +320,9 @@ pub(super) fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
         return;
     }
     if dataset.join("train").is_dir() {
-        let folders: Vec<String> = fs::read_dir(dataset)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| {
-                entry.ok().filter(|entry| entry.path().is_dir())?.file_name().into_string().ok()
-            })
-            .collect();
+        let entries = fs::read_dir(dataset).into_iter().flatten().flatten();
+        let folders = entries.filter(|entry| entry.path().is_dir());
+        let folders: Vec<_> = folders.filter_map(|folder| folder.file_name().into_string().ok()).collect();
         if let Some(split) = default_validation(default, folders.iter().map(String::as_str)) {
             spec.data.validation = Validation::Split(split.to_owned());
             return;

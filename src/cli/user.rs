@@ -152,7 +152,7 @@ async fn find(api: &Api, name: &str) -> anyhow::Result<String> {
         return Ok(path);
     }
     let names = people.iter().map(|person| person.name.as_str());
-    Err(usage_error(unknown_name_message("user", "lockstep user list", names, name)))
+    Err(usage_error(unknown_name_message("user", names, name)))
 }
 
 /// Returns the URL path of a person. An invalid name must not lead to another path.

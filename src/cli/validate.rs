@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let mut can_ask_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
     if can_ask_server
-        && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, UnknownPath::Keep))
+        && let Err(error) = block_on(job_file::replace_dataset_paths(&api, &mut document, UnknownPath::Keep))
     {
         // Another program, or another user's server, may listen at the default address.
         if args.server.is_named() {

@@ -3,13 +3,12 @@
 mod progress;
 
 use super::{
-    api::{Api, JobArgs, Outage, SERVER_TIMEOUT},
+    api::{Api, JobArgs, Outage, RETRY, SERVER_TIMEOUT},
     block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
     Job, JobState,
     agent::CheckpointInfo,
-    backoff::Backoff,
     best::best_checkpoint,
     job::{LastValues, Measured},
     numbers::percent,
@@ -23,8 +22,6 @@ use std::time::{Duration, Instant};
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
 /// Interval between two requests for a job whose state is about to change.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Pauses before a connection is retried.
-const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// Shows the job until it ends.
 ///
@@ -34,35 +31,31 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        announce(&job);
-        let job = follow_to_end(&api, job, args.server.json).await?;
-        print_next_steps(&job, args.server.json);
-        Ok(())
+        show_to_end(&api, job, args.server.json).await
     })
 }
 
-/// Explains the effect of Ctrl-C.
-pub(crate) fn announce(job: &Job) {
+/// Like [`follow_to_end`]. Also explains the effect of Ctrl-C, and prints the diagnosis of a job that succeeded and a command that uses its
+/// network.
+pub(crate) async fn show_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<()> {
     if !job.state.is_final() {
         output::warn(format_args!(
             "Ctrl-C ends this display and not the job: `lockstep watch {0}` shows the job again, `lockstep cancel {0}` stops the job",
             job.id
         ));
     }
-}
-
-/// Prints the diagnosis of a job that succeeded, and a command that uses its network.
-pub(crate) fn print_next_steps(job: &Job, as_json: bool) {
+    let job = follow_to_end(api, job, as_json).await?;
     if !as_json && job.external.is_none() {
         if let Some(diagnosis) = &job.diagnosis {
             output::warn(diagnosis);
         }
         output::warn(format_args!("next: `lockstep predict {} IMAGE` classifies pictures", job.id));
     }
+    Ok(())
 }
 
 /// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
-/// instead. Returns the job that succeeded.
+/// instead, and at the end the job. Returns the job that succeeded.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
@@ -72,11 +65,10 @@ pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow:
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
     if as_json {
-        output::json(&job)?;
+        output::line(serde_json::to_string(&job)?)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
-        let checkpoints =
-            api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
+        let checkpoints = api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id)).await;
         output::line(describe_outcome(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {
@@ -197,7 +189,7 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(error) => outage.report_lost(error, |text| display.warn(text))?,
+                Err(error) => outage.tolerate(error, |text| display.warn(text))?,
             }
             tokio::time::sleep(backoff.next_pause()).await;
         }

@@ -60,7 +60,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             }
             Action::List(server) => {
                 let api = server.api()?;
-                let webhooks = api.read_pages("/webhooks", "webhooks", &[], None).await?;
+                let webhooks = api.read_all("/webhooks").await?;
                 if server.json {
                     return output::json(&webhooks);
                 }
@@ -70,7 +70,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let mut rows = Vec::new();
                 for webhook in &webhooks {
                     let deliveries = format!("{}/deliveries", path(text(webhook, "id"))?);
-                    let newest = api.read_pages(&deliveries, "deliveries", &[], Some(1)).await?;
+                    let newest = api.read_pages(&deliveries, &[], Some(1)).await?;
                     rows.push(row(webhook, newest.first()));
                 }
                 let header = ["WEBHOOK", "STATE", "FORM", "URL", "PROJECT", "EVENTS", "NEWEST MESSAGE"];

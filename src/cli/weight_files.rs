@@ -100,8 +100,7 @@ pub(super) async fn fetch_beside(
     checkpoint: &ListedCheckpoint,
     files: &[WeightFile],
 ) -> anyhow::Result<TempDir> {
-    let beside = target.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
+    let folder = tempfile::tempdir_in(file::folder_of(target))?;
     for file in files {
         fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
     }
@@ -126,18 +125,18 @@ fn has_trained_weights(folder: &Path) -> bool {
 /// Exit status 2 if the run has no checkpoint, or `path` is a folder that contains runs.
 pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     // A run's folder `checkpoints` itself means the run.
-    let is_directory =
+    let is_checkpoints =
         path.ends_with("checkpoints") && checkpoint::list(path).is_ok_and(|found| !found.is_empty());
-    let directory = if is_directory { path.to_owned() } else { path.join("checkpoints") };
+    let checkpoints = if is_checkpoints { path.to_owned() } else { path.join("checkpoints") };
     // In a sharded checkpoint, `model.safetensors` does not exist: an index and parts are in its place.
     let is_in_checkpoint = path.parent().is_some_and(has_weights);
     if !is_in_checkpoint && path.try_exists().is_ok_and(|exists| !exists) {
         return Err(usage_error(format!("{} does not exist", path.display())));
     }
-    if has_trained_weights(path) || (has_weights(path) && !directory.is_dir()) {
+    if has_trained_weights(path) || (has_weights(path) && !checkpoints.is_dir()) {
         return Ok(path.to_owned());
     }
-    if !directory.is_dir() {
+    if !checkpoints.is_dir() {
         let folders = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
         let runs = folders.filter(|folder| folder.join("checkpoints").is_dir());
         let mut runs: Vec<_> = runs.map(|run| run.display().to_string()).collect();
@@ -148,7 +147,7 @@ pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
         let (path, runs) = (path.display(), runs.join(", "));
         return Err(usage_error(format!("{path} is not the folder of a run; it contains the runs {runs}")));
     }
-    let infos = checkpoint::infos(&directory)?;
+    let infos = checkpoint::infos(&checkpoints)?;
     let best = infos.iter().rfind(|info| info.best);
     let Some(chosen) = best.or(infos.last()) else {
         return Err(usage_error(format!("{}: this run has no complete checkpoint yet", path.display())));
@@ -158,7 +157,7 @@ pub(super) fn resolve_run_folder(path: &Path) -> anyhow::Result<PathBuf> {
     let accuracy = chosen.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
     let (path, accuracy) = (path.display(), accuracy.unwrap_or_default());
     output::warn(format_args!("{path}: checkpoint {name}, the {which}{accuracy}"));
-    Ok(directory.join(name))
+    Ok(checkpoints.join(name))
 }
 
 /// Joins the weights of the checkpoint in `folder` in one file.

@@ -73,6 +73,9 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
     let refused = client(&token).get(server.api("/jobs")).send().await.expect("a response");
     assert_eq!(refused.status(), StatusCode::UNAUTHORIZED);
     server.cli(&["token", "revoke", "board"]).assert_usage_error(&["no token is called board"]);
+    // The command itself uses this token.
+    let own = server.cli(&["token", "revoke", "this machine"]);
+    own.assert_usage_error(&["token local stays as it is", "--yes"]);
     server.cli(&["token", "create", "--scope", "agent"]).assert_usage_error(&["agent"]);
     server
         .cli(&["token", "create", "--scope", "root"])
@@ -84,6 +87,8 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
     let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
     let response = browser.build().expect("a client").get(&link).send().await.expect("a response");
     assert!(response.status() == StatusCode::SEE_OTHER && response.headers().contains_key("set-cookie"));
+    server.cli(&["token", "revoke", "this machine", "--yes"]).ok();
+    server.cli(&["token", "list"]).assert_usage_error(&["was revoked; restart the server"]);
     server.stop().await;
 }
 

@@ -7,7 +7,7 @@ use crate::{
     server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit},
     specs,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{fs, path::Path, process::Stdio};
 
 /// Options that make the job file of `init` quick to train.
@@ -46,6 +46,7 @@ async fn init_writes_a_file_for_train_and_submit() {
     // An existing file is not overwritten.
     fs::write(&file, text.clone() + "# mine\n").expect("a file");
     server.cli(&["init", root]).assert_usage_error(&["lockstep.toml exists already", "--output"]);
+    server.cli(&["init", "nowhere"]).assert_usage_error(&["nowhere does not exist"]);
     assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
     server.cli(&["init", root, "--output", "other.toml"]).ok();
     assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);
@@ -65,8 +66,10 @@ async fn init_writes_a_file_for_train_and_submit() {
     // Without a validation split, the seed in the file holds out pictures of each class, however few there are.
     let few = pictures::image_folder(&server.folder().path().join("few"), 3);
     fs::remove_dir_all(few.join("val")).expect("removes");
-    let few = few.to_str().expect("UTF-8");
-    server.cli(&["init", few, "-o", "few.toml"]).ok();
+    std::os::unix::fs::symlink(few, server.folder().path().join("photos")).expect("a link");
+    server.cli(&["init", "photos", "-o", "few.toml"]).ok();
+    let linked = fs::read_to_string(server.folder().path().join("few.toml")).expect("a file");
+    assert!(linked.contains("\nname = \"photos\"\n"), "{linked}");
     let trained = server.cli(&[&["train", "few.toml", "--out", "few-run"][..], &QUICK].concat());
     trained.assert_prints(&["succeeded: validation accuracy "]);
     assert!(!(trained.stdout + &trained.stderr).contains("no validation picture"));
@@ -130,6 +133,8 @@ async fn init_writes_a_file_for_train_and_submit() {
         .assert_usage_error(&["--detach", "--watch"]);
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
+    let frames = server.cli(&["watch", &id, "--json"]);
+    assert!(frames.ok().lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{}", frames.stdout);
 
     // A prediction names its job and checkpoint. The job is the first argument.
     let picture = pictures::boot(Path::new(root));
@@ -156,6 +161,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture][..], &["no job is given", &right_line][..]),
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", picture, "runs"], &["no job is given", &right_line]),
+        (&["predict", &id, "empty"], &["empty: has no pictures; give the folder"]),
         (&["predict", &id, "runs"], &["has no pictures directly in it", "`runs/*/*`"]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),

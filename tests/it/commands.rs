@@ -117,7 +117,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     // Three pictures leave at least seven of ten classes without a picture, and so without scores.
     let few = pictures::idx_dataset(server.folder().path(), 320, 3);
     server.cli(&["dataset", "add", "few", few.to_str().expect("UTF-8")]).ok();
-    let evaluated = server.cli(&["evaluate", id, "--dataset", "few"]);
+    let evaluated = server.cli(&["evaluate", id, "--dataset", few.to_str().expect("UTF-8")]);
     let has_no_score = |line: &&str| line.trim_end().ends_with(" –") && !line.contains('%');
     assert!(evaluated.ok().lines().filter(has_no_score).count() >= 7, "{}", evaluated.stdout);
     server
@@ -154,7 +154,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.cli(&["delete", "--yes", &unwatched]).assert_usage_error(&["running"]);
     server.cli(&["delete", &unwatched]).assert_usage_error(&[&unwatched, "no terminal", "--yes"]);
     // An empty name (an unset variable of a script) matches no job, nor does a very short one.
-    server.cli(&["delete", ""]).assert_usage_error(&["the name is empty"]);
+    server.cli(&["delete", ""]).assert_usage_error(&["the name of the job is empty"]);
     server.cli(&["delete", &unwatched[..3]]).assert_usage_error(&["no job is called"]);
     assert!(server.cli(&["cancel", &unwatched]).ok().contains("cancelled"));
     server.cli(&["cancel", &unwatched]).assert_usage_error(&["cancelled"]);

@@ -72,7 +72,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         .assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);
     server.cli(&["evaluate", "shoes@champion"]).assert_usage_error(&[
         "no job is called shoes@champion",
-        "name its version as models:/shoes@champion",
+        "write models:/shoes@champion for its version",
     ]);
     server
         .cli(&["evaluate", "shoes"])

@@ -56,6 +56,10 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     // The second attempt starts at the step where the first ended: no step is repeated.
     assert_eq!(server.steps(&id).await, (1..=STEPS).collect::<Vec<_>>());
     server.cli(&["pause", &id]).assert_usage_error(&["the job has succeeded"]);
+    let both = server.cli(&["pause", &undisturbed, &id]);
+    for job in [&undisturbed, &id] {
+        both.assert_usage_error(&[&format!("{job} paused: the job has succeeded")]);
+    }
     server.cli(&["resume", &id]).assert_usage_error(&["the job has succeeded", "fork it"]);
     server.stop().await;
 }

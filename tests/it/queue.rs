@@ -146,6 +146,12 @@ async fn jobs_train_concurrently_and_the_priority_of_waiting_jobs_is_changed_by_
         edited.stdout
     );
     server.cli(&["edit", "first", "--priority", "-5", "--json"]).ok();
+    let running = server.cli(&["edit", &a, "--priority", "0"]);
+    assert!(
+        running.ok().contains("priority 0 (takes effect when the job waits again)"),
+        "{}",
+        running.stdout
+    );
     server
         .until("the queue has the new order", async |server: &Server| {
             let queue = server.get("/queue").await;

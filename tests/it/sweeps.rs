@@ -317,6 +317,11 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     assert!(server.cli(&["sweep", "pause", &id]).ok().contains("is paused: 0 of 3"));
     server.cli(&["sweep", "pause", &id]).assert_usage_error(&["the sweep is paused"]);
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
+    // The queued trials wait for the sweep, although a slot is free.
+    assert_eq!(server.post(&format!("/agents/{agent}/undrain"), &json!({})).await.status.as_u16(), 204);
+    let waits_for_sweep =
+        async |server: &Server| server.job(&first).await["cause"]["code"] == "waiting_for_sweep";
+    server.until("the trial waits for its sweep", waits_for_sweep).await;
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).assert_usage_error(&["the job is trial 1 of sweep-"]);
     server.cli(&["sweep", "delete", &id, "--yes"]).assert_usage_error(&["the sweep has not ended"]);
@@ -334,7 +339,6 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     server.cli(&["sweep", "delete", &id, "--jobs", "--yes"]).ok();
     assert_eq!(count_jobs(&server).await, 0, "the second trial's job is deleted with the sweep");
     // The dataset's folder was moved: the first trial fails, and the sweep starts no other.
-    assert_eq!(server.post(&format!("/agents/{agent}/undrain"), &json!({})).await.status.as_u16(), 204);
     let data = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let moved = format!("{data}-moved");
     std::fs::rename(&data, &moved).expect("moves");

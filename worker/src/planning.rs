@@ -16,6 +16,7 @@ use lockstep_protocol::{
     spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
 };
 use sha2::{Digest, Sha256};
+use std::time::SystemTime;
 
 /// Maximum number of pictures in a measured step, on CPU cores and on a device with its own memory. Larger steps hardly change
 /// the speed.
@@ -108,13 +109,14 @@ fn figures_name(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Str
     Some(format!("machine-{}.json", hex::encode(&digest[..8])))
 }
 
-/// The stored figures that include the sample's heads, if there are any.
-pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
-    let read_with = |heads: usize| -> Option<Machine> {
+/// The stored figures that include the sample's heads, if there are any, and when they were measured.
+pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<(Machine, SystemTime)> {
+    let read_with = |heads: usize| {
         let sample = Sample { heads: WIDE_HEADS[..heads].to_vec(), ..sample.clone() };
-        let text = cache::read(&figures_name(&sample, device, ranks)?)?;
-        let machine: Machine = serde_json::from_slice(&text).ok()?;
-        machine.check().ok().map(|()| machine)
+        let name = figures_name(&sample, device, ranks)?;
+        let machine: Machine = serde_json::from_slice(&cache::read(&name)?).ok()?;
+        machine.check().ok()?;
+        Some((machine, cache::modified(&name)?))
     };
     (sample.heads.len()..=WIDE_HEADS.len()).find_map(read_with)
 }

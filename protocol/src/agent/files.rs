@@ -27,10 +27,8 @@ pub struct StartFiles {
     pub pretrained: Option<String>,
     /// Folders in which the file of `model.pretrained` may be; `None` if it may be anywhere, is a checkpoint, or has a name of
     /// downloaded weights.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub weights_in: Option<AllowedFolders>,
     /// Folders to which the server's path of the dataset may lead if it has links. An agent that uses another path ignores this.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub dataset_in: Option<AllowedFolders>,
 }
 

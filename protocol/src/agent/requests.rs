@@ -23,7 +23,6 @@ pub enum AgentRequest {
     InspectDataset {
         path: String,
         /// Folders to which the path may lead; any folder if absent.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
     /// Progress of an `InspectDataset` of this path. The agent replies at once, even if it is busy.
@@ -41,7 +40,6 @@ pub enum AgentRequest {
         path: String,
         pick: Pick,
         /// Folders to which the path may lead if it has links; any folder if absent.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
     Evaluate(EvaluateModel),
@@ -49,7 +47,6 @@ pub enum AgentRequest {
     ValidationSet {
         path: String,
         data: Box<DataSpec>,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
     /// Whether training can start from these weights.

@@ -8,7 +8,7 @@ use super::{
     foreign::{equivalent_key, key_advice},
     keys::{KEYS, MAX_LR, Section},
     loss,
-    mistake::{SpecError, escaped, shortened, type_of},
+    mistake::{Mistakes, SpecError, escaped, shortened, type_of},
     nearest::nearest,
     shard, stop,
     train::DEFAULT_EPOCHS,
@@ -38,9 +38,7 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
 /// As [`from_json`], but returns a specification for a document with mistakes, too. In this specification, keys with a mistake
 /// have their default or the recipe's value, so callers can check the other keys.
 pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
-    let mut errors = Vec::new();
-    let mut document = document.clone();
-    check_shape(&mut document, &mut errors);
+    let (mut document, mut errors) = check_shape(document);
     check_texts(&document, &mut errors);
     // Keys with a mistake have been removed, so the other keys can be read, and their combinations checked too.
     let recipe = document.pointer("/train/recipe").and_then(|name| Recipe::deserialize(name).ok());
@@ -77,9 +75,7 @@ pub fn from_toml(text: &str) -> Result<JobSpec, Vec<SpecError>> {
 /// Reads a specification that another version of this program stored. Keys that cannot be read have their default, and
 /// the errors name them. Not for specifications that people submit.
 pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
-    let mut errors = Vec::new();
-    let mut document = document.clone();
-    check_shape(&mut document, &mut errors);
+    let (document, mut errors) = check_shape(document);
     match serde_json::from_value(document) {
         Ok(spec) => (spec, errors),
         Err(e) => {
@@ -91,42 +87,40 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
 
 /// Mistakes in the keys and values of a document. Combinations are not checked.
 pub(super) fn check_keys(document: &Value) -> Vec<SpecError> {
-    let mut errors = Vec::new();
-    check_shape(&mut document.clone(), &mut errors);
-    errors
+    check_shape(document).1
 }
 
 /// The recipe's learning rate for the job's batch size; a mistake if it exceeds the maximum of `train.lr`.
 fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
     let lr = recipe.lr_for(spec) as f32;
-    if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
+    if f64::from(lr) > MAX_LR {
         let detail = format!(
             "recipe {:?} scales the learning rate with the number of pictures in a step: {lr} for {} pictures is too high; give lr, at \
              most {MAX_LR}",
             recipe.as_str(),
             spec.global_batch_size()
         );
-        errors.push(SpecError { pointer: "/train/lr".into(), detail });
+        Mistakes(errors).add("/train/lr", detail);
     }
     lr
 }
 
-/// Checks keys and values against [`KEYS`], adds the mistakes to `errors`, and removes the keys with mistakes from `document`.
-fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
-    let Value::Object(top) = document else {
-        return errors.push(SpecError {
-            pointer: String::new(),
-            detail: format!("a specification is a table of keys; this is {}", type_of(document)),
-        });
+/// Checks keys and values against [`KEYS`]. Returns the document without the keys that have mistakes, and the mistakes.
+fn check_shape(document: &Value) -> (Value, Vec<SpecError>) {
+    let mut errors = Vec::new();
+    let mut document = document.clone();
+    let Value::Object(top) = &mut document else {
+        let detail = format!("a specification is a table of keys; this is {}", type_of(&document));
+        return (document, vec![SpecError { pointer: String::new(), detail }]);
     };
-    let top_names = || KEYS[0].keys.iter().map(|(k, _)| *k).chain(KEYS[1..].iter().map(|s| s.name));
-    check_section(top, &KEYS[0], &top_names().collect::<Vec<_>>(), errors);
+    let top_names = KEYS[0].keys.iter().map(|(k, _)| *k).chain(KEYS[1..].iter().map(|s| s.name));
+    check_section(top, &KEYS[0], &top_names.collect::<Vec<_>>(), &mut errors);
     for section in &KEYS[1..] {
         match top.get_mut(section.name) {
             None => {}
             Some(Value::Object(table)) => {
                 let names: Vec<_> = section.keys.iter().map(|(k, _)| *k).collect();
-                check_section(table, section, &names, errors);
+                check_section(table, section, &names, &mut errors);
             }
             Some(other) => {
                 let detail = format!("must be a table of keys, is {}", type_of(other));
@@ -135,6 +129,7 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
             }
         }
     }
+    (document, errors)
 }
 
 /// Refuses invisible characters in texts. [`Kind::check`](super::Kind::check) refuses control characters.
@@ -231,16 +226,9 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
 fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     // A wrong mode was reported and replaced by the default. The other keys need not fit the default, so they are not checked with it.
     let has_valid_mode = errors.iter().all(|error| error.pointer != "/parallel/mode");
-    let mut mistake = |pointer: &str, detail: String| {
-        if !errors.iter().any(|error| error.pointer == pointer) {
-            errors.push(SpecError { pointer: pointer.into(), detail });
-        }
-    };
+    let errors = &mut Mistakes(errors);
     if spec.data.dataset.trim().is_empty() {
-        mistake(
-            "/data/dataset",
-            "is missing: give a registered dataset's name (`lockstep dataset list`)".into(),
-        );
+        errors.add("/data/dataset", "is missing: give a registered dataset's name (`lockstep dataset list`)");
     }
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         let arch = spec.model.arch.as_str();
@@ -249,7 +237,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         } else {
             String::new()
         };
-        mistake(
+        errors.add(
             "/model/pretrained",
             format!(
                 "recipe \"finetune\" continues from trained weights: give a version of a model (models:/NAME@ALIAS), a \
@@ -257,21 +245,31 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             ),
         );
     }
+    let arch = spec.model.arch.as_str();
+    if let Some(weights) = spec.model.pretrained.as_deref().filter(|given| KNOWN_WEIGHTS.contains(given))
+        && weights != arch
+    {
+        errors.add(
+            "/model/pretrained",
+            format!(
+                "{weights} names the weights of a {weights}, not of a {arch}: set model.arch = {weights:?}"
+            ),
+        );
+    }
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {
-        mistake(
+        errors.add(
             "/model/freeze_norm",
             "keeps the batch norm of trained weights, but the job has no trained weights: set model.pretrained, or \
-             freeze_norm = false"
-                .into(),
+             freeze_norm = false",
         );
     }
     if spec.train.epochs.is_some() && spec.train.steps.is_some() {
-        mistake("/train/steps", "give either epochs or steps, not both".into());
+        errors.add("/train/steps", "give either epochs or steps, not both");
     }
     match (spec.train.batch_size, spec.train.global_batch_size) {
-        (Some(_), Some(_)) => mistake(
+        (Some(_), Some(_)) => errors.add(
             "/train/global_batch_size",
-            "give either batch_size (per rank) or global_batch_size, not both".into(),
+            "give either batch_size (per rank) or global_batch_size, not both",
         ),
         (None, Some(global)) => {
             let parts = spec.parallel.data_ranks().saturating_mul(spec.train.accumulate).max(1);
@@ -279,7 +277,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 let below = global / parts * parts;
                 let near =
                     if below == 0 { parts.to_string() } else { format!("{below} or {}", below + parts) };
-                mistake(
+                errors.add(
                     "/train/global_batch_size",
                     format!(
                         "{global} cannot be divided over {} x {}; {near} can",
@@ -292,10 +290,10 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         _ => {}
     }
     if spec.checkpoint.every_epochs.is_some() && spec.checkpoint.every_steps.is_some() {
-        mistake("/checkpoint/every_steps", "give either every_epochs or every_steps, not both".into());
+        errors.add("/checkpoint/every_steps", "give either every_epochs or every_steps, not both");
     }
     if (1..MIN_HISTOGRAM_INTERVAL).contains(&spec.log.histograms) {
-        mistake(
+        errors.add(
             "/log/histograms",
             format!(
                 "{} steps are too few: each histogram reads all weights and gradients; give {MIN_HISTOGRAM_INTERVAL} or more, or \
@@ -305,16 +303,15 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         );
     }
     if spec.train.schedule == super::ScheduleKind::Step && spec.train.milestones.is_empty() {
-        mistake(
+        errors.add(
             "/train/milestones",
-            "schedule \"step\" needs the epochs at which the learning rate falls, such as [30, 60, 80]"
-                .into(),
+            "schedule \"step\" needs the epochs at which the learning rate falls, such as [30, 60, 80]",
         );
     }
     if let (Some(mean), Some(std)) = (&spec.data.mean, &spec.data.std)
         && mean.len() != std.len()
     {
-        mistake("/data/std", format!("has {} values, but mean has {}", std.len(), mean.len()));
+        errors.add("/data/std", format!("has {} values, but mean has {}", std.len(), mean.len()));
     }
     let precision = spec.train.precision;
     let is_half = matches!(precision, super::Precision::Bf16 | super::Precision::Fp16);
@@ -322,102 +319,98 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if let Some(kind) = device.filter(|kind| is_half && !kind.half_precisions.contains(&precision)) {
         let (engine, precisions) = (kind.display_name, kind.precisions);
         let detail = format!("the {engine} engine computes in {precisions}: use one of these, or \"auto\"");
-        mistake("/train/precision", detail);
+        errors.add("/train/precision", detail);
     }
     if spec.data.validation == super::Validation::Split("train".into()) {
-        mistake(
+        errors.add(
             "/data/validation",
-            "validating on the training split measures nothing: give another split, a fraction, or \"none\""
-                .into(),
+            "validating on the training split measures nothing: give another split, a fraction, or \"none\"",
         );
     }
     if spec.model.arch == Arch::CifarNet && spec.parallel.mode != "data" {
-        mistake(
+        errors.add(
             "/model/arch",
-            "cifarnet cannot be split among ranks: set parallel.mode = \"data\", or choose another network"
-                .into(),
+            "cifarnet cannot be split among ranks: set parallel.mode = \"data\", or choose another network",
         );
     }
-    check_folds(spec, &mut mistake);
-    check_sizes(spec, &mut mistake);
-    check_muon(spec, &mut mistake);
+    check_folds(spec, errors);
+    check_sizes(spec, errors);
+    check_muon(spec, errors);
     if ![1, 2, 6].contains(&spec.evaluate.views) {
         let detail = format!("{} views do not exist: give 1, 2 or 6", spec.evaluate.views);
-        mistake("/evaluate/views", detail);
+        errors.add("/evaluate/views", detail);
     }
     if spec.evaluate.views > 1 && spec.parallel.mode != "data" {
-        mistake(
+        errors.add(
             "/evaluate/views",
-            "ranks that share a network evaluate one view of each picture: give 1, or parallel.mode = \"data\"".into(),
+            "ranks that share a network evaluate one view of each picture: give 1, or parallel.mode = \"data\"",
         );
     }
     if has_valid_mode {
-        shard::check_combinations(spec, &mut mistake);
+        shard::check_combinations(spec, errors);
     }
-    loss::check_combinations(spec, &mut mistake);
-    stop::check_combinations(spec, &mut mistake);
+    loss::check_combinations(spec, errors);
+    stop::check_combinations(spec, errors);
     if let Some(detail) = fewer_ranks::mistake(spec) {
-        mistake("/recovery/min_ranks", detail);
+        errors.add("/recovery/min_ranks", detail);
     }
     // The default `val_accuracy` is harmless without validation.
     if !spec.data.is_validated() && spec.checkpoint.keep_best == "val_loss" {
-        mistake(
+        errors.add(
             "/checkpoint/keep_best",
-            "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
+            "there is no val_loss without validation: set data.validation, or \"none\" here",
         );
     }
 }
 
-fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+fn check_folds(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     match (spec.data.folds, spec.data.fold) {
         (Some(folds), None) => {
-            mistake(
+            errors.add(
                 "/data/fold",
                 format!("is missing: give the fold on which this job is validated, 1 to {folds}"),
             );
         }
         (None, Some(_)) => {
-            mistake("/data/folds", "is missing: give the number of folds to which data.fold belongs".into());
+            errors.add("/data/folds", "is missing: give the number of folds to which data.fold belongs");
         }
         (Some(folds), Some(fold)) if fold > folds => {
-            mistake("/data/fold", format!("there is no fold {fold} of {folds}: give 1 to {folds}"));
+            errors.add("/data/fold", format!("there is no fold {fold} of {folds}: give 1 to {folds}"));
         }
         _ => {}
     }
 }
 
 /// Refuses Muon where a rank does not have the whole matrix of each convolution, or batch norms are not trained.
-fn check_muon(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+fn check_muon(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     if spec.train.optimizer != OptimizerKind::Muon {
         return;
     }
     let parallel = &spec.parallel;
     if parallel.mode != "data" || parallel.optimizer_sharding {
-        mistake(
+        errors.add(
             "/train/optimizer",
             "muon needs the whole matrix of each convolution on every rank: set parallel.mode = \"data\" without \
-             parallel.optimizer_sharding, or choose another optimizer"
-                .into(),
+             parallel.optimizer_sharding, or choose another optimizer",
         );
     }
     if spec.model.freeze_norm {
-        mistake(
+        errors.add(
             "/model/freeze_norm",
             "muon sets the norms of filters, which needs batch norms that are trained: set freeze_norm = false, or choose \
-             another optimizer"
-                .into(),
+             another optimizer",
         );
     }
 }
 
-fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+fn check_sizes(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     let DataSpec { image_size, validation_size, resize_size, .. } = &spec.data;
     let sizes = image_size.as_ref().map(ImageSize::sizes).unwrap_or_default();
     let smallest = sizes.first().map(|first| first.size).or(*validation_size);
     if let Some(size) = smallest.filter(|size| *size < 16)
         && !spec.model.arch.is_cifar_family()
     {
-        mistake(
+        errors.add(
             "/data/image_size",
             format!(
                 "{size} is too small for {}: its last stage would have no pixels left; give 16 or more",
@@ -428,7 +421,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let epochs =
         spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { DEFAULT_EPOCHS });
     if let Some(late) = sizes.iter().find(|from| from.epoch > epochs) {
-        mistake(
+        errors.add(
             "/data/image_size",
             format!(
                 "{} pixels begin in epoch {}, but the run ends with epoch {epochs}",
@@ -439,7 +432,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     if let (Some(last), Some(validation)) = (sizes.last(), *validation_size)
         && validation < last.size
     {
-        mistake(
+        errors.add(
             "/data/validation_size",
             format!(
                 "{validation} pixels are less than the size that training ends with; give {} or more",
@@ -449,7 +442,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     }
     if spec.model.arch == Arch::CifarNet && (sizes.len() > 1 || validation_size.is_some()) {
         let pointer = if validation_size.is_some() { "/data/validation_size" } else { "/data/image_size" };
-        mistake(pointer, "cifarnet has one size of pictures: give one image_size, or another network".into());
+        errors.add(pointer, "cifarnet has one size of pictures: give one image_size, or another network");
     }
     // On GPUs the stem for large pictures reads blocks of 2 x 2 pixels if the size is even. All sizes of a run use the same form
     // of the stem, so several sizes must be even.
@@ -460,13 +453,13 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     {
         let pointer =
             if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
-        mistake(pointer, format!("{odd} is odd: all sizes of a run with several sizes must be even"));
+        errors.add(pointer, format!("{odd} is odd: all sizes of a run with several sizes must be even"));
     }
     if let (Some(resize_size), Some(size)) = (*resize_size, spec.data.effective_validation_size())
         && resize_size < size
     {
         let key = if validation_size.is_some() { "validation_size" } else { "image_size" };
-        mistake(
+        errors.add(
             "/data/resize_size",
             format!(
                 "{resize_size} pixels are less than the crop that follows, {key} = {size}; give {} or more",

@@ -111,18 +111,17 @@ impl ValidationDivision {
     }
 }
 
-/// Augmentation policies, as in torchvision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Augment {
-    None,
-    /// One operation of random strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
-    Trivial,
-    /// Two operations of strength 9 (Cubuk et al. 2019): `RandAugment(2, 9)`.
-    Rand,
+words! {
+    /// Augmentation policies, as in torchvision.
+    #[derive(ToSchema)]
+    pub enum Augment: "augmentation" {
+        None = "none",
+        /// One operation of random strength (Müller, Hutter 2021): `TrivialAugmentWide()`.
+        Trivial = "trivial",
+        /// Two operations of strength 9 (Cubuk et al. 2019): `RandAugment(2, 9)`.
+        Rand = "rand",
+    }
 }
-
-words!(Augment, "augmentation": None = "none", Trivial = "trivial", Rand = "rand");
 
 /// Where validation pictures come from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -134,15 +133,14 @@ pub enum Validation {
     Split(String),
 }
 
-/// What happens if a file cannot be decoded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum BrokenFiles {
-    Fail,
-    Skip,
+words! {
+    /// What happens if a file cannot be decoded.
+    #[derive(ToSchema)]
+    pub enum BrokenFiles: "mode" {
+        Fail = "fail",
+        Skip = "skip",
+    }
 }
-
-words!(BrokenFiles, "mode": Fail = "fail", Skip = "skip");
 
 impl Default for DataSpec {
     fn default() -> Self {

@@ -2,19 +2,17 @@
 //! (`worker/engine/src/{cpu,cuda}/backend.rs`).
 
 use super::{Precision, named::words};
-use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The device on which ranks compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    Auto,
-    Cuda,
-    Cpu,
+words! {
+    /// The device on which ranks compute.
+    #[derive(ToSchema)]
+    pub enum Device: "device" {
+        Auto = "auto",
+        Cuda = "cuda",
+        Cpu = "cpu",
+    }
 }
-
-words!(Device, "device": Auto = "auto", Cuda = "cuda", Cpu = "cpu");
 
 /// A kind of device.
 #[derive(Debug, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use super::{Device, OptimizerKind, Precision, Split, shard::MODES};
 const KEYS: &[(&[&str], &str)] = &[
     (&["learning_rate"], "train.lr"),
     (&["num_epochs", "max_epochs"], "train.epochs"),
+    (&["max_steps", "num_steps"], "train.steps"),
     (&["micro_batch_size", "per_device_train_batch_size"], "train.batch_size"),
     (
         &["gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accum_steps"],

@@ -2,7 +2,7 @@
 
 use super::{
     JobSpec, OptimizerKind,
-    mistake::{describe_value, shortened},
+    mistake::{Mistakes, describe_value, shortened},
     named::words,
 };
 use serde::{Deserialize, Serialize};
@@ -108,16 +108,15 @@ pub(super) fn check_weights(value: &Value) -> Result<(), String> {
     ))
 }
 
-/// How logits are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum LossKind {
-    Softmax,
-    ArcFace,
-    CosFace,
+words! {
+    /// How logits are computed.
+    #[derive(ToSchema)]
+    pub enum LossKind: "loss function" {
+        Softmax = "softmax",
+        ArcFace = "arcface",
+        CosFace = "cosface",
+    }
 }
-
-words!(LossKind, "loss function": Softmax = "softmax", ArcFace = "arcface", CosFace = "cosface");
 
 impl Default for LossSpec {
     fn default() -> Self {
@@ -133,37 +132,39 @@ impl LossSpec {
 }
 
 /// Reports combinations of `[loss]` with other keys that cannot work.
-pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     let kind = spec.loss.kind;
     if spec.loss.class_weights.is_some() {
-        let why = if kind != LossKind::Softmax {
-            Some(format!("has no meaning for {}: leave it out, or give kind = \"softmax\"", kind.as_str()))
-        } else if spec.loss.sample_share < 1.0 {
-            Some("needs all classes in each step: leave out loss.class_weights or loss.sample_share".into())
-        } else if spec.parallel.model > 1 {
-            Some(
-                "needs all classes on each rank, and parallel.model splits them: leave one of the two out"
-                    .into(),
-            )
-        } else {
-            None
-        };
-        why.into_iter().for_each(|why| mistake("/loss/class_weights", why));
+        let key = "/loss/class_weights";
+        if kind != LossKind::Softmax {
+            errors.add(key, format!("has no meaning for {kind}: leave it out, or give kind = \"softmax\""));
+        }
+        if spec.loss.sample_share < 1.0 {
+            errors.add(
+                key,
+                "needs all classes in each step: leave out loss.class_weights or loss.sample_share",
+            );
+        }
+        if spec.parallel.model > 1 {
+            errors.add(
+                key,
+                "needs all classes on each rank, and parallel.model splits them: leave one of the two out",
+            );
+        }
     }
     if kind != LossKind::Softmax {
-        let name = kind.as_str();
         let train = &spec.train;
         let (smoothing, mixup, cutmix) = (train.label_smoothing, train.mixup, train.cutmix);
         for (key, value) in [("label_smoothing", smoothing), ("mixup", mixup), ("cutmix", cutmix)] {
             if value > 0.0 {
                 let detail = format!(
-                    "gives a picture several classes, but {name} adds its margin to exactly one: give 0, or kind = \"softmax\""
+                    "gives a picture several classes, but {kind} adds its margin to exactly one: give 0, or kind = \"softmax\""
                 );
-                mistake(&format!("/train/{key}"), detail);
+                errors.add(&format!("/train/{key}"), detail);
             }
         }
     } else if spec.loss.margin.is_some() {
-        mistake("/loss/margin", "needs loss.kind = \"arcface\" or \"cosface\"".into());
+        errors.add("/loss/margin", "needs loss.kind = \"arcface\" or \"cosface\"");
     }
     if spec.loss.sample_share >= 1.0 {
         return;
@@ -171,15 +172,14 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     let optimizer = spec.train.optimizer;
     if matches!(optimizer, OptimizerKind::Lars | OptimizerKind::Lamb | OptimizerKind::Muon) {
         let detail = format!(
-            "{} needs whole parameters, and a step with loss.sample_share has only some rows of the last layer: give momentum, \
-             nesterov or adamw, or leave sample_share out",
-            optimizer.as_str()
+            "{optimizer} needs whole parameters, and a step with loss.sample_share has only some rows of the last layer: give momentum, \
+             nesterov or adamw, or leave sample_share out"
         );
-        mistake("/train/optimizer", detail);
+        errors.add("/train/optimizer", detail);
     }
     if spec.train.label_smoothing > 0.0 {
         let detail = "spreads a label over all classes, and a step with loss.sample_share has only some of them: give 0, or leave \
                       sample_share out";
-        mistake("/train/label_smoothing", detail.into());
+        errors.add("/train/label_smoothing", detail);
     }
 }

@@ -13,6 +13,18 @@ pub struct SpecError {
     pub detail: String,
 }
 
+/// Collects mistakes: of each key, only the first.
+pub(super) struct Mistakes<'a>(pub(super) &'a mut Vec<SpecError>);
+
+impl Mistakes<'_> {
+    /// Adds a mistake, unless the key at `pointer` already has one.
+    pub(super) fn add(&mut self, pointer: &str, detail: impl Into<String>) {
+        if self.0.iter().all(|error| error.pointer != pointer) {
+            self.0.push(SpecError { pointer: pointer.into(), detail: detail.into() });
+        }
+    }
+}
+
 /// A key as a part of a JSON pointer.
 pub(super) fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")

@@ -48,53 +48,30 @@ impl ModelSpec {
     }
 }
 
-/// Networks known by name. `resnet18` to `wide_resnet101_2` are torchvision's: ResNets (He et al. 2015), ResNeXts (Xie et
-/// al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016). `resnet20` to `resnet110` are the CIFAR family of He et al.
-/// 2015, section 4.2. `cifarnet` is the network of Jordan 2024 (arXiv 2404.00498).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Arch {
-    ResNet18,
-    ResNet34,
-    ResNet50,
-    ResNet101,
-    ResNet152,
-    #[serde(rename = "resnext50_32x4d")]
-    ResNeXt50_32x4d,
-    #[serde(rename = "resnext101_32x8d")]
-    ResNeXt101_32x8d,
-    #[serde(rename = "resnext101_64x4d")]
-    ResNeXt101_64x4d,
-    #[serde(rename = "wide_resnet50_2")]
-    WideResNet50_2,
-    #[serde(rename = "wide_resnet101_2")]
-    WideResNet101_2,
-    ResNet20,
-    ResNet32,
-    ResNet44,
-    ResNet56,
-    ResNet110,
-    CifarNet,
+words! {
+    /// Networks known by name. `resnet18` to `wide_resnet101_2` are torchvision's: ResNets (He et al. 2015), ResNeXts (Xie et
+    /// al. 2017) and wide ResNets (Zagoruyko and Komodakis 2016). `resnet20` to `resnet110` are the CIFAR family of He et al.
+    /// 2015, section 4.2. `cifarnet` is the network of Jordan 2024 (arXiv 2404.00498).
+    #[derive(ToSchema)]
+    pub enum Arch: "network" {
+        ResNet18 = "resnet18",
+        ResNet34 = "resnet34",
+        ResNet50 = "resnet50",
+        ResNet101 = "resnet101",
+        ResNet152 = "resnet152",
+        ResNeXt50_32x4d = "resnext50_32x4d",
+        ResNeXt101_32x8d = "resnext101_32x8d",
+        ResNeXt101_64x4d = "resnext101_64x4d",
+        WideResNet50_2 = "wide_resnet50_2",
+        WideResNet101_2 = "wide_resnet101_2",
+        ResNet20 = "resnet20",
+        ResNet32 = "resnet32",
+        ResNet44 = "resnet44",
+        ResNet56 = "resnet56",
+        ResNet110 = "resnet110",
+        CifarNet = "cifarnet",
+    }
 }
-
-words!(Arch, "network":
-    ResNet18 = "resnet18",
-    ResNet34 = "resnet34",
-    ResNet50 = "resnet50",
-    ResNet101 = "resnet101",
-    ResNet152 = "resnet152",
-    ResNeXt50_32x4d = "resnext50_32x4d",
-    ResNeXt101_32x8d = "resnext101_32x8d",
-    ResNeXt101_64x4d = "resnext101_64x4d",
-    WideResNet50_2 = "wide_resnet50_2",
-    WideResNet101_2 = "wide_resnet101_2",
-    ResNet20 = "resnet20",
-    ResNet32 = "resnet32",
-    ResNet44 = "resnet44",
-    ResNet56 = "resnet56",
-    ResNet110 = "resnet110",
-    CifarNet = "cifarnet",
-);
 
 impl Arch {
     /// Whether the network belongs to the CIFAR family (three stages of 16, 32 and 64 channels).
@@ -103,19 +80,18 @@ impl Arch {
     }
 }
 
-/// The first layers of the network.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Stem {
-    /// `cifar` for the CIFAR family and for pictures of less than 96 x 96 pixels, otherwise `imagenet`.
-    Auto,
-    /// 7x7 convolution of stride 2, then 3x3 max pooling of stride 2.
-    Imagenet,
-    /// 3x3 convolution of stride 1, no pooling.
-    Cifar,
+words! {
+    /// The first layers of the network.
+    #[derive(ToSchema)]
+    pub enum Stem: "stem" {
+        /// `cifar` for the CIFAR family and for pictures of less than 96 x 96 pixels, otherwise `imagenet`.
+        Auto = "auto",
+        /// 7x7 convolution of stride 2, then 3x3 max pooling of stride 2.
+        Imagenet = "imagenet",
+        /// 3x3 convolution of stride 1, no pooling.
+        Cifar = "cifar",
+    }
 }
-
-words!(Stem, "stem": Auto = "auto", Imagenet = "imagenet", Cifar = "cifar");
 
 impl Default for ModelSpec {
     fn default() -> Self {

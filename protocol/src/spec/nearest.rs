@@ -35,7 +35,7 @@ mod tests {
     use crate::spec::Arch;
 
     #[test]
-    fn finds_the_intended_name() {
+    fn a_mistyped_name_gets_the_intended_name() {
         for (typed, meant) in [
             ("resnet21", "resnet20"),
             ("resnet22", "resnet20"),

@@ -1,39 +1,35 @@
 //! Recipes: named groups of settings. A recipe replaces the defaults of some keys, and a job can override each key. The
 //! resolved job is stored and shown, so a later change of a recipe does not change jobs that were submitted before.
 
-use super::JobSpec;
-use super::named::words;
-use serde::{Deserialize, Serialize};
+use super::{JobSpec, named::words};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-/// Named settings. No recipe sets the network, dataset, batch size or number of ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Recipe {
-    /// torchvision's first recipe for ImageNet (the defaults of `references/classification`): 90 epochs; the learning rate is 0.1 for 256
-    /// pictures and falls to a tenth after every 30 epochs. As in later recipes, weight decay excludes batch norm and biases.
-    Imagenet,
-    /// torchvision's second recipe ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives",
-    /// 2021): 600 epochs of strong augmentation, trained at 176 pixels and evaluated at 224. Not included: repeated
-    /// augmentation. The decay of the weights' moving average is for 1,024 pictures a step.
-    #[serde(rename = "imagenet-2021")]
-    Imagenet2021,
-    /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run, then
-    /// 192, evaluated at 256. Not included: blurred convolutions (BlurPool) and test-time augmentation (horizontal flip).
-    Fast,
-    /// The CIFAR-10 recipe of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
-    Cifar,
-    /// CIFAR-10 to 94 % in eight epochs, after Jordan 2024 (arXiv 2404.00498), for `model.arch = "cifarnet"` and 2,000 pictures a step:
-    /// Muon, alternating flips, and six views of each picture in evaluation. Difference: the bias of the first convolution trains
-    /// during the whole run, not only for three epochs.
-    #[serde(rename = "cifar-94")]
-    Cifar94,
-    /// An ordinary ResNet-18 (`model.stem = "cifar"`) on CIFAR-10 in eight epochs of 1,024 pictures a step: Muon and alternating flips.
-    #[serde(rename = "cifar-fast")]
-    CifarFast,
-    /// Fine-tunes trained weights (`model.pretrained`) on your own pictures: a small learning rate, a few epochs.
-    Finetune,
+words! {
+    /// Named settings. No recipe sets the network, dataset, batch size or number of ranks.
+    #[derive(ToSchema)]
+    pub enum Recipe: "recipe" {
+        /// torchvision's first recipe for ImageNet (the defaults of `references/classification`): 90 epochs; the learning rate is 0.1 for
+        /// 256 pictures and falls to a tenth after every 30 epochs. As in later recipes, weight decay excludes batch norm and biases.
+        Imagenet = "imagenet",
+        /// torchvision's second recipe ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives",
+        /// 2021): 600 epochs of strong augmentation, trained at 176 pixels and evaluated at 224. Not included: repeated
+        /// augmentation. The decay of the weights' moving average is for 1,024 pictures a step.
+        Imagenet2021 = "imagenet-2021",
+        /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run, then
+        /// 192, evaluated at 256. Not included: blurred convolutions (BlurPool) and test-time augmentation (horizontal flip).
+        Fast = "fast",
+        /// The CIFAR-10 recipe of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
+        Cifar = "cifar",
+        /// CIFAR-10 to 94 % in eight epochs, after Jordan 2024 (arXiv 2404.00498), for `model.arch = "cifarnet"` and 2,000 pictures a step:
+        /// Muon, alternating flips, and six views of each picture in evaluation. Difference: the bias of the first convolution trains
+        /// during the whole run, not only for three epochs.
+        Cifar94 = "cifar-94",
+        /// An ordinary ResNet-18 (`model.stem = "cifar"`) on CIFAR-10 in eight epochs of 1,024 pictures a step: Muon and alternating flips.
+        CifarFast = "cifar-fast",
+        /// Fine-tunes trained weights (`model.pretrained`) on your own pictures: a small learning rate, a few epochs.
+        Finetune = "finetune",
+    }
 }
 
 /// The settings of a recipe.
@@ -59,16 +55,6 @@ const OVERRIDES: [(&str, &str, &[&str]); 4] = [
     ("data", "validation_size", &["resize_size"]),
     ("checkpoint", "every_steps", &["every_epochs"]),
 ];
-
-words!(Recipe, "recipe":
-    Imagenet = "imagenet",
-    Imagenet2021 = "imagenet-2021",
-    Fast = "fast",
-    Cifar = "cifar",
-    Cifar94 = "cifar-94",
-    CifarFast = "cifar-fast",
-    Finetune = "finetune",
-);
 
 impl Recipe {
     pub fn settings(self) -> Settings {

@@ -1,7 +1,10 @@
 //! Hybrid parallelism: which ranks share one copy of the network, and which operators are split over these ranks.
 
 use super::{
-    BrokenFiles, JobSpec, LossKind, ParallelSpec, keys::suggest_word, mistake::describe_value, named::words,
+    BrokenFiles, JobSpec, LossKind, ParallelSpec,
+    keys::suggest_word,
+    mistake::{Mistakes, describe_value},
+    named::words,
 };
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
@@ -29,19 +32,18 @@ pub struct ShardSpec {
     pub split: Split,
 }
 
-/// The dimension along which an operator is split.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Split {
-    /// Output channels, or classes: each rank computes some of them for all pictures of its group.
-    Out,
-    /// Input channels: each rank computes a part of the sum for all pictures of its group.
-    In,
-    /// The groups of a grouped convolution.
-    Groups,
+words! {
+    /// The dimension along which an operator is split.
+    #[derive(ToSchema)]
+    pub enum Split: "split" {
+        /// Output channels, or classes: each rank computes some of them for all pictures of its group.
+        Out = "out",
+        /// Input channels: each rank computes a part of the sum for all pictures of its group.
+        In = "in",
+        /// The groups of a grouped convolution.
+        Groups = "groups",
+    }
 }
-
-words!(Split, "split": Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
     /// Whether the pattern is valid.
@@ -229,7 +231,7 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 }
 
 /// Reports combinations of `[parallel]` with other keys that cannot work.
-pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     let parallel = &spec.parallel;
     let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
     if !parallel.is_hybrid() && !parallel.is_auto() {
@@ -241,7 +243,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         ] {
             if is_set {
                 let detail = "needs parallel.mode = \"hybrid\" or \"auto\": with \"data\" every rank has the whole network";
-                mistake(&format!("/parallel/{key}"), detail.into());
+                errors.add(&format!("/parallel/{key}"), detail);
             }
         }
         return;
@@ -257,7 +259,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     };
     if !ranks.is_multiple_of(model) {
         let (near, or_more) = (divisor(ranks, model), or_more_ranks(model.into()));
-        mistake(
+        errors.add(
             "/parallel/model",
             format!(
                 "{all_ranks} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}{or_more}"
@@ -266,7 +268,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     } else if !(ranks / model).is_multiple_of(height) {
         let near = divisor(ranks / model, height);
         let or_more = or_more_ranks(u64::from(model) * u64::from(height));
-        mistake(
+        errors.add(
             "/parallel/height",
             format!(
                 "{all_ranks} cannot be divided into groups of model x height = {model} x {height}: give a height such as \
@@ -276,7 +278,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     } else if !(ranks / model / height).is_multiple_of(pipeline) {
         let near = divisor(ranks / model / height, pipeline);
         let or_more = or_more_ranks(u64::from(model) * u64::from(height) * u64::from(pipeline));
-        mistake(
+        errors.add(
             "/parallel/pipeline",
             format!(
                 "{all_ranks} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
@@ -289,16 +291,13 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     if model == 1 && !parallel.shard.is_empty() {
-        mistake(
-            "/parallel/shard",
-            "splits operators over parallel.model = 1 rank: set model to 2 or more".into(),
-        );
+        errors
+            .add("/parallel/shard", "splits operators over parallel.model = 1 rank: set model to 2 or more");
     }
     if !parallel.shard.is_empty() && !parallel.sync_batch_norm && !spec.model.freeze_norm {
-        mistake(
+        errors.add(
             "/parallel/sync_batch_norm",
-            "parallel.shard needs true: a rank with some of a layer's channels computes them for the pictures of its whole group"
-                .into(),
+            "parallel.shard needs true: a rank with some of a layer's channels computes them for the pictures of its whole group",
         );
     }
     if model > 1 && parallel.last_layer_split() == Some(Split::In) {
@@ -309,13 +308,13 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             if is_set {
                 let detail = "needs whole rows of the last layer's weights, but a strategy splits this layer over its inputs: give it \
                               split = \"out\", or no strategy";
-                mistake(&format!("/loss/{key}"), detail.into());
+                errors.add(&format!("/loss/{key}"), detail);
             }
         }
     }
     let key = if height > 1 { "height" } else { "pipeline" };
     if height * pipeline > 1 && spec.data.broken_files == BrokenFiles::Skip {
-        mistake(
+        errors.add(
             "/data/broken_files",
             format!(
                 "\"skip\" cannot be combined with parallel.{key}: ranks that have the same pictures may not all be able to \
@@ -324,16 +323,15 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         );
     }
     if model * pipeline > 1 && spec.log.histograms > 0 {
-        mistake(
+        errors.add(
             "/log/histograms",
-            "no rank has all weights of a network that is split (parallel.model, parallel.pipeline): leave histograms out"
-                .into(),
+            "no rank has all weights of a network that is split (parallel.model, parallel.pipeline): leave histograms out",
         );
     }
     if spec.recovery.min_ranks.is_some() {
-        mistake(
+        errors.add(
             "/recovery/min_ranks",
-            "a job of mode \"hybrid\" waits for all its ranks: leave min_ranks out".into(),
+            "a job of mode \"hybrid\" waits for all its ranks: leave min_ranks out",
         );
     }
 }

@@ -1,6 +1,6 @@
 //! `[stop]`: early stopping.
 
-use super::JobSpec;
+use super::{JobSpec, mistake::Mistakes};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -55,27 +55,24 @@ impl StopSpec {
 }
 
 /// Reports combinations of `[stop]` with other keys that cannot work.
-pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     let stop = &spec.stop;
     if stop.is_off() {
         if *stop != StopSpec::default() {
-            mistake(
-                "/stop/patience",
-                "is missing: give the number of validations without an improvement".into(),
-            );
+            errors.add("/stop/patience", "is missing: give the number of validations without an improvement");
         }
         return;
     }
     if !spec.data.is_validated() {
-        mistake("/stop/patience", "counts validations, and data.validation = \"none\" disables them".into());
+        errors.add("/stop/patience", "counts validations, and data.validation = \"none\" disables them");
     }
     if spec.evaluate.every_epochs == 0 {
-        mistake(
+        errors.add(
             "/stop/patience",
-            "counts validations, and with evaluate.every_epochs = 0 the only validation is at the end: give 1 or more".into(),
+            "counts validations, and with evaluate.every_epochs = 0 the only validation is at the end: give 1 or more",
         );
     }
     if stop.metric.starts_with("val_ema_") && spec.train.ema_decay <= 0.0 {
-        mistake("/stop/metric", format!("{} needs averaged weights: set train.ema_decay", stop.metric));
+        errors.add("/stop/metric", format!("{} needs averaged weights: set train.ema_decay", stop.metric));
     }
 }

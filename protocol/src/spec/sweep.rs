@@ -5,10 +5,11 @@ use super::{
     check::{check_keys, check_section},
     document::{key_parts, set_key},
     keys::{self, KEYS, SWEEP, Section},
-    mistake::{SpecError, describe_value, escaped, shortened, type_of},
+    mistake::{Mistakes, SpecError, describe_value, escaped, shortened, type_of},
     named::words,
     stop::{GOALS, maximizes},
 };
+use crate::random::Random;
 use serde_json::{Map, Value, json};
 use std::{
     cmp::Ordering,
@@ -26,15 +27,14 @@ const PARAMETER_KEYS: [&str; 4] = ["values", "min", "max", "distribution"];
 /// The values of a trial's parameters, by key path, such as `train.lr`.
 pub type Setting = BTreeMap<String, Value>;
 
-/// How a sweep chooses settings, and whether it ends trials early.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SweepMethod {
-    Grid,
-    Random,
-    Asha,
+words! {
+    /// How a sweep chooses settings, and whether it ends trials early.
+    pub enum SweepMethod: "method" {
+        Grid = "grid",
+        Random = "random",
+        Asha = "asha",
+    }
 }
-
-words!(SweepMethod, "method": Grid = "grid", Random = "random", Asha = "asha");
 
 /// The metric by which trials are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,24 +115,25 @@ pub fn split_sweep(document: &Value) -> Option<(Value, Value)> {
 /// # Errors
 /// Every mistake in the section.
 pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
-    let mut errors = Vec::new();
     let Value::Object(table) = section else {
         let detail = format!("must be a table of keys, is {}", type_of(section));
-        return Err(vec![mistake("", detail)]);
+        return Err(vec![SpecError { pointer: "/sweep".into(), detail }]);
     };
+    let mut found = Vec::new();
     let mut table = table.clone();
     let known_keys: Vec<&str> =
         SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
-    check_section(&mut table, &SWEEP, &known_keys, &mut errors);
+    check_section(&mut table, &SWEEP, &known_keys, &mut found);
+    let errors = &mut Mistakes(&mut found);
     let method = table.get("method").and_then(Value::as_str).and_then(|word| word.parse().ok());
-    if !table.contains_key("method") && !errors.iter().any(|error| error.pointer == "/sweep/method") {
-        errors.push(mistake("/method", "is missing: give \"grid\", \"random\" or \"asha\"".into()));
+    if method.is_none() {
+        errors.add("/sweep/method", "is missing: give \"grid\", \"random\" or \"asha\"");
     }
     let number = |key: &str| table.get(key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
     let sweep = SweepSpec {
         method: method.unwrap_or(SweepMethod::Grid),
-        metric: read_metric(table.get("metric"), &mut errors),
-        parameters: read_parameters(table.get("parameters"), &mut errors),
+        metric: read_metric(table.get("metric"), errors),
+        parameters: read_parameters(table.get("parameters"), errors),
         seed: table.get("seed").and_then(Value::as_u64).unwrap_or(0),
         max_trials: number("max_trials"),
         max_concurrent: number("max_concurrent"),
@@ -140,10 +141,10 @@ pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
         min_epochs: number("min_epochs").unwrap_or(MIN_EPOCHS),
         rungs: number("rungs").unwrap_or(RUNGS),
     };
-    if errors.is_empty() {
-        sweep.check_size(&mut errors);
+    if errors.0.is_empty() {
+        sweep.check_size(errors);
     }
-    if errors.is_empty() { Ok(sweep) } else { Err(errors) }
+    if found.is_empty() { Ok(sweep) } else { Err(found) }
 }
 
 /// Defaults of the keys `reduction`, `min_epochs` and `rungs`.
@@ -151,17 +152,13 @@ pub(super) const REDUCTION: u32 = 3;
 pub(super) const MIN_EPOCHS: u32 = 1;
 pub(super) const RUNGS: u32 = 5;
 
-fn mistake(pointer: &str, detail: String) -> SpecError {
-    SpecError { pointer: format!("/sweep{pointer}"), detail }
-}
-
-fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetric {
+fn read_metric(given: Option<&Value>, errors: &mut Mistakes<'_>) -> SweepMetric {
     let mut word = |key: &str, words: [&'static str; 2]| {
         let value = given.and_then(|table| table.get(key))?;
         let found = words.into_iter().find(|word| value == word);
         if found.is_none() {
             let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], describe_value(value));
-            errors.push(mistake(&format!("/metric/{key}"), detail));
+            errors.add(&format!("/sweep/metric/{key}"), detail);
         }
         found
     };
@@ -171,12 +168,12 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         |table: &Map<String, Value>| table.keys().any(|key| !["name", "goal"].contains(&&**key));
     if given.is_some_and(|value| value.as_object().is_none_or(has_unknown_key)) {
         let detail = "must be a table such as { name = \"val_accuracy\", goal = \"maximize\" }";
-        errors.push(mistake("/metric", detail.into()));
+        errors.add("/sweep/metric", detail);
     }
     SweepMetric { name, maximize: maximizes(name, goal) }
 }
 
-fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeMap<String, Parameter> {
+fn read_parameters(given: Option<&Value>, errors: &mut Mistakes<'_>) -> BTreeMap<String, Parameter> {
     let mut parameters = BTreeMap::new();
     match given {
         Some(Value::Object(table)) => {
@@ -190,20 +187,20 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
                 match outcome {
                     Ok(parameter) => drop(parameters.insert(path, parameter)),
                     Err(detail) => {
-                        errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail));
+                        errors.add(&format!("/sweep/parameters/{}", escaped(&shortened(&path))), detail);
                     }
                 }
             }
         }
-        Some(other) => errors.push(mistake("/parameters", format!("must be a table, is {}", type_of(other)))),
+        Some(other) => errors.add("/sweep/parameters", format!("must be a table, is {}", type_of(other))),
         None => {}
     }
-    if errors.is_empty() && !(1..=MAX_PARAMETERS).contains(&parameters.len()) {
+    if errors.0.is_empty() && !(1..=MAX_PARAMETERS).contains(&parameters.len()) {
         let detail = format!(
             "must name 1 to {MAX_PARAMETERS} keys, such as train.lr = {{ values = [0.1, 0.05] }}, names {}",
             parameters.len()
         );
-        errors.push(mistake("/parameters", detail));
+        errors.add("/sweep/parameters", detail);
     }
     parameters
 }
@@ -292,41 +289,41 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
 
 impl SweepSpec {
     /// Refuses a grid with a range, and a sweep without a limit of its number of trials.
-    fn check_size(&self, errors: &mut Vec<SpecError>) {
-        errors.push(match (self.method, self.combination_count(), self.max_trials) {
-            (SweepMethod::Grid, None, _) => mistake(
-                "/method",
-                "a grid needs values for every parameter; draw from min and max with method = \"random\"".into(),
+    fn check_size(&self, errors: &mut Mistakes<'_>) {
+        match (self.method, self.combination_count(), self.max_trials) {
+            (SweepMethod::Grid, None, _) => errors.add(
+                "/sweep/method",
+                "a grid needs values for every parameter; draw from min and max with method = \"random\"",
             ),
-            (_, None, None) => {
-                mistake("/max_trials", "is missing: say how many settings are drawn from min and max".into())
-            }
-            (_, Some(count), None) if count > u64::from(MAX_TRIALS) => mistake(
-                "/max_trials",
+            (_, None, None) => errors
+                .add("/sweep/max_trials", "is missing: say how many settings are drawn from min and max"),
+            (_, Some(count), None) if count > u64::from(MAX_TRIALS) => errors.add(
+                "/sweep/max_trials",
                 format!(
                     "is missing: the values have more than {MAX_TRIALS} combinations, and a sweep has at most {MAX_TRIALS} trials; \
                      say how many to train"
                 ),
             ),
-            _ => return,
-        });
+            _ => {}
+        }
     }
 
     /// Checks the sweep against the specification of one of its trials.
     pub fn check_with_trial(&self, trial: &JobSpec) -> Vec<SpecError> {
-        let mut errors = Vec::new();
+        let mut found = Vec::new();
+        let errors = &mut Mistakes(&mut found);
         // Not checked in `read_sweep`, which must be able to read every stored sweep.
         let SweepMetric { name, maximize } = self.metric;
         if maximize != maximizes(name, None) {
             let detail = format!("must be {:?}, or absent, for {name}", GOALS[usize::from(maximize)]);
-            errors.push(mistake("/metric/goal", detail));
+            errors.add("/sweep/metric/goal", detail);
         }
         if self.method != SweepMethod::Asha {
-            return errors;
+            return found;
         }
         if !trial.data.is_validated() {
             let detail = "nothing is validated, so trials cannot be compared: set data.validation";
-            errors.push(mistake("/metric", detail.into()));
+            errors.add("/sweep/metric", detail);
         }
         // `asha` needs the same epochs and the same validations in every trial.
         let epoch_keys = ["train.epochs", "train.steps", "evaluate.every_epochs"];
@@ -336,8 +333,8 @@ impl SweepSpec {
                  from the sweep's parameters",
                 epoch_keys.join(" or ")
             );
-            errors.push(mistake("/method", detail));
-            return errors;
+            errors.add("/sweep/method", detail);
+            return found;
         }
         let rungs = self.rungs_of(trial);
         if rungs.len() < 2 {
@@ -345,15 +342,15 @@ impl SweepSpec {
                 "trials of {} epochs would be compared only at their end: lower min_epochs or reduction, or raise train.epochs",
                 trial.train.epochs()
             );
-            errors.push(mistake("/min_epochs", detail));
+            errors.add("/sweep/min_epochs", detail);
         }
         let every = trial.evaluate.every_epochs;
         if rungs.iter().rev().skip(1).any(|epoch| every == 0 || !epoch.is_multiple_of(every)) {
             let detail =
                 format!("trials are compared after epochs {}: validate after each of them", listed(&rungs));
-            errors.push(SpecError { pointer: "/evaluate/every_epochs".into(), detail });
+            errors.add("/evaluate/every_epochs", detail);
         }
-        errors
+        found
     }
 
     /// The epochs after which trials of such a job are compared, ascending; the last is the end of training. Without
@@ -446,29 +443,6 @@ impl Parameter {
                 }
             }
         }
-    }
-}
-
-/// SplitMix64 (Steele, Lea and Flood, 2014). Not a library's generator: a new version of the library could change it, and
-/// then the same file would give other settings.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// A number in `0..end`.
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end.max(1)
-    }
-
-    /// A number of at least 0 and less than 1.
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 

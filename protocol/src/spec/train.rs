@@ -1,7 +1,6 @@
 //! `[train]`: optimizer, learning-rate schedule, batch size and arithmetic.
 
-use super::named::words;
-use super::recipe::Recipe;
+use super::{named::words, recipe::Recipe};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -116,60 +115,50 @@ impl TrainSpec {
     }
 }
 
-/// The update rule of the weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerKind {
-    /// PyTorch's SGD: v = m v + g + d w; w -= lr v, with momentum m, gradient g and weight decay d.
-    Momentum,
-    /// PyTorch's SGD with `nesterov=True`.
-    Nesterov,
-    /// Layer-wise adaptive rates (You, Gitman, Ginsburg 2017).
-    Lars,
-    /// PyTorch's AdamW (Loshchilov and Hutter 2019): weight decay is decoupled from the gradient.
-    AdamW,
-    /// Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962, algorithm 2 with bias correction). The
-    /// trust ratio is |w| / |update| without bounds, and 1 where either is 0, as in timm's `Lamb(always_adapt=True,
-    /// max_grad_norm=None)`. Gradients are not clipped.
-    Lamb,
-    /// Momentum orthogonalised by Newton-Schulz iterations (Jordan et al. 2024), for the filters of convolutions. A convolution's
-    /// filters w are a matrix with one row per output channel. v = m v + g; u = g + m v; three quintic iterations bring the singular
-    /// values of u near 1; then w = sqrt(rows) w / |w| - lr u. Filters have no weight decay, because each step sets their norm.
-    Muon,
+words! {
+    /// The update rule of the weights.
+    #[derive(ToSchema)]
+    pub enum OptimizerKind: "optimizer" {
+        /// PyTorch's SGD: v = m v + g + d w; w -= lr v, with momentum m, gradient g and weight decay d.
+        Momentum = "momentum",
+        /// PyTorch's SGD with `nesterov=True`.
+        Nesterov = "nesterov",
+        /// Layer-wise adaptive rates (You, Gitman, Ginsburg 2017).
+        Lars = "lars",
+        /// PyTorch's AdamW (Loshchilov and Hutter 2019): weight decay is decoupled from the gradient.
+        AdamW = "adamw",
+        /// Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962, algorithm 2 with bias correction). The
+        /// trust ratio is |w| / |update| without bounds, and 1 where either is 0, as in timm's `Lamb(always_adapt=True,
+        /// max_grad_norm=None)`. Gradients are not clipped.
+        Lamb = "lamb",
+        /// Momentum orthogonalised by Newton-Schulz iterations (Jordan et al. 2024), for the filters of convolutions. A convolution's
+        /// filters w are a matrix with one row per output channel. v = m v + g; u = g + m v; three quintic iterations bring the singular
+        /// values of u near 1; then w = sqrt(rows) w / |w| - lr u. Filters have no weight decay, because each step sets their norm.
+        Muon = "muon",
+    }
 }
 
-words!(OptimizerKind, "optimizer":
-    Momentum = "momentum",
-    Nesterov = "nesterov",
-    Lars = "lars",
-    AdamW = "adamw",
-    Lamb = "lamb",
-    Muon = "muon",
-);
-
-/// How the learning rate changes over a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ScheduleKind {
-    Constant,
-    Step,
-    Cosine,
-    OneCycle,
+words! {
+    /// How the learning rate changes over a run.
+    #[derive(ToSchema)]
+    pub enum ScheduleKind: "schedule" {
+        Constant = "constant",
+        Step = "step",
+        Cosine = "cosine",
+        OneCycle = "one_cycle",
+    }
 }
 
-words!(ScheduleKind, "schedule": Constant = "constant", Step = "step", Cosine = "cosine", OneCycle = "one_cycle");
-
-/// Floating-point format of the convolutions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    Auto,
-    Fp32,
-    Bf16,
-    Fp16,
+words! {
+    /// Floating-point format of the convolutions.
+    #[derive(ToSchema)]
+    pub enum Precision: "precision" {
+        Auto = "auto",
+        Fp32 = "fp32",
+        Bf16 = "bf16",
+        Fp16 = "fp16",
+    }
 }
-
-words!(Precision, "precision": Auto = "auto", Fp32 = "fp32", Bf16 = "bf16", Fp16 = "fp16");
 
 /// Loss scaling for fp16.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

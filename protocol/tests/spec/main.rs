@@ -128,7 +128,7 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
-fn errors_say_what_is_allowed() {
+fn the_error_of_a_wrong_value_says_which_values_are_allowed() {
     for (section, line, key, expected) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
         ("train", "epochs = 1000000000", "epochs", &["from 1 to 100,000", "1000000000"]),
@@ -320,6 +320,7 @@ fn errors_say_what_is_allowed() {
         // Unknown keys.
         ("train", "batchsize = 8", "batchsize", &["did you mean \"batch_size\""]),
         ("train", "learning_rate = 0.1", "learning_rate", &["did you mean \"lr\""]),
+        ("train", "max_steps = 10", "max_steps", &["did you mean \"steps\""]),
         (
             "parallel",
             "gradient_accumulation_steps = 4",
@@ -434,6 +435,8 @@ fn settings_from_the_command_line_override_the_file() {
 
 #[test]
 fn freeze_norm_needs_pretrained_weights() {
+    let other_weights = job_with("model", "arch = \"resnet20\"\npretrained = \"resnet18\"");
+    assert_error(&other_weights, "/model/pretrained", &["set model.arch = \"resnet18\""]);
     let frozen = |line: &str| job_with("model", &format!("freeze_norm = true\n{line}"));
     assert_error(&frozen(""), "/model/freeze_norm", &["set model.pretrained", "freeze_norm = false"]);
     let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");

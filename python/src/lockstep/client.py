@@ -22,11 +22,11 @@ from .errors import JobFailed, LockstepError
 from .output import say
 from .progress import Progress
 from .transport import Async, AsyncCalls, Calls, Sync, SyncCalls, call, stream
+from .values import Json
 
 PathLike = str | os.PathLike[str]
 JobFile = PathLike | Mapping[str, Any]
 Changes = Mapping[str, Any] | None
-Json = dict[str, Any]
 Weights = Literal["model", "ema"]
 
 # Duration of one request that waits for a job's end, in seconds; with a line of progress, which changes after each

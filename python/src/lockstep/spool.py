@@ -22,11 +22,10 @@ import httpx
 from .client import Client
 from .errors import LockstepError, Problem, RunDeleted, Unreachable
 from .output import warn_once
+from .values import Json
 
 if os.name == "posix":
     import fcntl
-
-Json = dict[str, Any]
 
 RUN = "run.json"
 RECORDS = "records.jsonl"

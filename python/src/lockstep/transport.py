@@ -98,9 +98,9 @@ class Calls:
             except httpx.TransportError as error:
                 address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
                 failure = Unreachable(
-                    f"no server answers at {address} ({why}). Start one with `lockstep serve`, or name a running "
-                    "server: on this machine by its data directory (data_dir or LOCKSTEP_DATA_DIR), on another machine "
-                    "by LOCKSTEP_SERVER and LOCKSTEP_TOKEN"
+                    f"no server answers at {address} ({why}). Start one with `lockstep serve`. To use another server, "
+                    "name its data directory on this machine (data_dir or LOCKSTEP_DATA_DIR), or for another machine "
+                    "set LOCKSTEP_SERVER and LOCKSTEP_TOKEN"
                 )
                 was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 # If no response has come from the URL yet, the URL is probably wrong, so the request is not retried.

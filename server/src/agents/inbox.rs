@@ -20,7 +20,6 @@ const PERMIT_BYTES: usize = 1 << 10;
 /// shorter than a lease (15 s).
 pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// An item of the queue.
 #[derive(Debug)]
 pub(crate) enum QueueItem {
     Report {

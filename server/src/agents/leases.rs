@@ -26,7 +26,6 @@ pub(crate) struct Leases {
     pub(crate) wake: Notify,
 }
 
-/// All leases.
 #[derive(Debug, Default)]
 struct LeaseTable {
     by_job: HashMap<JobId, Lease>,
@@ -59,7 +58,7 @@ struct AgentHold {
     ready: Option<Option<u16>>,
 }
 
-/// The part of an attempt on an agent whose lease has expired, or which was given up.
+/// The part of an attempt on one agent, after the part's lease has expired or the agent was given up.
 #[derive(Debug)]
 pub(crate) struct ExpiredPart {
     pub(crate) attempt: AttemptRef,
@@ -147,7 +146,6 @@ impl Leases {
         self.wake.notify_one();
     }
 
-    /// Adds a lease.
     pub(crate) fn add(&self, attempt: AttemptRef, places: Vec<Place>) {
         let expires_at = Instant::now() + self.duration;
         let hold = |place| AgentHold { place, expires_at, end: None, has_order: false, ready: None };

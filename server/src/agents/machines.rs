@@ -11,7 +11,7 @@ pub(crate) use warnings::{MachineState, warnings};
 
 use crate::{
     store::{MinuteRow, Store},
-    util::lock,
+    util::{lock, remove_oldest},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -21,11 +21,11 @@ use lockstep_protocol::{
 };
 use minutes::Minute;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Mutex,
     time::{Duration, Instant},
 };
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::interval;
 
 /// Time for which the means of minutes are kept in the database.
 pub(crate) const RETENTION: Duration = Duration::from_secs(24 * 3600);
@@ -51,7 +51,6 @@ pub(crate) struct Machines {
     by_agent: Mutex<HashMap<String, Measurements>>,
 }
 
-/// The measurements of a machine.
 #[derive(Debug)]
 struct Measurements {
     /// When the newest sample arrived.
@@ -87,14 +86,8 @@ fn sanitize(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let has_slot = |slot: u32| slots.iter().any(|s| s.index == slot);
     // An agent has at most 1024 slots.
     sample.gpus.truncate(1024);
-    let mut seen = Vec::new();
-    sample.gpus.retain(|gpu| {
-        let is_valid = seen.len() < MAX_MEASURED_GPUS && has_slot(gpu.slot) && !seen.contains(&gpu.slot);
-        if is_valid {
-            seen.push(gpu.slot);
-        }
-        is_valid
-    });
+    let mut seen = HashSet::new();
+    sample.gpus.retain(|gpu| seen.len() < MAX_MEASURED_GPUS && has_slot(gpu.slot) && seen.insert(gpu.slot));
     sample.cpus = in_range(Some(sample.cpus), 1e6).unwrap_or(0.0);
     sample.cpu_utilization = in_range(sample.cpu_utilization, 1.0);
     sample.load = in_range(sample.load, 1e9);
@@ -140,11 +133,8 @@ impl Machines {
         let sample = sanitize(sample, slots);
         let point = Point::of(at, &sample);
         let mut by_agent = lock(&self.by_agent);
-        if !by_agent.contains_key(agent)
-            && by_agent.len() >= MAX_MEASURED_MACHINES
-            && let Some(oldest) = by_agent.iter().min_by_key(|(_, m)| m.arrived_at).map(|(id, _)| id.clone())
-        {
-            by_agent.remove(&oldest);
+        if !by_agent.contains_key(agent) && by_agent.len() >= MAX_MEASURED_MACHINES {
+            remove_oldest(&mut by_agent, |measured| Some(measured.arrived_at));
         }
         let now = Instant::now();
         let measured = match by_agent.get_mut(agent) {
@@ -228,18 +218,16 @@ impl Machines {
 
     /// Stores finished minutes and removes old ones. Runs until dropped.
     pub(crate) async fn run(&self, store: &dyn Store) {
-        let mut tick = interval(STORE_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut purged_at: Option<Instant> = None;
+        let (mut store_tick, mut purge_tick) = (interval(STORE_INTERVAL), interval(PURGE_INTERVAL));
         loop {
-            tick.tick().await;
-            self.store_minutes(store, crate::now()).await;
-            if purged_at.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
-                let before = minute_of(crate::now() - RETENTION);
-                if let Err(error) = store.purge_machine_minutes(before).await {
-                    tracing::warn!(%error, "old measurements of machines could not be removed");
+            tokio::select! {
+                _ = store_tick.tick() => self.store_minutes(store, crate::now()).await,
+                _ = purge_tick.tick() => {
+                    let before = minute_of(crate::now() - RETENTION);
+                    if let Err(error) = store.purge_machine_minutes(before).await {
+                        tracing::warn!(%error, "old measurements of machines could not be removed");
+                    }
                 }
-                purged_at = Some(Instant::now());
             }
         }
     }

@@ -174,30 +174,18 @@ pub(crate) struct Agents {
 
 /// Compares numbers in names by their values: node-2 comes before node-10. Names that differ only in leading zeros are compared as text.
 fn natural_order(a: &str, b: &str) -> Order {
-    let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
-    while let ([x, ..], [y, ..]) = (left, right) {
-        let order = if x.is_ascii_digit() && y.is_ascii_digit() {
-            let (left_digits, left_rest) = split_number(left);
-            let (right_digits, right_rest) = split_number(right);
-            (left, right) = (left_rest, right_rest);
-            // Of two numbers without leading zeros, the longer is larger.
-            left_digits.len().cmp(&right_digits.len()).then_with(|| left_digits.cmp(right_digits))
-        } else {
-            (left, right) = (&left[1..], &right[1..]);
-            x.cmp(y)
-        };
-        if order.is_ne() {
-            return order;
-        }
-    }
-    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
+    natural_parts(a).cmp(natural_parts(b)).then_with(|| a.cmp(b))
 }
 
-/// The digits at the beginning without leading zeros, and the rest of the text.
-fn split_number(text: &[u8]) -> (&[u8], &[u8]) {
-    let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
-    let zeros = text[..end].iter().take_while(|byte| **byte == b'0').count();
-    (&text[zeros..end], &text[end..])
+/// The numbers and texts of a name. Each number has its length without leading zeros, because the longer of two numbers is larger.
+fn natural_parts(name: &str) -> impl Iterator<Item = (bool, usize, &[u8])> {
+    let parts = name.as_bytes().chunk_by(|a, b| a.is_ascii_digit() == b.is_ascii_digit());
+    parts.map(|part| {
+        let is_text = !part[0].is_ascii_digit();
+        let zeros = part.iter().take_while(|byte| **byte == b'0').count();
+        let length = if is_text { 0 } else { part.len() - zeros };
+        (is_text, length, &part[zeros..])
+    })
 }
 
 impl Agents {
@@ -250,17 +238,16 @@ impl Agents {
             return Err(JoinError { why, may_pass: true });
         }
         let connection = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
         let joined = OnlineAgent {
             connection,
-            row,
+            row: Arc::new(row),
             only_job,
             leave_reason: None,
             no_work_reason,
             process,
             twin: None,
-            connected_at,
-            findings,
+            connected_at: crate::now(),
+            findings: Vec::new(),
             sender,
         };
         // This drops the sender of an earlier connection of the same agent, which closes that connection.
@@ -272,18 +259,13 @@ impl Agents {
     pub(crate) fn disconnect(&self, id: &str, connection: u64) -> Option<OnlineAgent> {
         lock(&self.pending).retain(|_, pending| pending.connection != connection);
         let mut online = lock(&self.online);
-        let is_current = online.get(id).is_some_and(|o| o.connection == connection);
-        if is_current { online.remove(id) } else { None }
+        online.get(id).filter(|agent| agent.connection == connection)?;
+        online.remove(id)
     }
 
     /// Notes that a message came from an agent.
     pub(crate) fn note_message(&self, id: &str) {
-        let now = Instant::now();
-        let mut last_message_at = lock(&self.last_message_at);
-        match last_message_at.get_mut(id) {
-            Some(at) => *at = now,
-            None => drop(last_message_at.insert(id.to_owned(), now)),
-        }
+        lock(&self.last_message_at).insert(id.to_owned(), Instant::now());
     }
 
     /// The time since the last message of an agent; `None` if no message came.

@@ -67,27 +67,23 @@ async fn agents_with_files(
         let request = AgentRequest::HasFiles { paths: paths.clone() };
         async {
             let waiting = agents.send_request(&agent, request);
-            let existing = match agents.wait_for_reply(waiting, FILES_TIMEOUT).await {
-                Ok(AgentReply::Files { there }) => Some(there),
-                // The agent is silent or disconnected.
-                _ => None,
-            };
-            (agent, existing)
+            (agents.wait_for_reply(waiting, FILES_TIMEOUT).await, agent)
         }
     });
     let (mut with_files, mut silent, mut without_files) = (Vec::new(), Vec::new(), Vec::new());
     let mut missing = None;
-    for (agent, existing) in join_all(checks).await {
-        match existing {
-            // `existing` says for each path whether the agent has the file.
-            Some(existing) => match existing.iter().position(|exists| !exists) {
-                None => with_files.push(agent),
-                Some(index) => {
-                    without_files.push(agent.row.name.clone());
-                    missing = missing.or(Some(index));
-                }
-            },
-            None => silent.push(agent),
+    for (reply, agent) in join_all(checks).await {
+        let Ok(AgentReply::Files { there }) = reply else {
+            silent.push(agent);
+            continue;
+        };
+        // `there` says for each path whether the agent has the file.
+        match there.iter().position(|is_there| !is_there) {
+            None => with_files.push(agent),
+            Some(index) => {
+                without_files.push(agent.row.name.clone());
+                missing = missing.or(Some(index));
+            }
         }
     }
     if !with_files.is_empty() {

@@ -14,7 +14,6 @@ const MAX_BATCH: usize = 256;
 /// Whether a row was stored, or why not.
 type RowResult = std::result::Result<(), String>;
 
-/// The queue of rows.
 #[derive(Debug, Default)]
 pub(crate) struct AgentRows {
     waiting: Mutex<Vec<(AgentRow, oneshot::Sender<RowResult>)>>,

@@ -9,7 +9,6 @@ mod attempts;
 mod caller;
 mod certificates;
 mod codes;
-mod identities;
 mod passwords;
 mod people;
 mod secret;
@@ -17,18 +16,20 @@ mod secret;
 pub(crate) use caller::Caller;
 pub(crate) use certificates::{certificate_id, is_certificate};
 pub(crate) use codes::LIFE as CODE_LIFE;
-pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
-pub(crate) use people::NotSignedIn;
+pub(crate) use people::{NotSignedIn, SignsInAs};
 pub(crate) use secret::{Secret, is_same_secret, is_token};
 
-use crate::store::{SessionRow, Store, TokenRow};
+use crate::{
+    store::{SessionRow, Store, TokenRow},
+    util::remove_oldest,
+};
 use attempts::Attempts;
 use caller::{Credential, Usage};
 use codes::Codes;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    access::{Scope, Token},
+    access::{LOCAL_AGENT_TOKEN, SERVER_TOKEN, Scope, Token},
     limits::{MAX_SESSIONS, MAX_SESSIONS_OF_A_TOKEN},
     people::Identity,
 };
@@ -39,7 +40,7 @@ use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
 };
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{interval, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Lifetime of a session, after which the browser has to sign in again.
@@ -59,6 +60,8 @@ const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 pub(crate) enum Denied {
     Unknown,
     Revoked,
+    /// As `Revoked`, but a restart of the server replaces the token.
+    RevokedUntilRestart,
     Expired,
     /// The person who owns the token is disabled.
     Disabled,
@@ -146,16 +149,16 @@ impl Access {
         let mut known = self.write();
         let Some(holder) = known.session_credential(&row.token_id) else { return Some(row.hash) };
         // At the limit per token, this token's oldest session is ended. At the limit of all sessions, the oldest of all.
-        let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
-        let oldest = if of_token.clone().count() >= MAX_SESSIONS_OF_A_TOKEN {
-            of_token.min_by_key(|s| s.session_since)
+        let is_of_token = |s: &Credential| s.token.id == row.token_id;
+        let removed = if known.sessions.values().filter(|s| is_of_token(s)).count() >= MAX_SESSIONS_OF_A_TOKEN
+        {
+            remove_oldest(&mut known.sessions, |s| is_of_token(s).then_some(s.session_since))
         } else if known.sessions.len() >= MAX_SESSIONS {
-            known.sessions.values().min_by_key(|s| s.session_since)
+            remove_oldest(&mut known.sessions, |s| Some(s.session_since))
         } else {
             None
         };
-        let removed_hash = oldest.map(|s| s.hash.clone());
-        if let Some(session) = removed_hash.as_ref().and_then(|hash| known.sessions.remove(hash)) {
+        if let Some(session) = &removed {
             session.ended.cancel();
         }
         let credential = Credential {
@@ -169,7 +172,7 @@ impl Access {
             usage: holder.usage.clone(),
         };
         known.sessions.insert(row.hash, Arc::new(credential));
-        removed_hash
+        removed.map(|session| session.hash.clone())
     }
 
     /// Ends a session, if it exists.
@@ -208,7 +211,8 @@ impl Access {
         let now = crate::now();
         let credential = self.read().tokens.get(&secret::hash(secret)).cloned().ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
-            return Err(Denied::Revoked);
+            let is_replaced = [SERVER_TOKEN, LOCAL_AGENT_TOKEN].contains(&&*credential.token.id);
+            return Err(if is_replaced { Denied::RevokedUntilRestart } else { Denied::Revoked });
         }
         if credential.expires_at.is_some_and(|at| at <= now) {
             return Err(Denied::Expired);
@@ -275,23 +279,18 @@ impl Access {
 
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Never returns.
     pub(crate) async fn run_upkeep(&self, store: &dyn Store) {
-        let mut tick = interval(EXPIRE_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut stored_at, mut purged_at) = (Instant::now(), None);
+        let (mut store_tick, mut purge_tick) = (interval(STORE_USE_INTERVAL), interval(PURGE_INTERVAL));
         loop {
-            tick.tick().await;
-            let now = crate::now();
-            self.expire(now);
-            if stored_at.elapsed() >= STORE_USE_INTERVAL {
-                self.store_use(store).await;
-                stored_at = Instant::now();
-            }
-            if purged_at.is_none_or(|at: Instant| at.elapsed() >= PURGE_INTERVAL) {
-                self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
-                if let Err(error) = store.purge_access(now, now - INVALID_TOKEN_LIFE).await {
-                    tracing::warn!(%error, "old tokens and sessions could not be removed");
+            tokio::select! {
+                () = sleep(EXPIRE_INTERVAL) => self.expire(crate::now()),
+                _ = store_tick.tick() => self.store_use(store).await,
+                _ = purge_tick.tick() => {
+                    let now = crate::now();
+                    self.remove_old_tokens(now - INVALID_TOKEN_LIFE);
+                    if let Err(error) = store.purge_sessions_and_tokens(now, now - INVALID_TOKEN_LIFE).await {
+                        tracing::warn!(%error, "old tokens and sessions could not be removed");
+                    }
                 }
-                purged_at = Some(Instant::now());
             }
         }
     }

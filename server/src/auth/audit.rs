@@ -6,7 +6,7 @@ use lockstep_protocol::{access::AuditEntry, backoff::Backoff};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{mpsc, oneshot},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -25,7 +25,6 @@ const PURGE_PAUSE: Duration = Duration::from_millis(50);
 /// Pauses before a write is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
-/// An item of the queue.
 #[derive(Debug)]
 enum Item {
     Entry(AuditEntry),
@@ -66,7 +65,6 @@ impl Audit {
     }
 }
 
-/// Writes the entries.
 pub(crate) struct AuditWriter {
     queue: mpsc::Receiver<Item>,
     store: Arc<dyn Store>,
@@ -80,21 +78,17 @@ impl AuditWriter {
         let mut purged_at = None;
         let mut new_entries = 0;
         loop {
-            let first = tokio::select! {
-                first = self.queue.recv() => first,
-                () = sleep(PURGE_INTERVAL) => None,
+            let mut batch = Vec::new();
+            tokio::select! {
+                _ = self.queue.recv_many(&mut batch, MAX_BATCH) => {}
+                () = sleep(PURGE_INTERVAL) => {}
                 () = self.stopping.cancelled() => {
                     // Requests in progress end a moment later.
-                    let last = tokio::time::timeout(Duration::from_millis(200), self.queue.recv()).await;
-                    let Ok(Some(last)) = last else { return };
-                    Some(last)
+                    let last = self.queue.recv_many(&mut batch, MAX_BATCH);
+                    if !timeout(Duration::from_millis(200), last).await.is_ok_and(|count| count > 0) {
+                        return;
+                    }
                 }
-            };
-            let mut batch: Vec<Item> = first.into_iter().collect();
-            while batch.len() < MAX_BATCH
-                && let Ok(item) = self.queue.try_recv()
-            {
-                batch.push(item);
             }
             new_entries += batch.len();
             self.write(batch).await;
@@ -119,26 +113,24 @@ impl AuditWriter {
         }
         let (mut backoff, mut failure_log) = (RETRY, FailureLog::default());
         while !entries.is_empty() {
-            match self.store.add_audit_entries(&entries).await {
-                Ok(()) => {
-                    if let Some(failures) = failure_log.note_success() {
-                        tracing::info!(failures, "writing the audit log works again");
-                    }
-                    break;
-                }
-                Err(error) if error.is_temporary() && !self.stopping.is_cancelled() => {
-                    // Flushes do not wait for the retry, because the entries are in the server's log.
-                    flushes.clear();
-                    if failure_log.note_failure(&error) {
-                        tracing::warn!(%error, "the audit log cannot be written; trying again");
-                    }
-                    sleep(backoff.next_pause()).await;
-                }
-                Err(error) => {
-                    tracing::error!(%error, entries = entries.len(), "these entries are missing in the audit log");
-                    break;
-                }
+            let written = self.store.add_audit_entries(&entries).await;
+            if let Err(error) = &written
+                && (!error.is_temporary() || self.stopping.is_cancelled())
+            {
+                tracing::error!(%error, entries = entries.len(), "these entries are missing in the audit log");
+                break;
             }
+            failure_log.log(
+                &written,
+                "the audit log cannot be written",
+                "the audit log can be written again",
+            );
+            if written.is_ok() {
+                break;
+            }
+            // Flushes do not wait for the retry, because the entries are in the server's log.
+            flushes.clear();
+            sleep(backoff.next_pause()).await;
         }
         for done in flushes {
             let _ = done.send(());

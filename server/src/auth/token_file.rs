@@ -1,14 +1,11 @@
 //! Files with a token for programs of the same account: the server's token (`<data-dir>/token`) and the token of the agent on its machine.
-//! They are created with mode 0600, and never through a link.
+//! They have mode 0600, and are never read through a link.
 
-use crate::{
-    auth::access::is_token,
-    util::{if_exists, private_files},
-};
+use crate::auth::access::is_token;
 use rustix::fs::OFlags;
 use std::{
-    fs::{self, File},
-    io::{self, Read, Write},
+    fs::File,
+    io::{self, Read},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::Path,
 };
@@ -47,27 +44,14 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
     Ok(is_token(text).then(|| text.to_owned()))
 }
 
-/// Writes a token into a new file atomically.
-pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
-    let new = path.with_added_extension("new");
-    // A killed server may have left this file.
-    if_exists(fs::remove_file(&new))?;
-    let mut file = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(private_files::FILE_MODE)
-        .custom_flags(OFlags::NOFOLLOW.bits() as i32)
-        .open(&new)?;
-    file.write_all(format!("{token}\n").as_bytes())?;
-    file.sync_all()?;
-    fs::rename(&new, path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::auth::access::Secret;
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use crate::{auth::access::Secret, util::private_files::replace};
+    use std::{
+        fs,
+        os::unix::fs::{PermissionsExt, symlink},
+    };
 
     #[test]
     fn tokens_are_only_read_from_private_files() {
@@ -75,19 +59,16 @@ mod tests {
         let path = dir.path().join("token");
         assert_eq!(read(&path).unwrap(), None);
         let token = Secret::new_token().unwrap().text;
-        fs::write(path.with_added_extension("new"), "half a tok").unwrap();
-        write(&path, &token).unwrap();
-        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
+        replace(&path, format!("{token}\n").as_bytes()).unwrap();
         assert_eq!(read(&path).unwrap().as_deref(), Some(token.as_str()));
 
         fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
         assert_eq!(read(&path).unwrap(), None, "a group could read it");
-        write(&path, "hunter2").unwrap();
+        replace(&path, b"hunter2").unwrap();
         assert_eq!(read(&path).unwrap(), None, "it does not have the format of a token");
 
         let elsewhere = dir.path().join("elsewhere");
-        write(&elsewhere, &token).unwrap();
+        replace(&elsewhere, token.as_bytes()).unwrap();
         fs::remove_file(&path).unwrap();
         symlink(&elsewhere, &path).unwrap();
         let error = read(&path).unwrap_err().to_string();

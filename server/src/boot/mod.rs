@@ -27,7 +27,7 @@ use running::Running;
 use std::{
     fs::{File, TryLockError},
     future::Future,
-    io::{Read, Seek, Write},
+    io::{Seek, Write},
     net::SocketAddr,
     path::Path,
     sync::Arc,
@@ -216,25 +216,26 @@ async fn open_app(
     config.data_dir = private_files::create_data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
+    let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
     let location = Location::of(&config)?;
     let store = location.open().await?;
-    if let Err(error) = refuse_empty_database(&config, &location, &*store).await {
-        store.close().await;
-        return Err(error);
-    }
-    run_files::clear_incoming(&config.data_dir.join("jobs"));
-    let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
-    let artifact_store = match artifacts {
-        Some((storage, unavailable)) => match confirm_artifacts(&config, &*store, storage, unavailable).await
-        {
-            Ok(artifacts) => Some(artifacts),
-            Err(error) => {
-                store.close().await;
-                return Err(error);
+    let checked = async {
+        refuse_empty_database(&config, &location, &*store).await?;
+        match artifacts {
+            Some((storage, unavailable)) => {
+                confirm_artifacts(&config, &*store, storage, unavailable).await.map(Some)
             }
-        },
-        None => None,
+            None => Ok(None),
+        }
     };
+    let artifact_store = match checked.await {
+        Ok(artifact_store) => artifact_store,
+        Err(error) => {
+            store.close().await;
+            return Err(error);
+        }
+    };
+    run_files::clear_incoming(&config.data_dir.join("jobs"));
     wire::start(config, store, artifact_store, oidc, certificate).await
 }
 
@@ -277,8 +278,7 @@ fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
             Ok(file)
         }
         Err(TryLockError::WouldBlock) => {
-            let mut pid = String::new();
-            let pid = file.read_to_string(&mut pid).ok().map(|_| pid).filter(|p| p.parse::<u32>().is_ok());
+            let pid = std::io::read_to_string(&file).ok().filter(|pid| pid.parse::<u32>().is_ok());
             Err(ServeError::DataDirInUse { path: path.to_owned(), pid })
         }
         Err(TryLockError::Error(source)) => Err(failed(source)),

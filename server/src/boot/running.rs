@@ -4,9 +4,10 @@ use crate::{
     auth::{Auth, SERVER_TOKEN_NAME, access::Secret, token_file},
     config::ServeConfig,
     http::tls::addresses,
-    store::{StoreError, TokenRow},
+    store::TokenRow,
+    util::private_files,
 };
-use lockstep_protocol::access::{Scope, Token};
+use lockstep_protocol::access::{LOCAL_AGENT_TOKEN, SERVER_TOKEN, Scope, Token};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -15,9 +16,9 @@ use std::{
 };
 
 /// Id and name of the token in the data directory.
-const ADMIN_TOKEN: (&str, &str) = ("local", SERVER_TOKEN_NAME);
+const ADMIN_TOKEN: (&str, &str) = (SERVER_TOKEN, SERVER_TOKEN_NAME);
 /// Id and name of the token of this machine's agent.
-const AGENT_TOKEN: (&str, &str) = ("local-agent", "this machine's agent");
+const AGENT_TOKEN: (&str, &str) = (LOCAL_AGENT_TOKEN, "this machine's agent");
 
 /// A server that accepts connections. Cheap to clone.
 #[derive(Clone)]
@@ -86,9 +87,9 @@ pub(super) async fn ensure_own_token(config: &ServeConfig, auth: &Auth) -> io::R
     ensure_token(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await
 }
 
-/// Makes sure that a file has a valid token. A token that the database does not have, such as after a change of the database, is added to
-/// the database, because only the owner of the data directory can write the file. A revoked token is replaced. `agent`: name and id of the
-/// only agent that may use the token.
+/// Makes sure that a file has a valid token. A token that the database lacks, such as after a change of the database, is added. This is
+/// safe, because only the owner of the data directory can write the file. A revoked token is replaced. `agent`: name and id of the only
+/// agent that may use the token.
 async fn ensure_token(
     auth: &Auth,
     (id, name): (&str, &str),
@@ -113,7 +114,7 @@ async fn ensure_token(
     let secret = secret.map_or_else(Secret::new_token, Ok)?;
     let token = Token { agent, agent_id, ..Token::of(id.into(), name.into(), scope, crate::now()) };
     let row = TokenRow { token, hash: secret.hash.clone() };
-    auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
+    auth.store.put_token(&row).await.map_err(|error| io::Error::other(error.to_string()))?;
     auth.access.put_token(row);
-    if is_new { token_file::write(path, &secret.text) } else { Ok(()) }
+    if is_new { private_files::replace(path, format!("{}\n", secret.text).as_bytes()) } else { Ok(()) }
 }

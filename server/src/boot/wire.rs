@@ -5,7 +5,7 @@ use crate::{
     agents::{Agents, inbox::Inbox},
     app::App,
     auth::{Auth, audit::Audit, oidc::Oidc},
-    checkpoints::{Checkpoints, artifact_fetches, artifact_mover, artifact_store::ArtifactStore},
+    checkpoints::{Checkpoints, artifact_fetches, artifact_store::ArtifactStore, artifact_sync},
     config::{ServeConfig, serve_error::ServeError},
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
@@ -144,7 +144,7 @@ fn run_tasks(app: &App) {
     tasks.spawn(compaction::run(app.metrics.clone()));
     tasks.spawn(retire::run(app.metrics.clone()));
     tasks.spawn(async move { deleted_jobs.run().await });
-    tasks.spawn(artifact_mover::run(app.checkpoints.clone()));
+    tasks.spawn(artifact_sync::run(app.checkpoints.clone()));
     tasks.spawn(async move { agents.machines.run(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });

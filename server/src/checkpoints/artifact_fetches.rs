@@ -21,16 +21,13 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
-use tokio::{fs::File, io::AsyncWriteExt, time::Instant};
+use tokio::{fs::File, io::AsyncWriteExt};
 
-/// Number of times that a checkpoint is fetched before a wrong checksum means that it is damaged. The first error may come from the
-/// network.
-const MAX_TRIES: usize = 2;
 /// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
-/// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
+/// Time after the start of a plan until which a round of dispatch waits for checks. The round does nothing else while it waits.
 pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder, in a job's folder, of checkpoints that are being fetched.
 const FETCHING: &str = "fetched";
@@ -39,7 +36,7 @@ impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
         match error {
             object_store::Error::NotFound { .. } => Self::Missing,
-            error => Self::StoreUnavailable(describe(&error)),
+            error => Self::ObjectStoreUnavailable(describe(&error)),
         }
     }
 }
@@ -59,11 +56,10 @@ pub(crate) fn fetch(
     row: &CheckpointRow,
     copies: Option<&Copies>,
 ) -> Option<Fetch> {
-    let store = checkpoints.artifact_store.as_deref()?;
     if !copies.is_some_and(Copies::may_be_fetched) || checkpoints.folder(row).exists() {
         return None;
     }
-    Some(begin_fetch(checkpoints, store, row, None).0)
+    begin_fetch(checkpoints, row, None).map(|(fetch, _)| fetch)
 }
 
 /// Checks a checkpoint that is on this disk and in the object store. A damaged checkpoint is set aside and fetched. The flag is true if
@@ -75,11 +71,10 @@ pub(crate) fn check(
     copies: Option<&Copies>,
     waiting_job: Option<&Job>,
 ) -> Option<(Fetch, bool)> {
-    let store = checkpoints.artifact_store.as_deref()?;
     if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
         return None;
     }
-    Some(begin_fetch(checkpoints, store, row, waiting_job))
+    begin_fetch(checkpoints, row, waiting_job)
 }
 
 /// Fetches a checkpoint if files on the disk are missing or have wrong sizes. `None` if all files have the right sizes, or if the checkpoint
@@ -100,55 +95,55 @@ pub(crate) async fn fetch_if_incomplete(
     check(checkpoints, row, copies, None).map(|(fetch, _)| fetch)
 }
 
+/// Joins the running fetch of a checkpoint, or starts a fetch that begins with a check of the copy on this disk. The flag is true if this
+/// call has started the fetch. `None` without an object store.
 fn begin_fetch(
     checkpoints: &Arc<Checkpoints>,
-    store: &ArtifactStore,
     row: &CheckpointRow,
     waiting_job: Option<&Job>,
-) -> (Fetch, bool) {
-    let (fetch, sender) = store.join_or_start_fetch(&row.id);
+) -> Option<(Fetch, bool)> {
+    let artifacts = checkpoints.artifact_store.clone()?;
+    let (fetch, sender) = artifacts.join_or_start_fetch(&row.id);
     let is_new = sender.is_some();
     if let Some(sender) = sender {
         let (checkpoints, row) = (Arc::clone(checkpoints), row.clone());
         let waiting_attempt = waiting_job.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
-            let Some(store) = &checkpoints.artifact_store else { return };
-            let mut outcome = ensure_undamaged(&checkpoints, store, &row).await;
-            // The checkpoint is not lost if this is not the store to which it was uploaded.
+            let mut outcome = ensure_undamaged(&checkpoints, &artifacts, &row).await;
+            // The checkpoint is not lost if this is not the object store to which it was uploaded.
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
-                && let Err(unusable) = store.confirm(&*checkpoints.store).await
+                && let Err(unusable) = artifacts.confirm(&*checkpoints.store).await
             {
-                outcome = Err(NotFetched::StoreUnavailable(unusable.why));
+                outcome = Err(NotFetched::ObjectStoreUnavailable(unusable.why));
             }
             match &outcome {
                 Ok(()) => {
                     if let Some(attempt) = waiting_attempt {
-                        store.note_checked(&row.id, attempt);
+                        artifacts.note_checked(&row.id, attempt);
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::StoreUnavailable(why)) => drop(store.note_failure(RequestKind::Other, why)),
+                Err(NotFetched::ObjectStoreUnavailable(why)) => drop(artifacts.note_failure(RequestKind::Other, why)),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
-            store.end_fetch(&row.id, &sender, outcome);
+            artifacts.end_fetch(&row.id, &sender, outcome);
             // A job may start now.
             checkpoints.agents.leases.wake_dispatch();
         });
     }
-    (fetch, is_new)
+    Some((fetch, is_new))
 }
 
 /// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing
 /// or damaged.
 async fn ensure_undamaged(
     checkpoints: &Checkpoints,
-    store: &ArtifactStore,
+    artifacts: &ArtifactStore,
     row: &CheckpointRow,
 ) -> Result<()> {
     let folder = checkpoints.folder(row);
-    let stopping_error = || NotFetched::StoreUnavailable("the server is stopping".into());
     if folder.exists() {
-        let _permit = store.check_permits.acquire().await.map_err(|_| stopping_error())?;
+        let _permit = artifacts.check_permits.acquire().await;
         // A disk error is not fatal here, because the process that reads the checkpoint reports the error.
         let consequence = "fetched from the object store";
         if let Err(error) = disk_checks::set_damaged_aside(checkpoints, row, consequence).await {
@@ -158,23 +153,15 @@ async fn ensure_undamaged(
             return Ok(());
         }
     }
-    let _permit = store.fetch_permits.acquire().await.map_err(|_| stopping_error())?;
-    let fetched = fetch_now(checkpoints, store, row).await;
+    let _permit = artifacts.fetch_permits.acquire().await;
+    let fetched = fetch_now(checkpoints, artifacts, row).await;
     if fetched.is_err() {
         remove_partial(checkpoints, row).await;
     } else {
-        store.note_success(RequestKind::Other);
+        artifacts.note_success(RequestKind::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
-}
-
-/// Waits for the end of a check, at most for `time_left`, which becomes shorter by the time of the wait.
-async fn wait_for_check(check: Fetch, time_left: &mut Duration) -> FetchOutcome {
-    let began = Instant::now();
-    let ended = wait(check, *time_left).await;
-    *time_left = time_left.saturating_sub(began.elapsed());
-    ended
 }
 
 /// Whether a job can continue from a checkpoint, or begin from it.
@@ -195,22 +182,21 @@ pub(crate) async fn find_availability(
     row: &CheckpointRow,
     copies: Option<&Copies>,
     waiting_job: &Job,
-    time_left: &mut Duration,
+    check_deadline: Instant,
 ) -> store::Result<Availability> {
-    let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
+    let Some(artifacts) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
     let waits = |failed: Option<String>, keeps_slots: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
         Availability::Waits(Wait { why: Reason::from(why).into(), keeps_slots })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
-    if !store.is_checked(&row.id, &waiting_job.id, waiting_job.attempt)
+    if !artifacts.is_checked(&row.id, &waiting_job.id, waiting_job.attempt)
         && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting_job))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
-        let ended =
-            if is_new { wait_for_check(fetch, time_left).await } else { wait(fetch, Duration::ZERO).await };
-        if ended.is_none() {
+        let timeout = check_deadline.saturating_duration_since(Instant::now());
+        if wait(fetch, if is_new { timeout } else { Duration::ZERO }).await.is_none() {
             // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the
             // checkpoint is being fetched now.
             return Ok(waits(None, checkpoints.folder(row).exists()));
@@ -224,9 +210,11 @@ pub(crate) async fn find_availability(
     match outcome {
         // A fetch that has ended by now is found on the disk in the next round.
         None | Some(Ok(())) => Ok(waits(None, false)),
-        Some(Err(NotFetched::StoreUnavailable(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
+        Some(Err(NotFetched::ObjectStoreUnavailable(why) | NotFetched::Disk(why))) => {
+            Ok(waits(Some(why), false))
+        }
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
-            checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
+            checkpoints.store.mark_damaged(artifacts.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting_job.id, lost_message(row, waiting_job, &why)).await;
             Ok(Availability::Lost)
         }
@@ -254,7 +242,7 @@ pub(crate) async fn wait(mut fetch: Fetch, timeout: Duration) -> FetchOutcome {
     let ended = tokio::time::timeout(timeout, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),
-        Ok(Err(_)) => Some(Err(NotFetched::StoreUnavailable("the server is stopping".into()))),
+        Ok(Err(_)) => Some(Err(NotFetched::ObjectStoreUnavailable("the server is stopping".into()))),
         Err(_) => None,
     }
 }
@@ -289,23 +277,21 @@ pub(crate) fn remove_unfinished(jobs: &Path) -> io::Result<()> {
     Ok(())
 }
 
-async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
-    let prefix = store.storage.prefix_of(&row.id).ok_or(NotFetched::Missing)?;
+async fn fetch_now(checkpoints: &Checkpoints, artifacts: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+    let prefix = artifacts.storage.prefix_of(&row.id).ok_or(NotFetched::Missing)?;
     let partial = partial_folder(checkpoints, row);
-    let mut tries = 1;
-    loop {
-        match fetch_files(store, &prefix, &partial).await {
-            Err(NotFetched::Damaged(how)) if tries < MAX_TRIES => {
-                tracing::warn!(
-                    checkpoint = row.id,
-                    how,
-                    "the files from the object store are damaged; fetching them again"
-                );
-                tries += 1;
-            }
-            other => break other?,
-        }
+    let mut fetched = fetch_files(artifacts, &prefix, &partial).await;
+    if let Err(NotFetched::Damaged(how)) = &fetched {
+        // The error may come from the network.
+        let id = &row.id;
+        tracing::warn!(
+            checkpoint = id,
+            how,
+            "the files from the object store are damaged; fetching them again"
+        );
+        fetched = fetch_files(artifacts, &prefix, &partial).await;
     }
+    fetched?;
     let folder = checkpoints.folder(row);
     blocking(move || move_into_place(&partial, &folder)).await?;
     // The checkpoint was removed during the fetch.
@@ -317,19 +303,21 @@ async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Check
 }
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
-async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
+async fn fetch_files(artifacts: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
     if_exists(tokio::fs::remove_dir_all(partial).await)?;
-    let manifest_bytes = store.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
+    let manifest_bytes = artifacts.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
     let manifest = prefix.parse_manifest(&manifest_bytes).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
     let needed = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
     check_space(partial, needed, SPARE_BYTES)?;
     for (name, expected) in &manifest.files {
-        fetch_file(store, prefix, (name, expected), &partial.join(name)).await.map_err(|why| match why {
-            // The manifest names the file, so the checkpoint is damaged.
-            NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
-            why => why,
-        })?;
+        fetch_file(artifacts, prefix, (name, expected), &partial.join(name)).await.map_err(
+            |why| match why {
+                // The manifest names the file, so the checkpoint is damaged.
+                NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
+                why => why,
+            },
+        )?;
     }
     let path = partial.join(MANIFEST);
     tokio::fs::write(&path, &manifest_bytes).await?;
@@ -337,12 +325,12 @@ async fn fetch_files(store: &ArtifactStore, prefix: &Prefix, partial: &Path) -> 
 }
 
 async fn fetch_file(
-    store: &ArtifactStore,
+    artifacts: &ArtifactStore,
     prefix: &Prefix,
     (name, expected): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
-    let mut bytes = store.storage.get_file(prefix, name, &expected.sha256).await?;
+    let mut bytes = artifacts.storage.get(&prefix.file_path(name, expected)).await?;
     let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;

@@ -1,5 +1,5 @@
-//! The object store of this server, and its state in memory: checkpoints that wait for the mover, running fetches, and failures. The
-//! database has the list of the copies in the store.
+//! The object store of this server, and its state in memory: the queue of `artifact_sync.rs`, running fetches, and failures. The database
+//! has the list of the copies in the object store.
 
 mod confirm;
 
@@ -34,7 +34,7 @@ pub(crate) enum NotFetched {
     Damaged(String),
     /// The store does not respond, or refuses the request.
     #[error("the store cannot be used: {0}")]
-    StoreUnavailable(String),
+    ObjectStoreUnavailable(String),
     #[error("the checkpoint cannot be written to the server's disk: {0}")]
     Disk(String),
 }
@@ -71,7 +71,7 @@ pub(crate) struct ArtifactStore {
     pub(crate) fetch_permits: Semaphore,
     /// A permit for each copy on the disk that is being checked.
     pub(crate) check_permits: Semaphore,
-    /// Notified when a checkpoint waits for the mover.
+    /// Notified when a checkpoint is queued, or is no longer being processed.
     pub(crate) queue_changed: Notify,
     /// The kinds of requests that have failed and not succeeded since.
     failing_kinds: Mutex<HashSet<RequestKind>>,
@@ -86,12 +86,12 @@ pub(crate) enum RequestKind {
     Other,
 }
 
-/// The checkpoints that wait for the mover, because they were written or deleted.
+/// The checkpoints that were written or deleted, and whose upload or deletion is not completed.
 #[derive(Debug, Default)]
 struct Queue {
     /// The waiting checkpoints. The last entry is processed first, because a job would continue from the newest checkpoint.
     waiting: LinkedHashSet<String>,
-    /// The checkpoints that the mover is processing, or tries again after a pause.
+    /// The checkpoints that are being processed, or wait for their next try.
     busy: HashSet<String>,
 }
 

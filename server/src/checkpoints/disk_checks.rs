@@ -9,11 +9,7 @@ use crate::{
     store::CheckpointRow,
     util::{blocking, if_exists, regular_files},
 };
-use std::{
-    fs,
-    io::{self, Read as _},
-    path::Path,
-};
+use std::{fs, io, path::Path};
 
 /// Checks a checkpoint's folder, and renames the folder if it is damaged. `consequence` completes the line in the job's log: what happens
 /// next.
@@ -37,27 +33,18 @@ pub(crate) async fn set_damaged_aside(
     Ok(())
 }
 
-fn read_manifest(folder: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    regular_files::open(&folder.join(MANIFEST))?.read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
 /// Checks a folder. If it is damaged, renames the folder and returns a description of the damage.
 fn set_aside(folder: &Path) -> io::Result<Option<String>> {
-    let before = read_manifest(folder).ok();
-    let checked = find_irregular(folder).and_then(|irregular| match irregular {
-        Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
-        None => verify_checkpoint(folder),
-    });
-    let how = match checked {
+    let manifest = || regular_files::read_blocking(&folder.join(MANIFEST)).ok();
+    let before = manifest();
+    let how = match verify_checkpoint(folder) {
         Ok(()) => return Ok(None),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
         Err(error) if is_media_error(&error) => format!("it cannot be read ({error})"),
         Err(error) => return Err(error),
     };
     // The checkpoint is not damaged, but was replaced or removed during the check.
-    if !folder.exists() || read_manifest(folder).ok() != before {
+    if !folder.exists() || manifest() != before {
         return Ok(None);
     }
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -67,20 +54,9 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     Ok(Some(how))
 }
 
-/// Describes an entry of the folder that is not a regular file. Such files are not opened, because reading a pipe would never end.
-fn find_irregular(folder: &Path) -> io::Result<Option<String>> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        if !entry.path().metadata().is_ok_and(|metadata| metadata.is_file()) {
-            return Ok(Some(format!("its {} is not a regular file", entry.file_name().to_string_lossy())));
-        }
-    }
-    Ok(None)
-}
-
 /// Whether all files of a checkpoint exist with the right sizes. The contents are not read.
 pub(crate) fn has_expected_sizes(folder: &Path) -> bool {
-    let Ok(bytes) = read_manifest(folder) else { return false };
+    let Ok(bytes) = regular_files::read_blocking(&folder.join(MANIFEST)) else { return false };
     let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes) else { return false };
     manifest.files.iter().all(|(name, listed)| {
         let metadata = folder.join(name).metadata();
@@ -122,7 +98,10 @@ mod tests {
                 fs::remove_file(folder.join("state.json")).unwrap();
                 std::os::unix::fs::symlink("/proc/self/mem", folder.join("state.json")).unwrap();
             }),
-            ("its pipe is not a regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
+            ("its state.json is not a regular file", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap();
+                fs::create_dir(folder.join("state.json")).unwrap();
+            }),
             ("its MANIFEST.json cannot be read", false, |folder| {
                 fs::write(folder.join(MANIFEST), b"{").unwrap();
             }),

@@ -1,5 +1,6 @@
 //! Compares the files of a checkpoint with its `MANIFEST.json`.
 
+use crate::util::regular_files;
 use lockstep_protocol::{checkpoint_files::folder_name, limits::MANIFEST_BYTES};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
@@ -97,13 +98,15 @@ pub(crate) fn verify(mut file: fs::File, name: &str, expected: &ManifestFile) ->
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] if a file is missing, damaged or permanently unreadable. The text names the file.
 pub(crate) fn verify_checkpoint(folder: &Path) -> io::Result<()> {
-    let bytes = fs::read(folder.join(MANIFEST))
-        .map_err(|e| damage_error(format!("its MANIFEST.json cannot be read ({e})")))?;
-    let manifest: Manifest = serde_json::from_slice(&bytes)
-        .map_err(|e| damage_error(format!("its MANIFEST.json cannot be read ({e})")))?;
+    let manifest = regular_files::read_blocking(&folder.join(MANIFEST))
+        .and_then(|bytes| Ok(serde_json::from_slice::<Manifest>(&bytes)?))
+        .map_err(|error| damage_error(format!("its {MANIFEST} cannot be read ({error})")))?;
     for (name, expected) in &manifest.files {
-        match fs::File::open(folder.join(name)) {
+        match regular_files::open(&folder.join(name)) {
             Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => verify(file, name, expected)?,
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                return Err(damage_error(format!("its {name} {error}")));
+            }
             _ => return Err(damage_error(format!("its {name} is missing"))),
         }
     }

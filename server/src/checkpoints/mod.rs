@@ -1,8 +1,8 @@
 //! Checkpoints: their copies on the server's disk and in the object store, uploads from agents, and the removal of old checkpoints.
 
 pub(crate) mod artifact_fetches;
-pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
+pub(crate) mod artifact_sync;
 pub(crate) mod disk_checks;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
@@ -34,7 +34,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use verified_files::VerifiedFiles;
 use waits::CheckpointWaits;
@@ -152,13 +152,12 @@ impl Checkpoints {
     }
 
     /// Why a job must not start on an agent yet: another agent, which is online, is uploading a newer checkpoint than the server has, or
-    /// the newest checkpoint is being fetched from the object store or checked. `time_left` is the time for which this call may wait for
-    /// checks.
+    /// the newest checkpoint is being fetched from the object store or checked. This call waits for checks until `check_deadline`.
     pub(crate) async fn find_wait(
         self: &Arc<Self>,
         job_row: &JobRow,
         agent_id: &str,
-        time_left: &mut Duration,
+        check_deadline: Instant,
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
         // Pretrained weights may be a checkpoint of another job.
@@ -168,7 +167,7 @@ impl Checkpoints {
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
             && let Availability::Waits(wait) =
-                find_availability(self, &row, Some(&copies), job, time_left).await?
+                find_availability(self, &row, Some(&copies), job, check_deadline).await?
         {
             return Ok(Some(wait));
         }
@@ -186,7 +185,7 @@ impl Checkpoints {
             let copies = copies.get(&row.id);
             let holders = self.holders_unless_on_server(&row, copies);
             if holders.is_empty() {
-                match find_availability(self, &row, copies, job, time_left).await? {
+                match find_availability(self, &row, copies, job, check_deadline).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
                     Availability::Waits(wait) => return Ok(Some(wait)),
@@ -223,21 +222,21 @@ impl Checkpoints {
         }
         let job = &report.attempt.job;
         // A checkpoint that is not old yet is removed later, when the newest checkpoint is stored.
-        let (copies, old) = match &self.artifact_store {
-            Some(_) => {
-                let old = self.old_checkpoints(job).await?.map(|(_, old)| old);
-                (self.copies(job).await?, old.unwrap_or_default())
-            }
-            None => Default::default(),
+        let (copies, old) = if self.artifact_store.is_some() {
+            let (_, old) = self.kept_and_old(job).await?.unwrap_or_default();
+            (self.copies(job).await?, old)
+        } else {
+            Default::default()
         };
         let place = self.store.agent_place(&report.attempt, &report.agent_id).await?;
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = folder_name(*epoch, *step);
-            let is_stored = copies.get(&format!("{job}-{name}")).is_some_and(Copies::is_stored);
+            let id = format!("{job}-{name}");
+            let is_stored = copies.get(&id).is_some_and(Copies::is_stored);
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
-            let is_needed = is_stored && !old.contains(&(*epoch, *step));
+            let is_needed = is_stored && old.iter().all(|row| row.id != id);
             if is_needed || is_here && has_own_disk {
                 *event = AttemptEvent::Unknown;
             }
@@ -253,14 +252,9 @@ impl Checkpoints {
             return Ok(());
         }
         let _guard = self.removal_lock.lock().await;
-        let Some((rows, old)) = self.old_checkpoints(&attempt.job).await? else { return Ok(()) };
-        let kept_names: HashSet<String> = rows
-            .iter()
-            .map(|row| (row.info.epoch, row.info.step))
-            .filter(|row| !old.contains(row))
-            .map(|(epoch, step)| folder_name(epoch, step))
-            .collect();
-        self.change_rows(&attempt.job, old, Vec::new()).await?;
+        let Some((kept, old)) = self.kept_and_old(&attempt.job).await? else { return Ok(()) };
+        self.change_rows(&attempt.job, epochs_and_steps(&old), Vec::new()).await?;
+        let kept_names: HashSet<String> = kept.iter().map(folder_name_of).collect();
         let job_dir = self.config.job_dir(&attempt.job);
         if let Err(error) = blocking(move || remove_others(&job_dir, &kept_names)).await {
             tracing::warn!(%error, job = %attempt.job, "old checkpoints cannot be removed now");
@@ -268,20 +262,23 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A job's checkpoints, and epoch and step of each checkpoint that the job no longer keeps, because it is older than the newest
-    /// `checkpoint.keep`, is not the best, and is not a version of a model. `None` if the job does not exist.
-    async fn old_checkpoints(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
+    /// The checkpoints that a job keeps, and its old checkpoints. A checkpoint is old if it is older than the newest `checkpoint.keep`, is
+    /// not the best, and is not a version of a model. `None` if the job does not exist.
+    async fn kept_and_old(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<CheckpointRow>)>> {
         let Some(row) = self.store.job(job).await? else { return Ok(None) };
         // Ranks, too, keep at least two checkpoints, because if the newest is damaged, the job continues from the previous checkpoint.
         let keep = (row.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(job).await?;
         let registered = self.store.registered_checkpoints(job).await?;
         let copies = self.copies(job).await?;
-        // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
-        let here = rows.iter().filter(|row| self.has_copy(row, copies.get(&row.id)));
-        let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
-        let old = old.map(|row| (row.info.epoch, row.info.step)).collect();
-        Ok(Some((rows, old)))
+        let mut count_here = 0;
+        let is_kept = |row: &CheckpointRow| {
+            // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
+            let is_here = self.has_copy(row, copies.get(&row.id));
+            count_here += usize::from(is_here);
+            !is_here || count_here <= keep || row.info.best || registered.contains(&row.id)
+        };
+        Ok(Some(rows.into_iter().partition(is_kept)))
     }
 
     /// Removes the rows of the checkpoints `removed`, each given by epoch and step, and applies the records `added`.
@@ -310,14 +307,14 @@ impl Checkpoints {
     /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
     pub(crate) async fn remove_old_in_object_store(&self, job: &JobId) -> Result<()> {
         let _guard = self.removal_lock.lock().await;
-        let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };
-        let is_on_disk = |(epoch, step): &(u32, u64)| {
-            let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
-            row.is_some_and(|row| self.folder(row).exists())
-        };
-        let removed = old.into_iter().filter(|old| !is_on_disk(old)).collect();
-        self.change_rows(job, removed, Vec::new()).await
+        let Some((_, mut old)) = self.kept_and_old(job).await? else { return Ok(()) };
+        old.retain(|row| !self.folder(row).exists());
+        self.change_rows(job, epochs_and_steps(&old), Vec::new()).await
     }
+}
+
+fn epochs_and_steps(rows: &[CheckpointRow]) -> Vec<(u32, u64)> {
+    rows.iter().map(|row| (row.info.epoch, row.info.step)).collect()
 }
 
 /// Removes folders of checkpoints and of uploads whose names are not in `kept_names`.

@@ -23,7 +23,7 @@ use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
 use lockstep_protocol::{JobId, checkpoint_files::parse_folder_name, limits::MANIFEST_BYTES};
 use object_store::{
-    BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
+    Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
     local::LocalFileSystem,
     path::Path,
@@ -31,7 +31,7 @@ use object_store::{
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 /// Minimum size of the parts in which a file is sent, in bytes. Buckets require at least 5 MiB for all parts except the last.
-pub(crate) const PART_BYTES: u64 = 8 << 20;
+pub(crate) const MIN_PART_BYTES: u64 = 8 << 20;
 /// Maximum number of parts of an object in a bucket.
 const MAX_PARTS: u64 = 10_000;
 /// Number of immediate retries of a failed request. Callers try again later.
@@ -105,9 +105,9 @@ impl ObjectStorage {
             Location::Bucket { bucket, prefix } => {
                 check::check_environment()?;
                 let retry = RetryConfig {
-                    backoff: BackoffConfig::default(),
                     max_retries: RETRIES,
                     retry_timeout: REQUEST_TIMEOUT,
+                    ..RetryConfig::default()
                 };
                 let builder = AmazonS3Builder::from_env();
                 let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint]
@@ -149,61 +149,42 @@ impl ObjectStorage {
     /// # Errors
     /// A store error. A manifest that is too large is cut off, and then refused by [`Prefix::parse_manifest`].
     pub(crate) async fn manifest(&self, prefix: &Prefix) -> Result<Option<Bytes>> {
-        let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
-        let found = with_timeout(self.objects.get_opts(&prefix.path.clone().join(MANIFEST), options)).await;
-        let Some(found) = optional(found)? else { return Ok(None) };
+        self.read_start(&prefix.manifest_path(), MANIFEST_BYTES as u64 + 1).await
+    }
+
+    /// The first bytes of an object, at most `max_bytes`. `None` if the object does not exist.
+    async fn read_start(&self, path: &Path, max_bytes: u64) -> Result<Option<Bytes>> {
+        let options = GetOptions::new().with_range(Some(0..max_bytes));
+        let found = optional(with_timeout(self.objects.get_opts(path, options)).await)?;
+        let Some(found) = found else { return Ok(None) };
         with_timeout(found.bytes()).await.map(Some)
     }
 
-    /// Writes a checkpoint's manifest, which completes the checkpoint.
-    pub(crate) async fn put_manifest(&self, prefix: &Prefix, bytes: Bytes) -> Result<()> {
-        with_timeout(self.objects.put(&prefix.path.clone().join(MANIFEST), bytes.into())).await.map(drop)
+    /// Whether the store has an object of this size.
+    pub(crate) async fn has(&self, path: &Path, size_bytes: u64) -> Result<bool> {
+        let found = optional(with_timeout(self.objects.head(path)).await)?;
+        Ok(found.is_some_and(|found| found.size == size_bytes))
     }
 
-    /// Whether the store has a file with this checksum and size.
-    pub(crate) async fn has_file(
-        &self,
-        prefix: &Prefix,
-        name: &str,
-        sha256: &str,
-        bytes: u64,
-    ) -> Result<bool> {
-        let found = optional(with_timeout(self.objects.head(&prefix.file_path(name, sha256))).await)?;
-        Ok(found.is_some_and(|found| found.size == bytes))
+    /// Writes an object. The caller must have verified the bytes of a file.
+    pub(crate) async fn put(&self, path: &Path, bytes: Bytes) -> Result<()> {
+        with_timeout(self.objects.put(path, bytes.into())).await.map(drop)
     }
 
-    /// Writes a small file whose bytes were verified by the caller.
-    pub(crate) async fn put_file(
-        &self,
-        prefix: &Prefix,
-        name: &str,
-        sha256: &str,
-        bytes: Bytes,
-    ) -> Result<()> {
-        with_timeout(self.objects.put(&prefix.file_path(name, sha256), bytes.into())).await.map(drop)
-    }
-
-    /// The bytes of a file. The caller must verify them.
-    pub(crate) async fn get_file(
-        &self,
-        prefix: &Prefix,
-        name: &str,
-        sha256: &str,
-    ) -> Result<BoxStream<'static, Result<Bytes>>> {
-        Ok(with_timeout(self.objects.get(&prefix.file_path(name, sha256))).await?.into_stream())
+    /// The bytes of an object. The caller must verify them.
+    pub(crate) async fn get(&self, path: &Path) -> Result<BoxStream<'static, Result<Bytes>>> {
+        Ok(with_timeout(self.objects.get(path)).await?.into_stream())
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
     pub(crate) async fn delete(&self, prefix: &Prefix, kept: Option<&Manifest>) -> Result<()> {
-        let manifest = prefix.path.clone().join(MANIFEST);
+        let manifest = prefix.manifest_path();
         if kept.is_none() {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let path_of = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, &file.sha256);
-            kept.is_some_and(|kept| {
-                *path == manifest || kept.files.iter().map(path_of).any(|file_path| file_path == *path)
-            })
+            let is_file = |(name, file): (&String, &ManifestFile)| prefix.file_path(name, file) == *path;
+            kept.is_some_and(|kept| *path == manifest || kept.files.iter().any(is_file))
         };
         let listed = self.objects.list(Some(&prefix.path)).map_ok(|object| object.location);
         let paths: Vec<Path> = with_timeout(listed.try_collect()).await?;
@@ -223,8 +204,14 @@ impl ObjectStorage {
 }
 
 impl Prefix {
-    fn file_path(&self, name: &str, sha256: &str) -> Path {
-        self.path.clone().join(sha256).join(name)
+    /// The path of the manifest, which completes the checkpoint.
+    pub(crate) fn manifest_path(&self) -> Path {
+        self.path.clone().join(MANIFEST)
+    }
+
+    /// The path of a file of the checkpoint.
+    pub(crate) fn file_path(&self, name: &str, file: &ManifestFile) -> Path {
+        self.path.clone().join(file.sha256.as_str()).join(name)
     }
 
     /// Parses a manifest of this checkpoint.
@@ -266,9 +253,9 @@ fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
     format!("{server}/{bucket}/{root}").trim_end_matches('/').to_owned()
 }
 
-/// The size of the parts of a file, in bytes.
-pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
-    size_bytes.div_ceil(MAX_PARTS).max(PART_BYTES)
+/// The size in bytes of the parts in which a file of this size is sent.
+pub(crate) fn part_size_for(size_bytes: u64) -> u64 {
+    size_bytes.div_ceil(MAX_PARTS).max(MIN_PART_BYTES)
 }
 
 /// Removes the folder of a checkpoint, and the folder of its job if it is empty then.

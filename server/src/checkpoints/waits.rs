@@ -16,8 +16,9 @@ pub(crate) struct Wait {
     pub(crate) keeps_slots: bool,
 }
 
-/// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after the wait has timed out, until the
-/// job starts or none of its checkpoints is being uploaded, because a job that then waits for slots must not wait for the checkpoint again.
+/// For each job, the checkpoints for which it waits and the beginning of each wait. An entry stays after its wait has timed out, until the
+/// job starts or none of its checkpoints is being uploaded. So a job that waits for slots afterwards does not wait for the checkpoint a
+/// second time.
 #[derive(Debug, Default)]
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 

@@ -79,18 +79,18 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
     }
 }
 
-/// A network: `10.0.0.0/8`, or a single address.
+/// A network of trusted proxies: `10.0.0.0/8`, or a single address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Network(IpNet);
+pub struct ProxyNetwork(IpNet);
 
-impl Network {
+impl ProxyNetwork {
     /// Whether an address is in the network.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.0.contains(&address.to_canonical())
     }
 }
 
-impl FromStr for Network {
+impl FromStr for ProxyNetwork {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn networks_contain_their_addresses() {
         let inside = |network: &str, address: &str| {
-            network.parse::<Network>().unwrap().contains(address.parse().unwrap())
+            network.parse::<ProxyNetwork>().unwrap().contains(address.parse().unwrap())
         };
         assert!(inside("10.0.0.0/8", "10.255.0.1") && !inside("10.0.0.0/8", "11.0.0.1"));
         assert!(inside("10.1.2.3", "10.1.2.3") && !inside("10.1.2.3", "10.1.2.4"));
@@ -174,7 +174,7 @@ mod tests {
         assert!(inside("2001:db8::/32", "2001:db8:1::1") && !inside("2001:db8::/32", "2001:db9::1"));
         assert!(!inside("10.0.0.0/8", "2001:db8::1") && !inside("::1", "127.0.0.1"));
         for text in ["", "10.0.0.0/33", "10.0.0.0/x", "::/129", "0.0.0.0/0", "::/0", "10.0.0/8", "a"] {
-            assert!(text.parse::<Network>().is_err(), "{text}");
+            assert!(text.parse::<ProxyNetwork>().is_err(), "{text}");
         }
     }
 

@@ -6,7 +6,7 @@ pub(crate) mod serve_error;
 pub(crate) mod smtp;
 pub(crate) mod tls_suites;
 
-use addresses::{Network, PublicUrl};
+use addresses::{ProxyNetwork, PublicUrl};
 use lockstep_protocol::{JobId, words};
 use oidc::OidcConfig;
 use serve_error::ServeError;
@@ -41,30 +41,29 @@ pub enum AccessLogTo {
     File(PathBuf),
 }
 
-/// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AgentAuth {
-    Token,
-    Certificate,
-    /// By a certificate, or by a token if they have no certificate.
-    Either,
+words! {
+    /// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
+    pub enum AgentAuth: "agent credential" {
+        Token = "token",
+        Certificate = "certificate",
+        /// By a certificate, or by a token if they have no certificate.
+        Either = "either",
+    }
 }
 
-words!(AgentAuth, "agent credential": Token = "token", Certificate = "certificate", Either = "either");
-
-/// Whether slots are shared fairly between owners or between projects, among waiting jobs of the same priority.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FairShare {
-    /// No fair sharing: the job that was submitted first comes first.
-    #[default]
-    Off,
-    /// Owners: the owner with the fewest slots in use comes first.
-    Owner,
-    /// Projects: the project with the fewest slots in use comes first.
-    Project,
+words! {
+    /// Whether slots are shared fairly between owners or between projects, among waiting jobs of the same priority.
+    #[derive(Default)]
+    pub enum FairShare: "fair share" {
+        /// No fair sharing: the job that was submitted first comes first.
+        #[default]
+        Off = "off",
+        /// Owners: the owner with the fewest slots in use comes first.
+        Owner = "owner",
+        /// Projects: the project with the fewest slots in use comes first.
+        Project = "project",
+    }
 }
-
-words!(FairShare, "fair share": Off = "off", Owner = "owner", Project = "project");
 
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
@@ -88,7 +87,7 @@ pub struct ServeConfig {
     /// The address that people and programs use.
     pub public_url: Option<PublicUrl>,
     /// Proxies whose `X-Forwarded-*` headers are trusted.
-    pub trusted_proxies: Vec<Network>,
+    pub trusted_proxies: Vec<ProxyNetwork>,
     /// Maximum requests per second, on average, of an address of another machine. 0: no limit.
     pub requests_per_second: u32,
     /// Maximum requests per second, on average, of a token or a signed-in person. 0: no limit. Agents are not limited.
@@ -203,9 +202,7 @@ impl ServeConfig {
             bundled: None,
         }
     }
-}
 
-impl ServeConfig {
     /// A job's folder. Ids from requests are checked, so the folder is always below `jobs`.
     pub(crate) fn job_dir(&self, id: &JobId) -> PathBuf {
         self.data_dir.join("jobs").join(id.as_str())

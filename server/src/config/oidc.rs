@@ -97,15 +97,14 @@ impl FromStr for ClientSecret {
     }
 }
 
-/// The claim that gives a new person's name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NameClaim {
-    PreferredUsername,
-    /// `email`, if the provider has verified it.
-    Email,
+words! {
+    /// The claim that gives a new person's name.
+    pub enum NameClaim: "name claim" {
+        PreferredUsername = "preferred_username",
+        /// `email`, if the provider has verified it.
+        Email = "email",
+    }
 }
-
-words!(NameClaim, "name claim": PreferredUsername = "preferred_username", Email = "email");
 
 /// Groups of the provider that set a person's role at every sign-in.
 #[derive(Debug, Clone)]

@@ -1,4 +1,4 @@
-//! The mail server that takes e-mail of webhooks.
+//! The SMTP server through which webhooks send e-mail.
 
 use lettre::{AsyncSmtpTransport, Tokio1Executor, message::Mailbox};
 

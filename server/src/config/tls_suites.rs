@@ -2,7 +2,8 @@
 
 use lockstep_protocol::words;
 use rustls::{
-    SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
+    ConfigBuilder, ServerConfig, SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
+    WantsVerifier,
     crypto::{CryptoProvider, ring},
     sign::CertifiedKey,
     version::{TLS12, TLS13},
@@ -15,17 +16,17 @@ use std::{
 /// Maximum length of a list of suites, in bytes.
 const MAX_LIST_BYTES: usize = 4096;
 
-/// The minimum version of TLS.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TlsVersion {
-    /// TLS 1.2, RFC 5246.
-    #[default]
-    V1_2,
-    /// TLS 1.3, RFC 8446.
-    V1_3,
+words! {
+    /// The minimum version of TLS.
+    #[derive(Default, PartialOrd, Ord)]
+    pub enum TlsVersion: "TLS version" {
+        /// TLS 1.2, RFC 5246.
+        #[default]
+        V1_2 = "1.2",
+        /// TLS 1.3, RFC 8446.
+        V1_3 = "1.3",
+    }
 }
-
-words!(TlsVersion, "TLS version": V1_2 = "1.2", V1_3 = "1.3");
 
 /// Cipher suites in the given order.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,21 +80,15 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
 }
 
-/// The versions and suites that the server offers.
-pub(crate) struct OfferedTls {
-    pub(crate) provider: Arc<CryptoProvider>,
-    pub(crate) versions: Vec<&'static SupportedProtocolVersion>,
-}
-
-/// The requested versions and suites, checked against the server's key.
+/// Begins the TLS settings of the server with the requested versions and suites, as far as they fit the server's key.
 ///
 /// # Errors
 /// No client could connect.
-pub(crate) fn offered_tls(
+pub(crate) fn server_config(
     suites: Option<&TlsSuites>,
     lowest: TlsVersion,
     key: &CertifiedKey,
-) -> Result<OfferedTls, String> {
+) -> Result<ConfigBuilder<ServerConfig, WantsVerifier>, String> {
     let mut provider = CryptoProvider::clone(&provider());
     if let Some(TlsSuites(suites)) = suites {
         provider.cipher_suites.clone_from(suites);
@@ -126,7 +121,8 @@ pub(crate) fn offered_tls(
             ),
         });
     }
-    Ok(OfferedTls { provider: Arc::new(provider), versions })
+    let builder = ServerConfig::builder_with_provider(Arc::new(provider));
+    builder.with_protocol_versions(&versions).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

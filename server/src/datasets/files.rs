@@ -22,7 +22,7 @@ const MAX_NAMES: usize = 100_000;
 const MAX_DEPTH: usize = 32;
 /// Size of a chunk of the list, in bytes.
 const LIST_CHUNK_BYTES: usize = 128 << 10;
-/// Minimum size of a chunk of parts, in bytes. Smaller parts are sent together.
+/// Minimum size of a chunk of the response with parts (ranges of files), in bytes. Parts are collected into a chunk until it has this size.
 const PARTS_CHUNK_BYTES: usize = 1 << 20;
 
 /// The location of a dataset's files.
@@ -47,7 +47,8 @@ enum Kind {
 type Unsent = (u8, String);
 
 impl Tree {
-    /// Opens the dataset that was registered at `path`. `None` if it has no files; for a pattern, [`FileList::open`] finds this out.
+    /// Opens the dataset that was registered at `path`. `None` if it has no files. The files of a pattern are not looked for here:
+    /// [`FileList::open`] returns `None` if none exists.
     ///
     /// # Errors
     /// The dataset cannot be read or copied.
@@ -55,13 +56,14 @@ impl Tree {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => {
-                let root = without_links(path)?;
-                let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
+                refuse_links(path)?;
+                let is_empty = fs::read_dir(path).map_err(failed)?.next().is_none();
+                let root = path.to_owned();
                 Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, relative_path: String::new() }))
             }
             Ok(metadata) if metadata.is_file() => {
-                let real = without_links(path)?;
-                let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
+                refuse_links(path)?;
+                let (Some(root), Some(name)) = (path.parent(), path.file_name()) else {
                     return Ok(None);
                 };
                 Ok(Some(Self { root: root.into(), kind: Kind::File, relative_path: to_unicode(name)? }))
@@ -73,18 +75,18 @@ impl Tree {
     }
 
     fn open_pattern(path: &Path) -> Result<Option<Self>, String> {
-        let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
+        let root: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
         let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();
-        if rest.as_os_str().is_empty() || !fixed.exists() {
+        if rest.as_os_str().is_empty() || !root.exists() {
             return Ok(None);
         }
-        let root = without_links(&fixed)?;
+        refuse_links(&root)?;
         let relative_path = to_unicode(rest.as_os_str())?;
         Ok(Some(Self { root, kind: Kind::Pattern, relative_path }))
     }
 
-    /// The file, or the existing files of the pattern, of a dataset that is not a folder.
-    fn names(&self) -> Result<Vec<String>, String> {
+    /// The paths, relative to the root, of the file or of the existing files of the pattern.
+    fn existing_files(&self) -> Result<Vec<String>, String> {
         let path = &self.relative_path;
         if self.kind == Kind::File {
             return Ok(vec![path.clone()]);
@@ -141,7 +143,8 @@ impl Tree {
         false
     }
 
-    /// Opens a file by its path in the list. Links are resolved first; a part of the path that becomes a link after that is not followed.
+    /// Opens a file by its path in the list. Links are resolved first. If a component of the path is replaced by a link afterwards, this
+    /// fails.
     fn open_file(&self, path: &str) -> Result<File, String> {
         let may_be_listed = self.may_contain(path);
         let path = Path::new(path);
@@ -152,7 +155,8 @@ impl Tree {
         let real = self.resolve_links(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
-        // Every folder is opened, from `/` on, because a folder above the root may become a link, too. `O_PATH` needs no right to read.
+        // Opens every folder from `/` on, because a folder above the dataset's folder may be replaced by a link, too. `O_PATH` needs no
+        // right to read.
         let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut folder = rustix::fs::open("/", folder_flags, Mode::empty()).map_err(failed)?;
         for part in self.root.iter().skip(1).chain(real.parent().into_iter().flatten()) {
@@ -166,10 +170,10 @@ impl Tree {
 }
 
 /// Checks that a registered path still has no links. A link that was made after the registration may lead to a folder that is not allowed.
-fn without_links(path: &Path) -> Result<PathBuf, String> {
+fn refuse_links(path: &Path) -> Result<(), String> {
     let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
     if real == path {
-        return Ok(real);
+        return Ok(());
     }
     let detail =
         "is not what was registered: the path, or a folder above it, is now a link on the server's machine";
@@ -194,9 +198,10 @@ pub(crate) struct FileList {
     max_entries: u64,
     /// The path and the remaining names of each folder that is not listed to its end.
     open_folders: Vec<(PathBuf, vec::IntoIter<String>)>,
-    /// Numbers of files and folders listed so far, and total size of the files in bytes.
+    /// Number of files and folders listed so far.
+    entry_count: u64,
+    /// Number of files listed so far, and their total size in bytes.
     file_count: u64,
-    folder_count: u64,
     bytes: u64,
     has_begun: bool,
     has_ended: bool,
@@ -210,7 +215,7 @@ impl FileList {
     pub(crate) fn open(tree: Tree, max_entries: u64) -> Result<Option<Self>, String> {
         let mut open_folders = Vec::new();
         if tree.kind != Kind::Folder {
-            let names = tree.names()?;
+            let names = tree.existing_files()?;
             if names.is_empty() {
                 return Ok(None);
             }
@@ -220,8 +225,8 @@ impl FileList {
             tree,
             max_entries,
             open_folders,
+            entry_count: 0,
             file_count: 0,
-            folder_count: 0,
             bytes: 0,
             has_begun: false,
             has_ended: false,
@@ -265,23 +270,22 @@ impl FileList {
                     if metadata.is_file() { Ok(metadata) } else { Err(format!("{shown} is not a file")) }
                 })?,
             };
+            self.entry_count += 1;
+            self.check_count(0)?;
             if metadata.is_dir() {
-                self.folder_count += 1;
-                self.check_count(0)?;
                 self.enter_folder(path)?;
                 return Ok(DatasetEntry::Folder(shown));
             }
             self.file_count += 1;
             self.bytes += metadata.len();
-            self.check_count(0)?;
             return Ok(DatasetEntry::File(shown, metadata.len(), changed_ns(&metadata)));
         }
     }
 
     /// Checks that the entries listed so far and `unlisted_count` further entries are not too many.
     fn check_count(&self, unlisted_count: usize) -> Result<(), String> {
-        if self.file_count + self.folder_count + unlisted_count as u64 > self.max_entries {
-            return Err(format!("it has more than {} files and folders", self.max_entries));
+        if self.entry_count + unlisted_count as u64 > self.max_entries {
+            return Err(format!("the dataset has more than {} files and folders", self.max_entries));
         }
         Ok(())
     }

@@ -1,14 +1,9 @@
 //! The note in a job's folder about the job's dataset at its first start. When the job starts on another machine later, the dataset of that
 //! machine is compared with the note.
 
-use crate::util::{if_exists, lock};
+use crate::util::{if_exists, lock, private_files};
 use lockstep_protocol::dataset::{DATASET_NOTE, DatasetNote};
-use std::{
-    fs::{self, File},
-    io::{self, Write as _},
-    path::Path,
-    sync::Mutex,
-};
+use std::{fs, io, path::Path, sync::Mutex};
 
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
 static NOTE_LOCK: Mutex<()> = Mutex::new(());
@@ -17,28 +12,14 @@ static NOTE_LOCK: Mutex<()> = Mutex::new(());
 /// of that dataset.
 pub(crate) fn keep_dataset_note(job_dir: &Path, note: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = lock(&NOTE_LOCK);
-    let bytes = if_exists(fs::read(job_dir.join(DATASET_NOTE)))?.unwrap_or_default();
+    let path = job_dir.join(DATASET_NOTE);
+    let bytes = if_exists(fs::read(&path))?.unwrap_or_default();
     // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
     let Ok(stored) = serde_json::from_slice::<DatasetNote>(&bytes) else {
-        write(job_dir, &serde_json::to_vec(note)?)?;
+        private_files::replace(&path, &serde_json::to_vec(note)?)?;
         return Ok(None);
     };
     Ok((stored.fingerprint != note.fingerprint).then(|| stored.in_words()))
-}
-
-/// Writes a note. The temporary file is synced before it replaces the old note.
-fn write(job_dir: &Path, note: &[u8]) -> io::Result<()> {
-    let temporary = job_dir.join("dataset.new");
-    let written = File::create(&temporary).and_then(|mut file| {
-        file.write_all(note)?;
-        file.sync_all()
-    });
-    let replaced = written.and_then(|()| fs::rename(&temporary, job_dir.join(DATASET_NOTE)));
-    if replaced.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    replaced?;
-    File::open(job_dir)?.sync_all()
 }
 
 /// The stored note of a job. `None` if it is missing or damaged.
@@ -69,17 +50,5 @@ mod tests {
         assert_eq!(keep_dataset_note(dir.path(), &note(4, "b")).unwrap(), None, "the same");
         let other = keep_dataset_note(dir.path(), &note(5, "b")).unwrap();
         assert_eq!(other.as_deref(), Some("a has 4 pictures of 0 MB, or other content"));
-    }
-
-    /// The note is written to /dev/full, like to a full disk.
-    #[test]
-    fn a_note_that_cannot_be_written_leaves_no_files() {
-        let dir = tempfile::tempdir().unwrap();
-        std::os::unix::fs::symlink("/dev/full", dir.path().join("dataset.new")).unwrap();
-        let error = keep_dataset_note(dir.path(), &note(4, "a")).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert_eq!(keep_dataset_note(dir.path(), &note(4, "a")).unwrap(), None);
-        assert_eq!(dataset_note(dir.path()), Some(note(4, "a")));
     }
 }

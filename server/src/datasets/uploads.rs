@@ -67,7 +67,6 @@ fn refuse<T>(why: impl Into<String>) -> Result<T> {
     Err(UploadError::Wrong(why.into()))
 }
 
-/// The progress of unpacking an archive.
 #[derive(Debug)]
 pub(crate) struct UnpackProgress {
     /// The folder of the unpacked files.

@@ -175,7 +175,6 @@ impl Hub {
         lock(&self.jobs).contains_key(id)
     }
 
-    /// Subscribes to the frames of the list.
     pub(crate) fn subscribe_to_list(&self) -> broadcast::Receiver<ListFrame> {
         self.list.subscribe()
     }

@@ -1,18 +1,23 @@
 //! Publish/subscribe: passes stored changes to the readers of streams and to the other parts of the server.
 
 pub(crate) mod hub;
-mod job_log;
 
 use crate::{
-    store::{Change, ChangedJob, Result, Store},
-    util::histogram::Histogram,
+    lifecycle,
+    store::{Change, ChangedJob, JobRow, Result, Store},
+    util::{histogram::Histogram, remember},
 };
 use hub::Hub;
-use job_log::WrittenLines;
-use lockstep_protocol::JobId;
-use std::sync::{
-    Arc,
-    atomic::{AtomicI64, AtomicU64},
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, LogLine},
+};
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicI64, AtomicU64},
+    },
 };
 
 /// Called with each change after it is stored. Must not block.
@@ -24,7 +29,8 @@ pub(crate) struct Events {
     /// The readers of streams.
     pub(crate) hub: Arc<Hub>,
     subscribers: Vec<Subscriber>,
-    written_lines: WrittenLines,
+    /// Lines that [`Events::log_once`] has written: job, attempt and topic.
+    written_lines: Mutex<HashSet<(JobId, u32, &'static str)>>,
     /// Number of events stored from reports since the server's start.
     pub(crate) stored_events: AtomicU64,
     /// Number of steps of jobs in these reports.
@@ -42,7 +48,7 @@ impl Events {
             store,
             hub,
             subscribers,
-            written_lines: WrittenLines::default(),
+            written_lines: Mutex::default(),
             stored_events: AtomicU64::new(0),
             reported_steps: AtomicU64::new(0),
             ingest_lag: Histogram::default(),
@@ -63,5 +69,23 @@ impl Events {
     /// Passes a stored change to all subscribers.
     pub(crate) fn publish(&self, changed: &ChangedJob) {
         self.subscribers.iter().for_each(|subscriber| subscriber(changed));
+    }
+
+    /// Writes a line into a job's log, unless a line about this topic was already written for the attempt.
+    pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, topic: &'static str, text: String) {
+        if remember(&self.written_lines, (job.clone(), attempt, topic)) {
+            self.log(job, text).await;
+        }
+    }
+
+    /// Writes a line into a job's log.
+    pub(crate) async fn log(&self, job: &JobId, text: String) {
+        // Lines of rank 0 are numbered from 1. Number 0 marks a line of the server.
+        let line = LogLine { number: 0, at: crate::now(), text };
+        let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
+        let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());
+        if let Err(error) = self.change_job(job, Box::new(change)).await {
+            tracing::warn!(%error, %job, "a line of a job's log could not be stored");
+        }
     }
 }

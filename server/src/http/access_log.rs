@@ -5,7 +5,10 @@
 //! `2026-11-23T04:17:37.123Z 10.0.0.7 GET /api/v1/jobs?limit 200 1834 3.2 -`: time, client, method, path with the names (not the
 //! values) of its query, status, bytes of the response, milliseconds, request id.
 
-use crate::config::AccessLogTo;
+use crate::{
+    config::AccessLogTo,
+    util::{failure_log::FailureLog, private_files},
+};
 use axum::http::{Method, StatusCode, Uri};
 use std::{
     fmt::Write as _,
@@ -146,7 +149,7 @@ fn open_private(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    crate::util::private_files::create_file(path)?;
+    private_files::create_file(path)?;
     let file = File::options().append(true).open(path)?;
     let length = file.metadata()?.len();
     Ok((file, length))
@@ -154,17 +157,10 @@ fn open_private(path: &Path) -> io::Result<(File, u64)> {
 
 /// Writes lines until all senders are dropped.
 fn write_lines(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
-    let mut is_failing = false;
+    let mut failure_log = FailureLog::default();
     while let Ok(first) = lines.recv() {
         let written = write_batch(out, &first, lines, lost);
-        // Logged once when writing begins to fail, not for each line.
-        match written {
-            Ok(()) => is_failing = false,
-            Err(error) if !std::mem::replace(&mut is_failing, true) => {
-                tracing::error!(%error, "the access log cannot be written");
-            }
-            Err(_) => {}
-        }
+        failure_log.log(&written, "the access log cannot be written", "the access log can be written again");
     }
 }
 

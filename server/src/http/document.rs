@@ -1,23 +1,11 @@
 //! The OpenAPI document: the descriptions of all handlers, and parts that all calls have in common.
 
-mod values;
-
 use crate::http::gate::{self, Requirement};
 use axum::http::Method;
 use lockstep_protocol::access::Scope;
-use utoipa::openapi::{
-    OpenApi, Ref, RefOr, Required,
-    content::ContentBuilder,
-    header::HeaderBuilder,
-    path::{Operation, ParameterBuilder, ParameterIn, PathItem},
-    response::{Response, ResponseBuilder},
-    schema::{ObjectBuilder, Type},
-    security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
-};
+use serde_json::{Map, Value, json};
+use utoipa::openapi::OpenApi;
 
-/// Names of the two security schemes.
-const BEARER: &str = "bearer";
-const COOKIE: &str = "session";
 /// Media type of errors.
 const PROBLEM: &str = "application/problem+json";
 /// Path of the calls in which agents name an attempt by headers.
@@ -26,89 +14,101 @@ const AGENT_HEADERS: [(&str, &str); 2] = [
     ("x-lockstep-agent", "The agent's id; the token must belong to this agent"),
     ("x-lockstep-fencing-token", "The fencing token of the attempt, as the agent received it"),
 ];
-/// Statuses of responses with `Retry-After`.
-const RETRY_STATUSES: [&str; 2] = ["429", "503"];
+/// Parameters that have the same pattern in all calls.
+const PATTERNS: [(&str, &str); 6] = [
+    ("sort", "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$"),
+    ("fields", "^[a-z_]+(,[a-z_]+)*$"),
+    ("cursor", "^[A-Za-z0-9_-]+$"),
+    ("kind", "^(weight|gradient)$"),
+    ("format", "^text$"),
+    ("Idempotency-Key", "^[!-~]([ -~]{0,253}[!-~])?$"),
+];
 
-/// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
-pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
-    for (path, item) in &mut document.paths.paths {
-        for (method, operation) in operations(item) {
-            if path.starts_with(AGENT_ATTEMPTS_PATH) {
-                operation.parameters.get_or_insert_default().extend(AGENT_HEADERS.map(|(name, about)| {
-                    let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
-                    let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
-                    let header = header.description(Some(about)).required(Required::True).schema(Some(text));
-                    RefOr::T(header.build())
-                }));
-            }
-            let scope = match gate::requirement(&method, Some(path)) {
-                Requirement::Nothing => None,
-                Requirement::Scope(scope) => Some(scope),
-                // A person's token may have any scope.
-                Requirement::AdminOrPerson => Some(Scope::Read),
-            };
-            let mut refusals = common_refusals(path, operation, scope.is_some());
-            if let Some(scope) = scope {
-                refusals.push(("401", "No valid token"));
-                refusals.push((
-                    "403",
-                    "The scope of the token or the role of the person does not suffice, the object has another owner, the request \
-                     comes from a page of another origin, or it bypassed the proxy that terminates TLS",
-                ));
-                let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
-                operation.security = Some(schemes.into());
-            }
-            for (status, description) in refusals {
-                let responses = &mut operation.responses.responses;
-                responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(problem(description)));
-            }
-            for (status, response) in &mut operation.responses.responses {
-                let RefOr::T(response) = response else { continue };
-                if status.parse::<u16>().is_ok_and(|status| status >= 400)
-                    && let Some(content) = response.content.shift_remove("application/json")
-                {
-                    response.content.insert(PROBLEM.to_owned(), content);
-                }
-                if RETRY_STATUSES.contains(&status.as_str()) {
-                    let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
-                    let header =
-                        HeaderBuilder::new().schema(Some(seconds)).description(Some("Seconds to wait"));
-                    response.headers.insert("Retry-After".to_owned(), RefOr::T(header.build()));
-                }
+/// Adds what the generated document lacks: the credentials that each call needs, refusals that do not come from its handler, the media type
+/// of errors, and limits of parameters and fields.
+pub(crate) fn complete(document: OpenApi) -> Value {
+    let mut document = json!(document);
+    for (path, item) in document["paths"].as_object_mut().into_iter().flatten() {
+        for (method, call) in item.as_object_mut().into_iter().flatten() {
+            if let (Ok(method), Value::Object(call)) = (method.to_uppercase().parse(), call) {
+                complete_call(path, &method, call);
             }
         }
     }
-    values::complete(&mut document);
-    let schemes = &mut document.components.get_or_insert_default().security_schemes;
-    let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
-        "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",
-    ));
-    schemes.insert(BEARER.into(), RefOr::T(SecurityScheme::Http(bearer.build())));
-    let cookie = ApiKeyValue::with_description("lockstep_PORT", "A browser that has signed in at `/login`");
-    schemes.insert(COOKIE.into(), RefOr::T(SecurityScheme::ApiKey(ApiKey::Cookie(cookie))));
+    complete_schemas(&mut document);
+    document["components"]["securitySchemes"] = json!({
+        "bearer": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or \
+                            `agent`.",
+        },
+        "session": {
+            "type": "apiKey",
+            "in": "cookie",
+            "name": "lockstep_PORT",
+            "description": "A browser that has signed in at `/login`",
+        },
+    });
     document
 }
 
-/// The calls of a path.
-fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operation)> {
-    [
-        (Method::GET, &mut item.get),
-        (Method::PUT, &mut item.put),
-        (Method::POST, &mut item.post),
-        (Method::PATCH, &mut item.patch),
-        (Method::DELETE, &mut item.delete),
-    ]
-    .into_iter()
-    .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
+fn complete_call(path: &str, method: &Method, call: &mut Map<String, Value>) {
+    if path.starts_with(AGENT_ATTEMPTS_PATH)
+        && let Value::Array(parameters) = call.entry("parameters").or_insert_with(|| json!([]))
+    {
+        parameters.extend(AGENT_HEADERS.map(|(name, about)| {
+            let schema = json!({ "type": "string", "minLength": 1 });
+            json!({ "name": name, "in": "header", "description": about, "required": true, "schema": schema })
+        }));
+    }
+    for parameter in call.get_mut("parameters").and_then(Value::as_array_mut).into_iter().flatten() {
+        if let Some((_, pattern)) = PATTERNS.iter().find(|(name, _)| parameter["name"] == *name)
+            && parameter["schema"].get("type").is_some()
+        {
+            parameter["schema"]["pattern"] = (*pattern).into();
+        }
+    }
+    let scope = match gate::requirement(method, Some(path)) {
+        Requirement::Nothing => None,
+        Requirement::Scope(scope) => Some(scope),
+        // A person's token may have any scope.
+        Requirement::AdminOrPerson => Some(Scope::Read),
+    };
+    let mut refusals = common_refusals(path, call.contains_key("requestBody"), scope.is_some());
+    if let Some(scope) = scope {
+        refusals.push(("401", "No valid token"));
+        refusals.push((
+            "403",
+            "The scope of the token or the role of the person does not suffice, the object has another owner, the request \
+             comes from a page of another origin, or it bypassed the proxy that terminates TLS",
+        ));
+        let scopes = [scope.as_str()];
+        call.insert("security".into(), json!([{ "bearer": scopes }, { "session": scopes }]));
+    }
+    let Some(Value::Object(responses)) = call.get_mut("responses") else { return };
+    for (status, description) in refusals {
+        let problem = json!({ "schema": { "$ref": "#/components/schemas/Problem" } });
+        let response = json!({ "description": description, "content": { PROBLEM: problem } });
+        responses.entry(status).or_insert(response);
+    }
+    for (status, response) in responses {
+        if status.parse::<u16>().is_ok_and(|status| status >= 400)
+            && let Some(Value::Object(content)) = response.get_mut("content")
+            && let Some(problem) = content.remove("application/json")
+        {
+            content.insert(PROBLEM.into(), problem);
+        }
+        if ["429", "503"].contains(&status.as_str()) {
+            response["headers"]["Retry-After"] =
+                json!({ "description": "Seconds to wait", "schema": { "type": "integer" } });
+        }
+    }
 }
 
 /// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
 /// checks every request, so every call may be answered with 400, 403, 421 or 429.
-fn common_refusals(
-    path: &str,
-    operation: &Operation,
-    needs_scope: bool,
-) -> Vec<(&'static str, &'static str)> {
+fn common_refusals(path: &str, has_body: bool, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut refusals = vec![
         ("400", "The request cannot be read"),
         ("421", "The Host is not a name of this server"),
@@ -126,7 +126,7 @@ fn common_refusals(
     if path.contains('{') {
         refusals.push(("404", "No object has this id or name, or the caller may not see it"));
     }
-    if operation.request_body.is_some() {
+    if has_body {
         refusals.push(("408", "The body stopped arriving"));
         refusals.push(("413", "The body is too large"));
         refusals.push(("415", "The body's media type is not supported"));
@@ -135,7 +135,51 @@ fn common_refusals(
     refusals
 }
 
-fn problem(description: &str) -> Response {
-    let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
-    ResponseBuilder::new().description(description).content(PROBLEM, content).build()
+/// Completes all schemas in `part`, a part of the document. The generated schema of an unsigned integer has a signed format and no maximum,
+/// and the generated schema of `Vec<u8>` is a list of numbers.
+fn complete_schemas(part: &mut Value) {
+    match part {
+        Value::Object(fields) => {
+            let is_unlimited =
+                fields.get("minimum").and_then(Value::as_f64) == Some(0.0) && !fields.contains_key("maximum");
+            let limit = match fields.get("format").and_then(Value::as_str) {
+                Some("int32") if is_unlimited => Some(("uint32", u64::from(u32::MAX))),
+                Some("int64") if is_unlimited => Some(("uint64", u64::MAX)),
+                _ => None,
+            };
+            if let Some((format, maximum)) = limit {
+                fields.insert("format".into(), format.into());
+                fields.insert("maximum".into(), maximum.into());
+            }
+            if let Some(content) = fields.get_mut("application/octet-stream") {
+                content["schema"] = json!({ "type": "string", "format": "binary" });
+            }
+            fields.values_mut().for_each(complete_schemas);
+        }
+        Value::Array(parts) => parts.iter_mut().for_each(complete_schemas),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemas_have_the_limits_and_patterns_of_their_types() {
+        let document = crate::openapi();
+        let parameter = |path: &str, name: &str| {
+            let all = document["paths"][path]["get"]["parameters"].as_array().unwrap();
+            all.iter().find(|parameter| parameter["name"] == name).unwrap()["schema"].clone()
+        };
+        let shuffle = parameter("/api/v1/datasets/{name}/samples", "shuffle");
+        assert_eq!((&shuffle["format"], &shuffle["maximum"]), (&json!("uint64"), &json!(u64::MAX)));
+        assert_eq!(parameter("/api/v1/jobs", "limit")["maximum"], 1000);
+        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$");
+        let archive = &document["paths"]["/api/v1/datasets/uploads/{name}/archive"]["put"]["requestBody"];
+        let schema = &archive["content"]["application/octet-stream"]["schema"];
+        assert_eq!(*schema, json!({"type": "string", "format": "binary"}));
+        let attempt = &document["components"]["schemas"]["Attempt"]["properties"]["attempt"];
+        assert_eq!((&attempt["format"], &attempt["maximum"]), (&json!("uint32"), &json!(u32::MAX)));
+    }
 }

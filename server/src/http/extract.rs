@@ -61,7 +61,6 @@ pub(crate) fn check_count(key: &str, asked: Option<u32>, default: u32, max: u32)
     }
 }
 
-/// Parameters of the path.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Path), rejection(Error))]
 pub(crate) struct Path<T>(pub T);

@@ -240,6 +240,9 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
                 }
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
+                Denied::RevokedUntilRestart => {
+                    "that token of the server's machine was revoked; restart the server, which writes a new one".into()
+                }
                 Denied::Expired => "that token has expired; ask for another token".into(),
                 Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })
@@ -269,7 +272,6 @@ pub(crate) fn is_mlflow(path: &str) -> bool {
     ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix))
 }
 
-/// The value of a cookie.
 pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     let lines = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
     let mut pairs = lines.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));

@@ -15,7 +15,7 @@ use crate::http::{
 };
 use axum::{
     extract::{Request, State},
-    http::{HeaderName, HeaderValue, Method, StatusCode, header},
+    http::{HeaderName, HeaderValue, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -107,8 +107,7 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
     };
     let is_websocket = header_text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
-    let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !is_websocket;
-    if is_safe {
+    if method.is_safe() && !is_websocket {
         return Ok(());
     }
     let is_own_page = match header_text(header::ORIGIN) {

@@ -4,7 +4,7 @@
 use crate::{
     config::{
         ServeConfig,
-        addresses::{Network, PublicUrl, client_key, forwarded_address, host_and_port, is_loopback},
+        addresses::{ProxyNetwork, PublicUrl, client_key, forwarded_address, host_and_port, is_loopback},
     },
     http::{
         rate_limit::RateLimiter,
@@ -56,7 +56,7 @@ pub(crate) struct Peer {
 /// The configuration and state that this module needs.
 pub(crate) struct Ingress {
     pub(crate) public_url: Option<PublicUrl>,
-    proxies: Vec<Network>,
+    proxies: Vec<ProxyNetwork>,
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     /// Whether requests without TLS are accepted only from trusted proxies and this machine.
     requires_proxy: bool,

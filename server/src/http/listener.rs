@@ -91,7 +91,6 @@ struct Shared {
     max_per_address: usize,
     /// A permit for each connection that can still be opened.
     permits: Arc<Semaphore>,
-    /// The id of the next connection.
     next_id: AtomicU64,
     /// The HTTP connections, by id. Websockets are not among them.
     open: Mutex<HashMap<u64, Arc<Connection>>>,
@@ -196,9 +195,8 @@ impl Shared {
                     () = stop.cancelled() => return,
                 }
             };
-            let permit = ConnectionPermit { _counted: counted, _permit: permit };
             let tls = listener.tls.clone();
-            tasks.spawn(self.clone().handle_connection(stream, from, tls, permit));
+            tasks.spawn(self.clone().handle_connection(stream, from, tls, (counted, permit)));
         }
     }
 
@@ -244,7 +242,7 @@ impl Shared {
         stream: TcpStream,
         from: SocketAddr,
         tls: Option<TlsAcceptor>,
-        permit: ConnectionPermit,
+        permits: ConnectionPermits,
     ) {
         let stop = self.gate.tasks.stopping.clone();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -286,9 +284,9 @@ impl Shared {
             let in_flight = InFlightRequest::begin(&connection);
             self.respond(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
-        // The stream owns the permit, so a connection keeps it after it has become a websocket.
+        // The stream owns the permits, so a connection keeps them after it has become a websocket.
         let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
-            let _ = &permit;
+            let _ = &permits;
         }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -357,11 +355,8 @@ impl Drop for ListEntry<'_> {
     }
 }
 
-/// A connection's permits: among all connections, and among the connections of its address.
-struct ConnectionPermit {
-    _counted: Option<AddressCount>,
-    _permit: OwnedSemaphorePermit,
-}
+/// A connection's permits: among the connections of its address, and among all connections.
+type ConnectionPermits = (Option<AddressCount>, OwnedSemaphorePermit);
 
 /// An address has the maximum number of connections, and all are in use.
 struct AddressFull;

@@ -1,4 +1,5 @@
-//! From the socket to the handler: listener, TLS, the sender of a request, access control, and the format of responses and errors.
+//! From the socket to the handler: connections (`listener`), TLS, who sent a request (`ingress`), which requests are accepted at all
+//! (`guard`), who may make a request (`gate`), and the format of responses and errors.
 
 pub(crate) mod access_log;
 pub(crate) mod attachment;

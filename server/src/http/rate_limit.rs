@@ -98,14 +98,14 @@ mod tests {
     }
 
     #[test]
-    fn the_client_with_the_oldest_request_is_forgotten_first() {
+    fn the_client_that_was_silent_longest_is_forgotten_first() {
         let limit = RateLimiter::<String, _>::with_clock(1, FakeRelativeClock::default());
         let takes = |key: &str| (0..20).filter(|_| limit.take(key).is_ok()).count();
         assert_eq!((takes("first"), takes("second")), (10, 10));
         for n in 2..MAX_KEYS {
             assert_eq!(limit.take(n.to_string().as_str()), Ok(()));
         }
-        assert_eq!(limit.take("first"), Err(1), "it is remembered at the limit");
+        assert_eq!(limit.take("first"), Err(1), "all clients are remembered");
         assert_eq!(limit.take("one more"), Ok(()));
         assert_eq!(limit.buckets.lock().unwrap().len(), MAX_KEYS);
         assert_eq!((takes("first"), takes("second")), (0, 10), "the second was forgotten");

@@ -21,7 +21,6 @@ use crate::{
 use ca::Authority;
 use files::{LoadedCertificate, load, minute};
 use rustls::{
-    ServerConfig,
     server::{ClientHello, ResolvesServerCert},
     sign::CertifiedKey,
 };
@@ -99,18 +98,15 @@ impl ServerCertificate {
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest_version) = (config.tls_suites.clone(), config.tls_min_version);
         // If no version or suite can be offered, no client could connect. The server then does not start.
-        tls_suites::offered_tls(suites.as_ref(), lowest_version, &loaded.key)?;
+        tls_suites::server_config(suites.as_ref(), lowest_version, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest_version, current }))
     }
 
     /// An acceptor for TLS connections that uses the current certificate.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let offered =
-            tls_suites::offered_tls(self.suites.as_ref(), self.lowest_version, &self.current().key)?;
-        let config = ServerConfig::builder_with_provider(offered.provider)
-            .with_protocol_versions(&offered.versions)
-            .map_err(|error| error.to_string())?;
+        let current = self.current();
+        let config = tls_suites::server_config(self.suites.as_ref(), self.lowest_version, &current.key)?;
         let config = match &self.agents {
             Some(agents) => config.with_client_cert_verifier(agents.clone()),
             None => config.with_no_client_auth(),

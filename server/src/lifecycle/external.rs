@@ -2,9 +2,8 @@
 //! rank, to which the points belong, and no fencing token, because every program with the right to change the job may report.
 
 use super::{
-    JobRow, Refusal, change_state, refusal,
+    ChangeResult, JobRow, Refusal, change_state, refusal,
     reports::{note_column, points_event},
-    state_event,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -60,13 +59,13 @@ pub fn refuse_external(job: &Job, what: &str) -> Result<(), Refusal> {
 }
 
 /// Begins a new run. Its state is `running` at once.
-pub fn begin(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn begin(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     row.job.attempt = ATTEMPT;
     make_running(row, at)
 }
 
 /// Applies a change that a run's program reports. A run that failed because its program was silent is running again.
-pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> ChangeResult {
     let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
@@ -82,7 +81,7 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
         Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
             make_running(row, at)?;
-            vec![change_state(row, state, end_reason(state, change.reason.as_deref()), None, at)?]
+            change_state(row, state, end_reason(state, change.reason.as_deref()), None, at)?
         }
     });
     events.extend(add_points(row, &change.columns)?);
@@ -90,15 +89,15 @@ pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Resu
 }
 
 /// Fails a running run whose program has been silent for `secs` seconds.
-pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> ChangeResult {
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
-    Ok(vec![change_state(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
+    change_state(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)
 }
 
 /// Changes a run to `running` from any state, through `queued` and `starting`.
-fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+fn make_running(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     if row.job.state == JobState::Running {
         return Ok(Vec::new());
     }
@@ -106,8 +105,7 @@ fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refus
         change_state(row, JobState::Queued, None, None, at)?;
     }
     change_state(row, JobState::Starting, None, None, at)?;
-    change_state(row, JobState::Running, None, None, at)?;
-    Ok(vec![state_event(row)])
+    change_state(row, JobState::Running, None, None, at)
 }
 
 fn end_reason(state: JobState, text: Option<&str>) -> Option<Reason> {
@@ -184,7 +182,7 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values. A value that is not finite is a gap in a chart, and the newest finite
 /// value stays the job's newest value.
-fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refusal> {
+fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> ChangeResult {
     // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);

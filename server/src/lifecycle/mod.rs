@@ -13,20 +13,21 @@ use lockstep_protocol::{
 
 mod end_on_agent;
 pub mod external;
-mod gang;
 mod preemption;
 mod progress;
 mod reports;
 mod row;
 pub mod trial;
 
-pub use end_on_agent::EndOnAgent;
-pub use gang::{find_end_on_agent, is_ending, record_end_on_agent};
+pub use end_on_agent::{EndOnAgent, find_end_on_agent, is_ending, record_end_on_agent};
 pub use preemption::preempt;
 pub use progress::{Progress, Rung};
 use reports::MAX_NOT_BEGUN;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refusal};
+
+/// The events of a change, which the caller stores, or why the change is refused.
+pub type ChangeResult = Result<Vec<EventBody>, Refusal>;
 
 fn refusal(state: JobState, detail: impl Into<String>) -> Refusal {
     Refusal { state, detail: detail.into() }
@@ -45,7 +46,7 @@ pub struct Fork {
     pub checkpoint: CheckpointInfo,
 }
 
-/// Changes the state of a job, and returns the event. `next` is the consequence of `reason`.
+/// Changes the state of a job, and returns the event of the change. `next` is the consequence of `reason`.
 ///
 /// # Errors
 /// [`JobState::may_become`] does not allow the transition.
@@ -55,7 +56,7 @@ fn change_state(
     reason: Option<Reason>,
     next: Option<Next>,
     at: Timestamp,
-) -> Result<EventBody, Refusal> {
+) -> ChangeResult {
     if !row.job.state.may_become(state) {
         return Err(refusal(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
@@ -94,7 +95,7 @@ fn change_state(
         }
         _ => {}
     }
-    Ok(state_event(row))
+    Ok(vec![state_event(row)])
 }
 
 /// The final state of an attempt, from the state to which its job has changed.
@@ -129,16 +130,12 @@ pub fn first_events(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 
 /// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer_ranks_reason` is the reason if the attempt has
 /// fewer ranks than the job.
-pub fn start_attempt(
-    row: &mut JobRow,
-    fewer_ranks_reason: Option<Reason>,
-    at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+pub fn start_attempt(row: &mut JobRow, fewer_ranks_reason: Option<Reason>, at: Timestamp) -> ChangeResult {
     row.progress.trained = false;
     row.progress.began_from = row.progress.checkpoint;
     row.progress.ends.clear();
     row.progress.unreachable.clear();
-    Ok(vec![change_state(row, JobState::Starting, fewer_ranks_reason, None, at)?])
+    change_state(row, JobState::Starting, fewer_ranks_reason, None, at)
 }
 
 /// Whether a waiting job shows `reason`, the reason why it waits. Otherwise the job shows how its last attempt ended, which tells a user
@@ -155,7 +152,7 @@ pub fn shows_wait_reason(job: &Job, reason: &Reason) -> bool {
 
 /// Sets the reason why a job still waits. Returns no event if the job shows this reason already, or if it shows how its last attempt ended
 /// ([`shows_wait_reason`]).
-pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refusal> {
+pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> ChangeResult {
     let job = &mut row.job;
     if !shows_wait_reason(job, reason) || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
@@ -166,7 +163,7 @@ pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBod
 
 /// Cancels a job for a user. If no agent of the job is reachable to stop its ranks, the job ends at once, and the agents get the order when
 /// they reconnect.
-pub fn cancel(row: &mut JobRow, is_agent_reachable: bool, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn cancel(row: &mut JobRow, is_agent_reachable: bool, at: Timestamp) -> ChangeResult {
     let state = row.job.state;
     if state.is_final() {
         return Err(refusal(state, format!("the job has already ended: it {}", state.predicate())));
@@ -180,18 +177,18 @@ pub fn cancel(row: &mut JobRow, is_agent_reachable: bool, at: Timestamp) -> Resu
         row.job.set_reason(Some(ReasonKind::Cancelling.into()));
         return Ok(vec![state_event(row)]);
     }
-    Ok(vec![change_state(row, JobState::Cancelled, Some(reason), None, at)?])
+    change_state(row, JobState::Cancelled, Some(reason), None, at)
 }
 
 /// Pauses a job for a user: its ranks write a checkpoint and free their slots. An unreachable agent gets the order when it reconnects, or
 /// its ranks end when the lease expires.
-pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn pause(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     external::refuse_external(&row.job, "paused")?;
     let state = row.job.state;
     match state {
-        JobState::Queued | JobState::Restarting => Ok(vec![become_paused(row, None, at)?]),
+        JobState::Queued | JobState::Restarting => become_paused(row, None, at),
         JobState::Starting | JobState::Running if row.cancel_reason.is_none() => {
-            Ok(vec![change_state(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
+            change_state(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
         _ => {
@@ -203,7 +200,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal>
 }
 
 /// Resumes a paused job for a user.
-pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn resume(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     external::refuse_external(&row.job, "resumed")?;
     trial::refuse_at_rung(row)?;
     let state = row.job.state;
@@ -220,29 +217,29 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal
 }
 
 /// Changes a job without running ranks to `paused`. `why` is the reason if its ranks have not ended in an orderly way.
-fn become_paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refusal> {
+fn become_paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> ChangeResult {
     let reason = ReasonKind::PausedByUser { detail: why.map(|why| why.words().into()) };
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
     change_state(row, JobState::Paused, Some(reason.into()), Some(next), at)
 }
 
 /// Queues a job, to continue from its newest checkpoint.
-fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refusal> {
+fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> ChangeResult {
     let next = Next::Continue { from_step: row.progress.checkpoint };
     change_state(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
 /// Queues a job to continue, and forgets earlier restarts. Without a known checkpoint, the reason names no step, because the next start may
 /// find a checkpoint that no rank has reported.
-fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> ChangeResult {
     row.restarts = 0;
     row.progress.not_begun = 0;
     let next = row.progress.checkpoint.map(|step| Next::Continue { from_step: Some(step) });
-    Ok(vec![change_state(row, JobState::Queued, Some(reason.into()), next, at)?])
+    change_state(row, JobState::Queued, Some(reason.into()), next, at)
 }
 
 /// Retries a failed or cancelled job from its newest checkpoint, for a user.
-pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn retry(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     external::refuse_external(&row.job, "retried")?;
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
@@ -258,12 +255,12 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal>
 }
 
 /// Ends an attempt whose agent was silent for longer than the lease, or has reconnected without the attempt's ranks.
-pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> ChangeResult {
     if row.job.state == JobState::Pausing && row.cancel_reason.is_none() {
-        return Ok(vec![preemption::pause_or_requeue(row, Some(why), at)?]);
+        return preemption::pause_or_requeue(row, Some(why), at);
     }
-    let mut events = vec![change_state(row, JobState::Lost, Some(why.clone()), None, at)?];
-    events.push(match row.cancel_reason.take() {
+    let mut events = change_state(row, JobState::Lost, Some(why.clone()), None, at)?;
+    events.extend(match row.cancel_reason.take() {
         Some(reason) => change_state(row, JobState::Cancelled, Some(reason), None, at)?,
         None => restart_or_fail(row, why.clone(), at)?,
     });
@@ -271,24 +268,23 @@ pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result
 }
 
 /// Returns a job to the queue without counting a restart, such as when its agent was stopped in an orderly way.
-pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
-    let event = match row.cancel_reason.take() {
-        Some(reason) => change_state(row, JobState::Cancelled, Some(reason), None, at)?,
-        None if row.job.state == JobState::Pausing => preemption::pause_or_requeue(row, None, at)?,
-        None => queue(row, why.clone(), at)?,
-    };
-    Ok(vec![event])
+pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> ChangeResult {
+    match row.cancel_reason.take() {
+        Some(reason) => change_state(row, JobState::Cancelled, Some(reason), None, at),
+        None if row.job.state == JobState::Pausing => preemption::pause_or_requeue(row, None, at),
+        None => queue(row, why.clone(), at),
+    }
 }
 
 /// Fails a job that could not start because one of its requirements no longer exists.
-pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
-    Ok(vec![change_state(row, JobState::Failed, Some(why.clone()), None, at)?])
+pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> ChangeResult {
+    change_state(row, JobState::Failed, Some(why.clone()), None, at)
 }
 
 /// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
 /// the attempt has written a newer checkpoint, because a job on many machines loses machines from time to time, but makes progress in each
 /// attempt.
-fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refusal> {
+fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> ChangeResult {
     // No rank has run, because the order to start ranks was lost with a connection.
     let start_was_lost = matches!(why.kind(), ReasonKind::StartLost { .. })
         && !row.progress.trained

@@ -1,8 +1,8 @@
 //! The rules by which records of ranks and agents change a job.
 
 use super::{
-    JobRow, Refusal, change_state, checkpoint_id, preemption::pause_or_requeue, requeue, restart_or_fail,
-    state_event, trial,
+    ChangeResult, JobRow, change_state, checkpoint_id, preemption::pause_or_requeue, requeue,
+    restart_or_fail, state_event, trial,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -37,7 +37,7 @@ pub fn report(
     event: AttemptEvent,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+) -> ChangeResult {
     let (attempt, ranks) = (row.job.attempt, row.job.ranks);
     Ok(match event {
         AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
@@ -60,7 +60,7 @@ pub fn report(
                     row.cancel_reason.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
                 };
                 let cause = row.job.cause.clone().filter(is_kept);
-                events.push(change_state(row, JobState::Running, cause, None, at)?);
+                events = change_state(row, JobState::Running, cause, None, at)?;
             }
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
@@ -276,42 +276,38 @@ pub(super) fn end_attempt(
     ending: Ending,
     leaving: Option<&Reason>,
     at: Timestamp,
-) -> Result<Vec<EventBody>, Refusal> {
+) -> ChangeResult {
     let ending = match ending {
         // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
         ending => ending,
     };
-    Ok(match (ending, row.cancel_reason.take()) {
+    match (ending, row.cancel_reason.take()) {
         (Ending::Succeeded { step }, _) => {
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
-                events.push(change_state(row, JobState::Running, None, None, at)?);
+                events = change_state(row, JobState::Running, None, None, at)?;
             }
             row.job.step = row.job.step.max(step);
             let is_early = |cause: &Reason| matches!(cause.kind(), ReasonKind::StoppedEarly { .. });
             let early = row.job.cause.clone().filter(is_early);
-            events.push(change_state(row, JobState::Succeeded, early, None, at)?);
-            events
+            events.extend(change_state(row, JobState::Succeeded, early, None, at)?);
+            Ok(events)
         }
         // The cancelled job also shows a failure that a person must handle, such as ranks that could not be ended.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
-            vec![change_state(row, JobState::Cancelled, Some(reason.into()), None, at)?]
+            change_state(row, JobState::Cancelled, Some(reason.into()), None, at)
         }
-        (_, Some(cancel_reason)) => {
-            vec![change_state(row, JobState::Cancelled, Some(cancel_reason), None, at)?]
-        }
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
-            vec![pause_or_requeue(row, None, at)?]
-        }
+        (_, Some(cancel_reason)) => change_state(row, JobState::Cancelled, Some(cancel_reason), None, at),
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => pause_or_requeue(row, None, at),
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            vec![pause_or_requeue(row, Some(&reason), at)?]
+            pause_or_requeue(row, Some(&reason), at)
         }
-        (Ending::Stopped, None) if trial::is_at_rung(row) => vec![trial::pause_at_rung(row, at)?],
+        (Ending::Stopped, None) if trial::is_at_rung(row) => trial::pause_at_rung(row, at),
         (Ending::Stopped, None) => {
             let agent_stopped = ReasonKind::AgentStopped { agent: None, detail: None }.into();
-            requeue(row, leaving.unwrap_or(&agent_stopped), at)?
+            requeue(row, leaving.unwrap_or(&agent_stopped), at)
         }
         // No rank has run, so this end does not count as a restart, unless it happens too often in a row.
         (Ending::Failed { reason, retriable: true }, None)
@@ -319,13 +315,13 @@ pub(super) fn end_attempt(
                 && row.progress.not_begun < MAX_NOT_BEGUN =>
         {
             row.progress.not_begun += 1;
-            requeue(row, &reason, at)?
+            requeue(row, &reason, at)
         }
-        (Ending::Failed { reason, retriable: true }, None) => vec![restart_or_fail(row, reason, at)?],
+        (Ending::Failed { reason, retriable: true }, None) => restart_or_fail(row, reason, at),
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
-            vec![change_state(row, JobState::Failed, Some(reason), None, at)?]
+            change_state(row, JobState::Failed, Some(reason), None, at)
         }
-    })
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,11 @@
 //! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
 //! (`sweeps/decide.rs`).
 
-use super::{JobRow, Refusal, change_state, progress::Rung, queue_anew, refusal};
+use super::{ChangeResult, JobRow, Refusal, change_state, progress::Rung, queue_anew, refusal};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
     reason::{Next, ReasonKind},
-    stream::EventBody,
 };
 
 /// Whether the stopped ranks of a trial have reached its rung, so that a checkpoint of that epoch exists.
@@ -26,7 +25,7 @@ pub fn rung(row: &JobRow, epoch: u32) -> Rung {
 }
 
 /// Pauses a trial whose ranks have stopped at its rung.
-pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refusal> {
+pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
     let reached = rung(row, epoch);
     row.progress.rungs.push(reached);
@@ -57,16 +56,16 @@ fn require_waiting(row: &JobRow) -> Result<(), Refusal> {
 }
 
 /// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.
-pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> ChangeResult {
     require_waiting(row)?;
     row.progress.pause_after = pause_after;
     queue_anew(row, ReasonKind::ResumedBySweep, at)
 }
 
 /// Ends a trial for its sweep, because other trials are better.
-pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refusal> {
+pub fn end(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     require_waiting(row)?;
-    Ok(vec![change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
+    change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)
 }
 
 #[cfg(test)]

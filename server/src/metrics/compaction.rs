@@ -94,7 +94,7 @@ async fn read_rewritten_series(
             MetricFilter { name: Some(key.name.clone()), ranks: vec![key.rank], ..MetricFilter::default() };
         let (_, chunks) = store.metric_chunks(job, 0, &filter).await?;
         let chunks = chunks.iter().filter(|chunk| chunk.attempt == key.attempt);
-        let buckets = chunks.flat_map(|chunk| readable_chunk(0, chunk)).collect();
+        let buckets = chunks.flat_map(|chunk| decode_chunk_or_empty(0, chunk)).collect();
         stored.insert(key, buckets);
     }
     Ok(stored)
@@ -127,7 +127,7 @@ fn changed_chunks(
         let Some(last) = points.last().map(|point| point.step) else { continue };
         for level in 0..LEVELS {
             let old = newest.remove(&(key.clone(), level));
-            let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
+            let mut buckets = old.as_ref().map(|old| decode_chunk_or_empty(level, old)).unwrap_or_default();
             let old_len = buckets.len();
             buckets.extend(&points);
             if level > 0 {
@@ -162,7 +162,7 @@ fn changed_chunks(
 }
 
 /// The buckets of a chunk. A damaged chunk is logged and counts as empty, so that other chunks are still compacted.
-pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
+pub(crate) fn decode_chunk_or_empty(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;
         unreadable::log_once(&format!(
@@ -215,7 +215,7 @@ mod tests {
     fn the_last_point_of_a_repeated_step_counts() {
         let first = changed_chunks(Vec::new(), vec![column(1..11)], BTreeMap::new());
         let key = SeriesKey::of(&first[0]);
-        let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);
+        let stored = BTreeMap::from([(key, decode_chunk_or_empty(0, &first[0]))]);
         let newer = points(vec![7, 0, 7], vec![1.0, 2.0, 3.5]);
         let again = changed_chunks(first, vec![column(5..13), newer], stored);
         let points = chunk::decode(0, &again[0].data).unwrap();

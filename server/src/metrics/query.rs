@@ -94,7 +94,7 @@ pub(crate) async fn find(
             let is_inside = |b: &Bucket| (from..=to).contains(&b.step);
             let mut series: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
             for chunk in chunks {
-                let buckets = compaction::readable_chunk(level, &chunk);
+                let buckets = compaction::decode_chunk_or_empty(level, &chunk);
                 let buckets = buckets.into_iter().filter(is_inside);
                 series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets);
             }

@@ -16,6 +16,9 @@ use std::{
 /// Agents that can share a job, by their indices in the list of candidates.
 pub(super) type Group = Vec<usize>;
 
+/// Slots for a job, by the index of their agent in the list of candidates.
+pub(super) type ChosenSlots = Vec<(usize, Vec<u32>)>;
+
 /// An agent on which a job may be started.
 #[derive(Clone)]
 pub(super) struct Candidate {

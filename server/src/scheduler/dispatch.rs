@@ -20,7 +20,7 @@ use start::start_all;
 use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 mod ends;
@@ -91,7 +91,7 @@ async fn compare_queue(scheduler: &Scheduler) {
     let mut failure_log = FailureLog::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
-        let compared = scheduler.waiting.compare(&*scheduler.store).await;
+        let compared = scheduler.waiting.mark_differences(&*scheduler.store).await;
         let failed = "the queue could not be compared with the store";
         failure_log.log(&compared, failed, "the queue is compared with the store again");
         if matches!(compared, Ok(true)) {
@@ -153,14 +153,14 @@ async fn run_round(scheduler: &Scheduler, unstored: &UnstoredReasons) -> Result<
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut check_time_left = CHECK_TIMEOUT;
+    let check_deadline = Instant::now() + CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
         if plan.unknown_checkpoints.is_empty() {
             return Ok((snapshot, plan));
         }
         for (row, reader) in plan.unknown_checkpoints {
-            let wait = match scheduler.checkpoints.find_wait(&row, &reader, &mut check_time_left).await {
+            let wait = match scheduler.checkpoints.find_wait(&row, &reader, check_deadline).await {
                 Err(error) if !error.is_temporary() => {
                     let why = Reason::from(error.to_string()).into();
                     skip_permanent_error(&row.job.id, Err(error))?;
@@ -203,12 +203,18 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
     let waiting = scheduler.waiting.read(&*scheduler.store).await?;
     let yielding_jobs = if waiting.is_empty() { Vec::new() } else { yielding_jobs(scheduler).await? };
+    let paused_sweeps = if waiting.iter().any(|row| row.job.trial.is_some()) {
+        scheduler.store.paused_sweeps().await?
+    } else {
+        HashMap::new()
+    };
     Ok(Snapshot {
         now,
         started_at: scheduler.started_at,
         agents,
         waiting,
         yielding_jobs,
+        paused_sweeps,
         fair_share,
         slots_of_shares,
         checkpoint_waits: HashMap::new(),

@@ -2,15 +2,15 @@
 
 use super::{
     Snapshot,
-    candidates::Candidates,
+    candidates::{Candidates, ChosenSlots},
     gang::{choose_agents, choose_reserved_agents},
+    round::ReservedAgents,
 };
 use crate::store::JobRow;
 use lockstep_protocol::{
     job::Job,
     reason::{Reason, ReasonKind, Text},
 };
-use std::collections::HashSet;
 
 /// The numbers of ranks on which a job may continue if not all of its ranks fit.
 pub(super) struct FewerRanks {
@@ -39,8 +39,8 @@ impl FewerRanks {
         &self,
         job: &Job,
         candidates: &Candidates,
-        reserved: &HashSet<String>,
-    ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
+        reserved: &ReservedAgents,
+    ) -> Option<(ChosenSlots, Reason)> {
         let tried = self.ranks.iter().filter(|_| self.has_waited);
         let found = |ranks: &u32| Some((*ranks, choose_agents(candidates, *ranks as usize, reserved)?));
         let (ranks, chosen) = tried.into_iter().find_map(found)?;

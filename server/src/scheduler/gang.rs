@@ -5,7 +5,8 @@
 
 use super::{
     AgentState,
-    candidates::{Candidate, Candidates, Group, link_speeds},
+    candidates::{Candidate, Candidates, ChosenSlots, Group, link_speeds},
+    round::ReservedAgents,
 };
 use crate::store::AgentRow;
 use lockstep_protocol::spec::Device;
@@ -78,9 +79,9 @@ fn choose_group(candidates: &Candidates, choose: impl Fn(&Group) -> Option<Group
 pub(super) fn choose_agents(
     candidates: &Candidates,
     ranks: usize,
-    reserved: &HashSet<String>,
-) -> Option<Vec<(usize, Vec<u32>)>> {
-    let is_reserved = |c: usize| reserved.contains(&candidates[c].agent.row.id);
+    reserved: &ReservedAgents,
+) -> Option<ChosenSlots> {
+    let is_reserved = |c: usize| reserved.contains_key(&candidates[c].agent.row.id);
     // Large gaps stay for large jobs, but ranks that NVLink joins exchange gradients several times faster.
     let fits = |c: &usize| candidates[*c].free.len() >= ranks && !is_reserved(*c);
     let costs = |c: &usize| (candidates[*c].nvlink_group_count(ranks), candidates[*c].free.len());

@@ -5,7 +5,7 @@
 //!
 //! 1. Jobs are considered by priority, then fair share (`share.rs`), then age. Slots that a job gets or reserves are not available to later
 //!    jobs.
-//! 2. A job that cannot be read never starts. A restarting job first waits for its backoff.
+//! 2. A job that cannot be read never starts, and no trial of a paused sweep does. A restarting job first waits for its backoff.
 //! 3. A job gets all of its slots or none: on one agent, otherwise on the fewest agents that reach each other (`gang.rs`). An agent that is
 //!    drained, is being stopped, is silent or was given up takes no job, and an agent of a launch takes only the launch's job.
 //! 4. A job that does not fit counts on slots of jobs that are ending, then on slots of preemptible jobs of lower priority (`preempt.rs`).
@@ -27,8 +27,8 @@ use crate::{
 use jiff::Timestamp;
 use lockstep_protocol::{
     backoff::Backoff,
-    job::{JobId, JobState},
-    reason::Reason,
+    job::{JobId, JobState, TrialOf},
+    reason::{Reason, ReasonKind},
 };
 use place::place_job;
 use round::Round;
@@ -119,6 +119,8 @@ pub(crate) struct Snapshot {
     pub(crate) waiting: Vec<Arc<JobRow>>,
     /// Running jobs whose slots other jobs may count on: the lowest priority first, then the newest.
     pub(crate) yielding_jobs: Vec<YieldingJob>,
+    /// The names of paused sweeps, by id.
+    pub(crate) paused_sweeps: HashMap<String, String>,
     pub(crate) fair_share: FairShare,
     /// Slots in use by owner or project, as `fair_share` says.
     pub(crate) slots_of_shares: HashMap<String, u64>,
@@ -138,14 +140,16 @@ pub(crate) struct AgentState {
     pub(crate) slots_in_use: HashSet<u32>,
 }
 
+/// A slot: the id of its agent, and its index.
+pub(crate) type AgentSlot = (String, u32);
+
 /// A running job that ends or may be preempted.
 #[derive(Debug, Clone)]
 pub(crate) struct YieldingJob {
     pub(crate) occupant: Occupant,
     /// Whether the job's slots become free soon without a further preemption.
     pub(crate) is_ending: bool,
-    /// The job's slots, each with the id of its agent.
-    pub(crate) slots: Vec<(String, u32)>,
+    pub(crate) slots: Vec<AgentSlot>,
 }
 
 /// The decisions that follow from a snapshot.
@@ -218,6 +222,13 @@ pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
             slots_given = 0;
             if !is_due(row, snapshot.now) {
                 round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why: None });
+                continue;
+            }
+            let paused = |trial: &TrialOf| snapshot.paused_sweeps.get_key_value(&trial.sweep);
+            if let Some((sweep, name)) = row.job.trial.as_ref().and_then(paused) {
+                let (sweep, detail) = (sweep.as_str().into(), name.as_str().into());
+                let why = Arc::new(ReasonKind::WaitingForSweep { sweep, detail }.into());
+                round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why: Some(why) });
                 continue;
             }
             let wait = place_job(&mut round, row);

@@ -2,7 +2,7 @@
 
 use super::{
     Start,
-    candidates::Candidates,
+    candidates::{Candidates, ChosenSlots},
     fewer::FewerRanks,
     gang::{choose_agents, choose_reserved_agents},
     preempt::preempt,
@@ -61,7 +61,7 @@ fn start(
     round: &mut Round<'_>,
     row: &Arc<JobRow>,
     candidates: Arc<Candidates>,
-    chosen: Vec<(usize, Vec<u32>)>,
+    chosen: ChosenSlots,
     fewer_ranks_reason: Option<Reason>,
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {

@@ -3,11 +3,11 @@
 //! preempted job never preempts back.
 
 use super::{
-    Preemption, YieldingJob,
-    candidates::{Candidate, Candidates},
+    AgentSlot, Preemption, YieldingJob,
+    candidates::{Candidate, Candidates, ChosenSlots},
     gang::choose_agents,
     reasons::wait_reason,
-    round::Round,
+    round::{ReservedAgents, Round},
 };
 use crate::{checkpoints::Wait, store::JobRow};
 use std::{
@@ -19,11 +19,10 @@ use std::{
 /// Maximum number of victims of a job over several agents for which [`choose_victims_on_several`] checks whether the job fits without them.
 const MAX_TRIED: usize = 64;
 
-/// Slots for a job, by the index of their agent in the list of candidates, and the jobs that must end to free the slots, by their index in
-/// the list of yielding jobs.
+/// Slots for a job, and the jobs that must end to free the slots, by their index in the list of yielding jobs.
 #[derive(Debug, PartialEq)]
 struct Choice {
-    chosen: Vec<(usize, Vec<u32>)>,
+    chosen: ChosenSlots,
     victims: Vec<usize>,
 }
 
@@ -83,7 +82,7 @@ fn ending_jobs_counted_on<'a>(
     let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
     let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
     let is_chosen =
-        |(agent, slot): &(String, u32)| chosen.get(agent.as_str()).is_some_and(|slots| slots.contains(slot));
+        |(agent, slot): &AgentSlot| chosen.get(agent.as_str()).is_some_and(|slots| slots.contains(slot));
     yielding.iter().filter(|job| job.is_ending && job.slots.iter().any(is_chosen)).collect()
 }
 
@@ -91,7 +90,7 @@ fn ending_jobs_counted_on<'a>(
 fn with_slots_of<'a>(
     candidates: &Candidates,
     jobs: impl IntoIterator<Item = &'a YieldingJob>,
-    reserved_slots: &HashSet<(String, u32)>,
+    reserved_slots: &HashSet<AgentSlot>,
 ) -> Candidates {
     let by_agent: HashMap<&str, usize> =
         candidates.iter().enumerate().map(|(n, c)| (c.agent.row.id.as_str(), n)).collect();
@@ -112,9 +111,9 @@ fn choose_victims(
     candidates: &Candidates,
     ranks: usize,
     priority: i32,
-    reserved: &HashSet<String>,
+    reserved: &ReservedAgents,
     yielding: &[YieldingJob],
-    reserved_slots: &HashSet<(String, u32)>,
+    reserved_slots: &HashSet<AgentSlot>,
 ) -> Option<Choice> {
     let may_end = |YieldingJob { occupant, is_ending, .. }: &YieldingJob| {
         occupant.preemptible && occupant.priority < priority && !is_ending
@@ -128,7 +127,7 @@ fn choose_victims(
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Choice { chosen, victims: Vec::new() });
     }
-    let single = (0..after_ends.len()).filter(|c| !reserved.contains(&after_ends[*c].agent.row.id));
+    let single = (0..after_ends.len()).filter(|c| !reserved.contains_key(&after_ends[*c].agent.row.id));
     let single = single.filter_map(|c| {
         choose_victims_on_one(&after_ends[c], ranks, yielding, &lower_jobs, reserved_slots)
             .map(|found| (c, found))
@@ -150,10 +149,10 @@ fn choose_victims_on_one(
     ranks: usize,
     yielding: &[YieldingJob],
     lower_jobs: &[usize],
-    reserved_slots: &HashSet<(String, u32)>,
+    reserved_slots: &HashSet<AgentSlot>,
 ) -> Option<(Vec<u32>, Vec<usize>)> {
     let agent = &candidate.agent.row.id;
-    let is_on_agent = |(holder, slot): &(String, u32)| {
+    let is_on_agent = |(holder, slot): &AgentSlot| {
         holder == agent
             && candidate.slots.contains(slot)
             && !reserved_slots.contains(&(holder.clone(), *slot))
@@ -203,10 +202,10 @@ fn choose_victims_on_one(
 fn choose_victims_on_several(
     after_ends: &Candidates,
     ranks: usize,
-    reserved: &HashSet<String>,
+    reserved: &ReservedAgents,
     yielding: &[YieldingJob],
     lower_jobs: Vec<usize>,
-    reserved_slots: &HashSet<(String, u32)>,
+    reserved_slots: &HashSet<AgentSlot>,
 ) -> Option<Choice> {
     let choose_after = |victims: &[usize]| {
         let victims = victims.iter().map(|victim| &yielding[*victim]);

@@ -106,7 +106,7 @@ fn add_reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait
     let mut jobs: Vec<&(JobId, String)> = Vec::new();
     let mut slots = 0;
     for candidate in candidates.iter().filter(|candidate| !candidate.free.is_empty()) {
-        if let Some(job) = round.reserved_for.get(&candidate.agent.row.id) {
+        if let Some(job) = round.reserved_agents.get(&candidate.agent.row.id) {
             slots += candidate.free.len();
             if !jobs.contains(&job) {
                 jobs.push(job);

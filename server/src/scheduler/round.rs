@@ -1,8 +1,8 @@
 //! The state of a plan while it is made: agents that accept work, and their remaining slots.
 
 use super::{
-    AgentState, Plan, Reservation, Snapshot, YieldingJob,
-    candidates::{Candidate, Candidates, slots_for},
+    AgentSlot, AgentState, Plan, Reservation, Snapshot, YieldingJob,
+    candidates::{Candidate, Candidates, ChosenSlots, slots_for},
 };
 use crate::{
     checkpoints::Wait,
@@ -13,7 +13,7 @@ use lockstep_protocol::{
     spec::{DEVICE_KINDS, Device, JobSpec, Precision},
 };
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, hash_map::Entry},
     sync::Arc,
 };
 
@@ -25,12 +25,9 @@ pub(super) struct Round<'a> {
     slots_in_use: Vec<HashSet<u32>>,
     /// Running jobs that are ending or may be preempted. Jobs that this round preempts count as ending.
     pub(super) yielding: Vec<YieldingJob>,
-    /// Agents that are reserved for earlier jobs.
-    pub(super) reserved_agents: HashSet<String>,
-    /// The job for which each reserved agent is reserved, and the job's name, which is empty for a private job.
-    pub(super) reserved_for: HashMap<String, (JobId, String)>,
-    /// Slots that jobs of this round count on: agent and slot.
-    pub(super) reserved_slots: HashSet<(String, u32)>,
+    pub(super) reserved_agents: ReservedAgents,
+    /// Slots that jobs of this round count on.
+    pub(super) reserved_slots: HashSet<AgentSlot>,
     /// Jobs that have their own agents: each of these agents takes only its `only_job`.
     jobs_with_agents: HashSet<JobId>,
     /// The candidates of each device, for jobs without their own agents.
@@ -39,6 +36,9 @@ pub(super) struct Round<'a> {
     /// does not fit later in the round. A reservation changes the reasons, so it clears this map.
     pub(super) waits: HashMap<JobKind, Wait>,
 }
+
+/// Agents that are reserved for earlier jobs, by id: the job, and its name, which is empty for a private job.
+pub(super) type ReservedAgents = HashMap<String, (JobId, String)>;
 
 /// The properties that decide whether a job fits: ranks, device and priority.
 pub(super) type JobKind = (u32, &'static str, i32);
@@ -50,8 +50,7 @@ impl<'a> Round<'a> {
             plan: Plan::default(),
             slots_in_use: snapshot.agents.iter().map(|agent| agent.slots_in_use.clone()).collect(),
             yielding: snapshot.yielding_jobs.clone(),
-            reserved_agents: HashSet::new(),
-            reserved_for: HashMap::new(),
+            reserved_agents: ReservedAgents::new(),
             reserved_slots: HashSet::new(),
             jobs_with_agents: snapshot.agents.iter().filter_map(|agent| agent.only_job.clone()).collect(),
             candidates_by_device: Vec::new(),
@@ -100,7 +99,7 @@ impl<'a> Round<'a> {
         &mut self,
         row: &Arc<JobRow>,
         candidates: &Candidates,
-        chosen: &[(usize, Vec<u32>)],
+        chosen: &ChosenSlots,
     ) -> Option<Wait> {
         let job = &row.job;
         // A job that has never run, is not a fork and has no pretrained weights needs no checkpoint.
@@ -119,10 +118,10 @@ impl<'a> Round<'a> {
     /// Reserves an agent for a waiting job, unless the agent is already reserved for an earlier job.
     pub(super) fn reserve_agent(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
-        if self.reserved_agents.insert(agent_id.clone()) {
-            self.waits.clear();
+        if let Entry::Vacant(entry) = self.reserved_agents.entry(agent_id.clone()) {
             let name = if job.spec.private { String::new() } else { job.name.clone() };
-            self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
+            entry.insert((job.id.clone(), name));
+            self.waits.clear();
             self.plan.reservations.push(Reservation {
                 job: job.id.clone(),
                 agent_id: agent_id.clone(),

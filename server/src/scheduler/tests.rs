@@ -6,6 +6,7 @@ use super::{
 };
 use lockstep_protocol::{
     agent::{Machine, Slot},
+    random,
     reason::ReasonKind,
     spec::Device,
 };
@@ -13,17 +14,13 @@ use std::{cmp::Reverse, sync::LazyLock};
 
 const CASES: u64 = 500;
 
-/// A random number generator with a seed (SplitMix64).
-struct Random(u64);
+/// A random number generator with a seed.
+struct Random(random::Random);
 
 impl Random {
     /// A number below `limit`.
     fn below(&mut self, limit: u32) -> u32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((bits ^ (bits >> 31)) % u64::from(limit)) as u32
+        self.0.below(limit.into()) as u32
     }
 
     /// True with this probability.
@@ -81,6 +78,7 @@ fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
         agents: agents.into_iter().map(Arc::new).collect(),
         waiting: waiting.into_iter().map(Arc::new).collect(),
         yielding_jobs: Vec::new(),
+        paused_sweeps: HashMap::new(),
         fair_share: FairShare::Project,
         slots_of_shares: HashMap::new(),
         checkpoint_waits: HashMap::new(),
@@ -123,7 +121,7 @@ fn random_agent(random: &mut Random, name: &str, waiting: &[JobRow]) -> AgentSta
 
 /// A random snapshot, and its plan after every question about checkpoints has been answered.
 fn random_case(seed: u64) -> (Snapshot, Plan) {
-    let mut random = Random(seed);
+    let mut random = Random(random::Random(seed));
     let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
     waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
     let names = ["a", "b", "c", "d", "e"];
@@ -283,7 +281,7 @@ fn jobs_of_lower_priority_do_not_change_the_plan_of_higher_ones() {
 #[test]
 fn the_share_with_the_fewest_slots_gets_the_next_one() {
     for seed in 0..CASES {
-        let mut random = Random(seed);
+        let mut random = Random(random::Random(seed));
         let mut waiting: Vec<_> = (0..random.below(20)).map(|_| job(1)).collect();
         for row in &mut waiting {
             row.job.project = random.one_of(&["a", "b", "c"]).into();
@@ -369,9 +367,23 @@ fn every_job_that_waits_has_a_true_reason() {
 }
 
 #[test]
+fn a_trial_waits_while_its_sweep_is_paused() {
+    let mut trial = job(1);
+    trial.job.trial = Some(TrialOf { sweep: "sweep-1".into(), number: 2 });
+    let mut snapshot = snapshot(vec![agent("a", &["cpu", "cpu"], |_| {})], vec![trial, job(1)]);
+    assert_eq!(plan(&snapshot).starts.len(), 2);
+    snapshot.paused_sweeps.insert("sweep-1".into(), "cv".into());
+    let plan = plan(&snapshot);
+    assert_eq!((plan.starts.len(), plan.waiting.len()), (1, 1));
+    let why = plan.waiting[0].why.as_ref().map(ToString::to_string);
+    let words = "its sweep cv is paused; `lockstep sweep resume sweep-1` lets the trial start";
+    assert_eq!(why.as_deref(), Some(words));
+}
+
+#[test]
 fn no_job_starves_while_smaller_ones_keep_coming() {
     for seed in 0..20 {
-        let mut random = Random(seed);
+        let mut random = Random(random::Random(seed));
         let mut agents: Vec<_> = ["a", "b", "c"].map(|name| agent(name, &["cpu"; 4], |_| {})).into();
         let mut waiting: Vec<JobRow> = Vec::new();
         // The time when each job was submitted.
@@ -409,7 +421,7 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
 #[test]
 fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
     for seed in 0..100 {
-        let mut random = Random(seed);
+        let mut random = Random(random::Random(seed));
         let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
         waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
         let idle = ["a", "b", "c"].map(|name| random_agent(&mut random, name, &waiting));

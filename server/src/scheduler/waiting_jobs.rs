@@ -1,9 +1,10 @@
 //! The queue in memory: a cache of the jobs that wait for slots. The store is the source of truth. Code that changes a job calls
-//! [`JobQueue::note_change`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the
-//! store ([`JobQueue::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
+//! [`JobQueue::note_change`], and the next reader of the queue reads the job again. Every few seconds [`JobQueue::mark_differences`]
+//! compares all waiting jobs with the store. It finds changes that were stored but not noted, for example because the connection broke
+//! after the commit.
 
 use crate::{
-    store::{JobRow, QueuePlace, Result, Store, WaitingVersion},
+    store::{JobRow, QueuePlace, Result, Store, WaitingFingerprint},
     util::lock,
 };
 use lockstep_protocol::job::{Job, JobId, JobState};
@@ -21,7 +22,7 @@ type SortKey = (Reverse<i32>, i64, JobId);
 pub(crate) struct JobQueue {
     queue: Mutex<QueueState>,
     /// Held while jobs are read from the store.
-    reading: tokio::sync::Mutex<()>,
+    read_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -36,13 +37,13 @@ struct QueueState {
     is_loaded: bool,
 }
 
-/// Jobs that are being read. If the read fails or its task is cancelled, dropping this value queues the jobs for the next reader.
-struct Reading<'a> {
+/// Jobs that are being read. If the read fails or its task is cancelled, dropping this value leaves the jobs to the next reader.
+struct PendingRead<'a> {
     jobs: &'a JobQueue,
     changed: Vec<JobId>,
 }
 
-impl Drop for Reading<'_> {
+impl Drop for PendingRead<'_> {
     fn drop(&mut self) {
         let mut queue = lock(&self.jobs.queue);
         queue.is_reading = false;
@@ -55,9 +56,9 @@ fn is_waiting(state: JobState) -> bool {
     state.is_waiting() || state == JobState::Lost
 }
 
-fn version(row: &JobRow) -> WaitingVersion {
+fn fingerprint(row: &JobRow) -> WaitingFingerprint {
     let job = &row.job;
-    WaitingVersion { last_seq: job.last_seq, priority: job.spec.priority, project: job.project.clone() }
+    WaitingFingerprint { last_seq: job.last_seq, priority: job.spec.priority, project: job.project.clone() }
 }
 
 impl QueueState {
@@ -84,10 +85,10 @@ impl JobQueue {
     /// Notes that a job was changed in the store.
     pub(crate) fn note_change(&self, job: &Job) {
         let mut queue = lock(&self.queue);
-        // Running jobs change all the time, so only waiting jobs are noted. A job that is being read just now may not be known as waiting
-        // yet.
-        let may_be_read = queue.is_reading && !job.state.is_active();
-        if is_waiting(job.state) || queue.sort_keys.contains_key(&job.id) || may_be_read {
+        // Running jobs change all the time, so only waiting jobs are noted. A read in progress may have read this job as waiting, although
+        // `sort_keys` does not contain the job yet.
+        let may_be_in_read = queue.is_reading && !job.state.is_active();
+        if is_waiting(job.state) || queue.sort_keys.contains_key(&job.id) || may_be_in_read {
             queue.changed.insert(job.id.clone());
         }
     }
@@ -100,20 +101,20 @@ impl JobQueue {
     /// Reads changed jobs again, and returns the waiting jobs in order.
     ///
     /// # Errors
-    /// Errors of the store. The next call reads the remaining jobs.
+    /// Errors of the store. The next call then reads the same jobs again.
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
-        let _guard = self.reading.lock().await;
+        let _guard = self.read_lock.lock().await;
         let (is_loaded, changed) = {
             let mut queue = lock(&self.queue);
             queue.is_reading = true;
             (queue.is_loaded, queue.changed.drain().collect())
         };
-        let mut reading = Reading { jobs: self, changed };
+        let mut pending = PendingRead { jobs: self, changed };
         if !is_loaded {
             self.load(store).await?;
         }
-        self.read_changed(store, &reading.changed).await?;
-        reading.changed.clear();
+        self.read_changed(store, &pending.changed).await?;
+        pending.changed.clear();
         Ok(lock(&self.queue).rows.values().cloned().collect())
     }
 
@@ -133,7 +134,7 @@ impl JobQueue {
         if changed.is_empty() {
             return Ok(());
         }
-        // Unreadable jobs are left out, because they wait for a version that can read them.
+        // `jobs_by_id` leaves out jobs that were deleted or that this version of the program cannot read, so they leave the queue.
         let mut rows: HashMap<_, _> =
             store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let mut queue = lock(&self.queue);
@@ -146,16 +147,16 @@ impl JobQueue {
         Ok(())
     }
 
-    /// Compares all waiting jobs with the store. Returns whether some jobs must be read again.
-    pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
+    /// Compares all waiting jobs with the store, and marks the jobs that differ as changed. Returns whether there are any.
+    pub(crate) async fn mark_differences(&self, store: &dyn Store) -> Result<bool> {
         if !lock(&self.queue).is_loaded {
             return Ok(false);
         }
-        let stored = store.waiting_versions().await?;
+        let stored = store.waiting_fingerprints().await?;
         let mut queue = lock(&self.queue);
-        let is_current = |(id, stored): &(&JobId, &WaitingVersion)| {
+        let is_current = |(id, stored): &(&JobId, &WaitingFingerprint)| {
             let row = queue.sort_keys.get(*id).and_then(|key| queue.rows.get(key));
-            row.is_some_and(|row| version(row) == **stored)
+            row.is_some_and(|row| fingerprint(row) == **stored)
         };
         let changed = stored.iter().filter(|stored| !is_current(stored)).map(|(id, _)| id);
         let gone = queue.sort_keys.keys().filter(|id| !stored.contains_key(*id));

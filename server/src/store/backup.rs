@@ -45,13 +45,12 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
     done
 }
 
-/// The newest migration in this build for a kind of database.
+/// The version of the newest migration in this build for this kind of database.
 fn newest_known(location: &Location) -> i64 {
-    let migrations = match location {
+    migrations::newest(match location {
         Location::Sqlite(_) => &migrations::OF_SQLITE,
         Location::Postgres(_) => &migrations::OF_POSTGRES,
-    };
-    migrations.iter().map(|m| m.version).max().unwrap_or(0)
+    })
 }
 
 async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupError> {
@@ -64,9 +63,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             // This process holds the lock until then, and notes by `drop` that the log is no longer required.
             let lock = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let unclean_lock = match lock {
-                Some(Err(ServeError::LogMissing { path, log, lock })) => {
-                    return Err(ServeError::LogMissing { path, log, lock }.into());
-                }
+                Some(Err(error @ ServeError::LogMissing { .. })) => return Err(error.into()),
                 lock => lock.and_then(Result::ok).filter(|lock| lock.is_unclean),
             };
             let options = sqlite::options(path).pragma("query_only", "1");

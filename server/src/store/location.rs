@@ -1,9 +1,11 @@
-//! The location of the database: parsed from a URL, displayed without its password.
+//! The location of the database: parsed from a URL, displayed without its password, opened as a store.
 
+use super::{Store, postgres::PostgresStore, sqlite::SqliteStore};
 use crate::config::{ServeConfig, serve_error::ServeError};
 use std::{
     fmt,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// The location of a database.
@@ -41,6 +43,17 @@ impl Location {
                 "write it as sqlite://PATH or postgres://USER@HOST/NAME".to_owned(),
             )),
         }
+    }
+
+    /// Opens the database exclusively for this process and brings its tables up to date.
+    ///
+    /// # Errors
+    /// The database cannot be opened, was written by a newer version, or is in use by another server.
+    pub async fn open(&self) -> Result<Arc<dyn Store>, ServeError> {
+        Ok(match self {
+            Self::Sqlite(path) => Arc::new(SqliteStore::open(path).await?),
+            Self::Postgres(url) => Arc::new(PostgresStore::open(url).await?),
+        })
     }
 
     /// The folder of the database's file, if it is not the data directory.

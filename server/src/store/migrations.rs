@@ -26,6 +26,11 @@ fn migrator(files: &[File]) -> Migrator {
     Migrator::with_migrations(files.iter().map(migration).collect())
 }
 
+/// The version of the newest migration; 0 if there is none.
+pub(super) fn newest(migrations: &Migrator) -> i64 {
+    migrations.iter().map(|migration| migration.version).max().unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

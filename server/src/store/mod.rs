@@ -9,7 +9,6 @@ mod cells;
 pub(crate) mod error;
 mod location;
 mod migrations;
-mod open;
 mod points;
 pub mod postgres;
 pub(crate) mod purge;
@@ -25,7 +24,7 @@ pub use rows::*;
 
 use crate::{
     config::{FairShare, serve_error::ServeError},
-    lifecycle::Refusal,
+    lifecycle::ChangeResult,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -39,7 +38,6 @@ use lockstep_protocol::{
     network::NetworkDescription,
     panels::Panel,
     people::Identity,
-    stream::EventBody,
     sweep::SweepState,
 };
 use sqlx::migrate::{MigrateError, Migrator};
@@ -52,7 +50,7 @@ pub(crate) const PAGE_BYTES: usize = 4 << 20;
 /// Converts an error of a migration.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
-    let known = known.iter().map(|m| m.version).max().unwrap_or(0);
+    let known = migrations::newest(known);
     match error {
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }
@@ -66,11 +64,10 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 }
 
 /// A change of one job: edits the row and returns the events to store. The store may call the function more than once.
-pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
+pub type Change = Box<dyn Fn(&mut JobRow) -> ChangeResult + Send + Sync>;
 
 /// A change of a run from elsewhere by records. The second argument is the number of these records that are already stored.
-pub type RecordsChange =
-    Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refusal> + Send + Sync>;
+pub type RecordsChange = Box<dyn Fn(&mut JobRow, u64) -> ChangeResult + Send + Sync>;
 
 /// Declares the trait. Each database implements each method by its own method of the same name (`sql/`).
 macro_rules! store {
@@ -159,8 +156,8 @@ pub trait Store {
     /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
     /// `None` on the last page.
     async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
-    /// The version of every job that waits for slots, by job.
-    async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
+    /// The fingerprint of every job that waits for slots, by job.
+    async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>>;
     /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
     async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
@@ -407,8 +404,8 @@ pub trait Store {
     async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
     async fn add_session(&self, session: &SessionRow) -> Result<()>;
     async fn remove_session(&self, hash: &str) -> Result<()>;
-    /// Removes some expired sessions, and some tokens that became invalid before `before`.
-    async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
+    /// Removes some sessions that have expired by `now`, and some tokens that became invalid before `tokens_before`.
+    async fn purge_sessions_and_tokens(&self, now: Timestamp, tokens_before: Timestamp) -> Result<()>;
     /// Adds entries to the audit log.
     async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()>;
     /// At most `limit` entries of the audit log before the entry `before`, newest first. `who`: only entries of this person and the
@@ -445,6 +442,8 @@ pub trait Store {
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
     /// Unfinished sweeps, oldest first.
     async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
+    /// The names of the paused sweeps, by id.
+    async fn paused_sweeps(&self) -> Result<HashMap<String, String>>;
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;

@@ -53,19 +53,18 @@ pub struct Holder {
     pub place: usize,
 }
 
-/// The state of a copy of a checkpoint. A copy in an object store is `Copying` from its first object on, `Complete` once its manifest is
-/// uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded again. A copy on an agent's
-/// disk is always `Complete`. A copy on the server's disk has a row only if it is `Damaged`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CopyState {
-    /// The upload is not complete.
-    Copying,
-    Complete,
-    /// Files of the copy are missing or differ from what was written.
-    Damaged,
+words! {
+    /// The state of a copy of a checkpoint. A copy in an object store is `Copying` from its first object on, `Complete` once its manifest
+    /// is uploaded, and `Damaged` if a job could not fetch it; it is `Copying` again while the checkpoint is uploaded again. A copy on an
+    /// agent's disk is always `Complete`. A copy on the server's disk has a row only if it is `Damaged`.
+    pub enum CopyState: "copy state" {
+        /// The upload is not complete.
+        Copying = "copying",
+        Complete = "complete",
+        /// Files of the copy are missing or differ from what was written.
+        Damaged = "damaged",
+    }
 }
-
-words!(CopyState, "copy state": Copying = "copying", Complete = "complete", Damaged = "damaged");
 
 /// The copies of a checkpoint. Whether the server's disk has a copy is not stored, because only the copy's folder shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,16 +1,17 @@
 //! Keeps the server's files private, because a data directory contains all trained weights. Folders have mode 0700 and files 0600, and lock
 //! files are never opened through a symbolic link.
 
+use super::if_exists;
 use rustix::fs::{Mode, OFlags};
 use std::{
     fs::{self, DirBuilder, File, Permissions},
-    io,
+    io::{self, Write as _},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
 const FOLDER_MODE: u32 = 0o700;
-pub(crate) const FILE_MODE: u32 = 0o600;
+const FILE_MODE: u32 = 0o600;
 
 /// Sets the umask to 077, so that other accounts cannot read the files and folders that this process and its children create.
 pub fn keep_files_private() {
@@ -86,6 +87,29 @@ pub(crate) fn create_file(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Writes a new file that other accounts cannot read, and syncs it.
+///
+/// # Errors
+/// The file exists, or cannot be written.
+pub(crate) fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = File::options().write(true).create_new(true).mode(FILE_MODE).open(path)?;
+    file.write_all(content)?;
+    file.sync_all()
+}
+
+/// Writes a file that other accounts cannot read. An existing file, or a link, is replaced atomically.
+pub(crate) fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    let new = path.with_added_extension("new");
+    // A killed server may have left this file.
+    if_exists(fs::remove_file(&new))?;
+    let replaced = write_new(&new, content).and_then(|()| fs::rename(&new, path));
+    if replaced.is_err() {
+        let _ = fs::remove_file(&new);
+    }
+    replaced?;
+    path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+}
+
 /// Warns if other accounts of this machine could have changed a file, such as by adding a token to the database.
 fn warn_if_writable(path: &Path) {
     if let Ok(metadata) = fs::metadata(path) {
@@ -129,6 +153,22 @@ fn restrict(path: &Path, mode: u32) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn replaced_files_are_private_and_no_other_file_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        fs::write(path.with_added_extension("new"), "left by a killed server").unwrap();
+        for content in ["first", "second"] {
+            replace(&path, content.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), content);
+        }
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, FILE_MODE);
+        let folder = dir.path().join("folder");
+        fs::create_dir(&folder).unwrap();
+        assert!(replace(&folder, b"third").is_err());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
 
     #[test]
     fn files_that_other_accounts_can_change_are_reported() {

@@ -31,12 +31,14 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
 /// Same as [`open`], or the file cannot be read.
 pub(crate) async fn read(path: &Path) -> io::Result<Vec<u8>> {
     let path = path.to_owned();
-    blocking(move || {
-        let mut bytes = Vec::new();
-        open(&path)?.read_to_end(&mut bytes)?;
-        Ok(bytes)
-    })
-    .await
+    blocking(move || read_blocking(&path)).await
+}
+
+/// Same as [`read`], on this thread.
+pub(crate) fn read_blocking(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 fn not_a_regular_file() -> io::Error {

@@ -29,7 +29,7 @@ use std::{
 use tokio::{
     sync::{Mutex, Notify},
     task::JoinSet,
-    time::sleep,
+    time::{interval, sleep},
 };
 
 /// Time for which messages are kept in the database. The last attempt is made much earlier.
@@ -39,7 +39,6 @@ const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Pauses before a failed query is retried: the first and the longest.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
 
-/// The webhooks of a server.
 pub(crate) struct Webhooks {
     pub(crate) store: Arc<dyn Store>,
     /// Whether messages may be sent to addresses that are not public.
@@ -82,10 +81,10 @@ impl Webhooks {
         let mut sending = JoinSet::new();
         // Webhooks to which a message is being sent. A webhook whose task panics gets no messages until the server's next start.
         let mut busy = HashSet::new();
-        let mut purged_at: Option<Instant> = None;
+        let mut purge_tick = interval(PURGE_INTERVAL);
         let (mut failure_log, mut backoff) = (FailureLog::default(), RETRY);
         loop {
-            let started = self.start_due(&mut sending, &mut busy, &mut purged_at).await;
+            let started = self.start_due(&mut sending, &mut busy).await;
             let failed = "the queue of webhooks cannot be read";
             failure_log.log(&started, failed, "the queue of webhooks can be read again");
             let pause = match started {
@@ -101,6 +100,11 @@ impl Webhooks {
                     busy.remove(&id);
                 }
                 () = sleep(pause) => {}
+                _ = purge_tick.tick() => {
+                    if let Err(error) = self.store.purge_deliveries(crate::now() - RETENTION).await {
+                        tracing::warn!(%error, "old messages of webhooks could not be removed");
+                    }
+                }
             }
         }
     }
@@ -110,12 +114,7 @@ impl Webhooks {
         self: &Arc<Self>,
         sending: &mut JoinSet<String>,
         busy: &mut HashSet<String>,
-        purged_at: &mut Option<Instant>,
     ) -> Result<Duration> {
-        if purged_at.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
-            self.store.purge_deliveries(crate::now() - RETENTION).await?;
-            *purged_at = Some(Instant::now());
-        }
         let mut pause = PURGE_INTERVAL;
         for (row, delivery) in self.store.next_deliveries().await? {
             if busy.contains(&row.webhook.id) {
@@ -177,7 +176,6 @@ impl Webhooks {
         Ok(delivery)
     }
 
-    /// Tries to send a message.
     async fn try_send(&self, row: &WebhookRow, delivery: &Delivery) -> DeliveryAttempt {
         let (at, since) = (crate::now(), Instant::now());
         let sent = self.send(row, delivery, at).await;

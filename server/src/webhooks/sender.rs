@@ -7,12 +7,12 @@ use super::{
 };
 use crate::{
     store::{Delivery, WebhookRow},
-    util::tls_client::{client_config, system_authorities},
+    util::http_client::{self, root_cause, system_authorities},
 };
 use jiff::Timestamp;
-use reqwest::{Client, StatusCode, Url, header, redirect};
+use reqwest::{Client, StatusCode, Url, header};
 use serde_json::Value;
-use std::{error::Error, time::Duration};
+use std::time::Duration;
 use tokio::time::timeout;
 
 /// Time limit of an attempt.
@@ -72,31 +72,23 @@ impl Webhooks {
 }
 
 fn new_client(allow_private: bool) -> Result<Client, String> {
-    let tls = client_config(system_authorities()).map_err(|error| error.to_string())?;
-    let builder = Client::builder()
+    let builder = http_client::builder(system_authorities()).map_err(|error| error.to_string())?;
+    let builder = builder
         .timeout(ATTEMPT_TIMEOUT)
-        .redirect(redirect::Policy::none())
         // A proxy would resolve names itself, and could reach addresses that are not allowed.
         .no_proxy()
         // Messages are rare, and each resolves the receiver's name again.
-        .pool_max_idle_per_host(0)
-        .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-        .tls_backend_preconfigured(tls);
+        .pool_max_idle_per_host(0);
     let builder = if allow_private { builder } else { builder.dns_resolver(addresses::PublicResolver) };
     builder.build().map_err(|error| error.to_string())
 }
 
-/// The text of the innermost cause, which is the most specific. The URL is left out, because it may contain a secret.
+/// The reason why a request failed. The URL is left out, because it may contain a secret.
 fn in_words(error: reqwest::Error) -> String {
     if error.is_timeout() {
         return timeout_message();
     }
-    let error = error.without_url();
-    let mut cause: &dyn Error = &error;
-    while let Some(source) = cause.source() {
-        cause = source;
-    }
-    shorten(cause.to_string(), MAX_ERROR_BYTES)
+    shorten(root_cause(&error.without_url()), MAX_ERROR_BYTES)
 }
 
 fn timeout_message() -> String {

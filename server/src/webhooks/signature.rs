@@ -8,7 +8,6 @@ const PREFIX: &str = "whsec_";
 /// Length of a secret: 256 bits.
 const SECRET_BYTES: usize = 32;
 
-/// Creates a secret.
 pub(crate) fn new_secret() -> io::Result<String> {
     let mut bytes = [0; SECRET_BYTES];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bits: {error}")))?;

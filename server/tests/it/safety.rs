@@ -126,7 +126,7 @@ async fn every_response_has_security_headers() {
 async fn every_documented_call_has_a_route() {
     let server = TestServer::new().await;
     let served = server.get_ok("/openapi.json").await;
-    assert_eq!(served, serde_json::to_value(openapi()).unwrap());
+    assert_eq!(served, openapi());
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {
             let url = server.url(&path.replace(['{', '}'], ""));

@@ -291,11 +291,11 @@ async fn test_concurrent_changes(store: &dyn Store) {
         store.create_job(new).await.unwrap();
         jobs.push(id);
     }
-    let before = store.waiting_versions().await.unwrap();
+    let before = store.waiting_fingerprints().await.unwrap();
     assert_eq!(before.len(), 3);
     store.set_priority(&jobs[0], 7).await.unwrap();
     store.set_project(&jobs[1], "another").await.unwrap();
-    let after = store.waiting_versions().await.unwrap();
+    let after = store.waiting_fingerprints().await.unwrap();
     assert_eq!((before[&jobs[0]].priority, after[&jobs[0]].priority), (0, 7));
     assert_eq!(after[&jobs[1]].project, "another");
     assert_eq!(before[&jobs[2]], after[&jobs[2]]);
@@ -315,9 +315,12 @@ async fn test_concurrent_changes(store: &dyn Store) {
         tokens[0] < tokens[3] && tokens[0].is_some() && tokens[1].is_none() && tokens[2].is_none(),
         "{tokens:?}"
     );
-    assert_eq!(store.waiting_versions().await.unwrap().into_keys().collect::<Vec<_>>(), [jobs[1].clone()]);
+    assert_eq!(
+        store.waiting_fingerprints().await.unwrap().into_keys().collect::<Vec<_>>(),
+        [jobs[1].clone()]
+    );
     store.change_job(&jobs[1], Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
-    assert!(store.waiting_versions().await.unwrap().is_empty());
+    assert!(store.waiting_fingerprints().await.unwrap().is_empty());
 
     // Jobs that may be preempted, and jobs that end.
     let yielding =

@@ -8,6 +8,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
+    random::Random,
 };
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
@@ -21,19 +22,6 @@ fn loss_and_accuracy(rank: u32, step: u64) -> AttemptEvent {
 
 /// Maximum number of unacknowledged reports. The agent waits for acknowledgements before it sends more.
 const MAX_IN_FLIGHT: u64 = 8;
-
-/// A pseudorandom generator with a fixed seed (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
-}
 
 /// Reads events after `since` until the end of the job. Reconnects at random times with the last event's sequence number.
 async fn read_with_reconnects(

@@ -14,25 +14,15 @@ const MIN_PREFIX_CHARS: usize = 4;
 /// The kind of object that a name means.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
+    /// The noun in messages. With an `s`, it is the URL path of the list of all objects of this kind.
     pub(super) noun: &'static str,
-    /// The command that lists all objects of this kind.
-    pub(super) list_command: &'static str,
-    /// The URL path of the list of all objects of this kind.
-    pub(super) list_path: &'static str,
     /// Whether a text is a complete id.
     pub(super) is_id: fn(&str) -> bool,
 }
 
-pub(super) const JOB: Kind = Kind {
-    noun: "job",
-    list_command: "lockstep list",
-    list_path: "/jobs",
-    is_id: |id| id.parse::<JobId>().is_ok(),
-};
+pub(super) const JOB: Kind = Kind { noun: "job", is_id: |id| id.parse::<JobId>().is_ok() };
 pub(super) const SWEEP: Kind = Kind {
     noun: "sweep",
-    list_command: "lockstep sweep list",
-    list_path: "/sweeps",
     is_id: |id| {
         let digits = id.strip_prefix("sweep-").unwrap_or_default();
         digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit())
@@ -43,7 +33,7 @@ const MAX_LISTED: usize = 10;
 
 /// What [`choose`] does if several objects have the name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Several {
+pub(super) enum OnDuplicateName {
     TakeNewest,
     Refuse,
 }
@@ -57,17 +47,17 @@ pub(super) struct Chosen {
 }
 
 /// Returns the newest job (or sweep) called `name`, or the only job whose id begins with `name`. `None` if no job matches. Of the jobs
-/// called `name`, ignores the jobs that `accepts` rejects, unless it rejects all of them. `jobs` is sorted, the newest first.
+/// called `name`, prefers the jobs that `accepts` accepts. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// With [`Several::Refuse`], if several jobs called `name` remain. The message takes the jobs that `accepts` rejects for jobs that have
-/// ended. Also if several ids begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
+/// With [`OnDuplicateName::Refuse`], if several jobs called `name` remain. The message says that jobs that `accepts` rejects have ended.
+/// Also if several ids begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, .. }: Kind,
     jobs: &[Value],
     name: &str,
     accepts: impl Fn(&Value) -> bool,
-    several: Several,
+    on_duplicate: OnDuplicateName,
 ) -> Result<Option<Chosen>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
     let named_jobs: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
@@ -77,7 +67,7 @@ pub(super) fn choose(
         candidates.retain(|job| accepts(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
-        if several == Several::Refuse && !others.is_empty() {
+        if on_duplicate == OnDuplicateName::Refuse && !others.is_empty() {
             let why = if accepts_any {
                 format!("several {noun}s are called {name}")
             } else {
@@ -169,9 +159,9 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name, |_| true, Several::TakeNewest).and_then(|job| {
-                job.ok_or_else(|| unknown_name_message(JOB.noun, JOB.list_command, names(), name))
-            }) {
+            match choose(JOB, &jobs, name, |_| true, OnDuplicateName::TakeNewest)
+                .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB.noun, names(), name)))
+            {
                 Ok(Chosen { id, note }) => {
                     assert_eq!((Some(&*id), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }
@@ -180,29 +170,30 @@ mod tests {
         }
         let has_not_ended = |job: &Value| text(job, "state") != "failed" && text(job, "state") != "succeeded";
         let trials = [job("j0003", "pics", "succeeded", 0), jobs[0].clone(), jobs[1].clone()];
-        for several in [Several::TakeNewest, Several::Refuse] {
-            let Chosen { id, note } = choose(JOB, &trials, "pics", has_not_ended, several).unwrap().unwrap();
+        for on_duplicate in [OnDuplicateName::TakeNewest, OnDuplicateName::Refuse] {
+            let Chosen { id, note } =
+                choose(JOB, &trials, "pics", has_not_ended, on_duplicate).unwrap().unwrap();
             assert_eq!(id, "j0002");
             let note = note.expect("several have the name");
             let expected =
                 "3 jobs are called pics; the newest that this command can use is taken: j0002, running";
             assert!(note.starts_with(expected), "{note}");
         }
-        let error = choose(JOB, &trials, "pics", |_| true, Several::Refuse).unwrap_err();
+        let error = choose(JOB, &trials, "pics", |_| true, OnDuplicateName::Refuse).unwrap_err();
         assert!(
             error.starts_with("several jobs are called pics; give a job's id:\n  j0003, succeeded"),
             "{error}"
         );
         let ended = [trials[0].clone(), trials[2].clone()];
-        let error = choose(JOB, &ended, "pics", has_not_ended, Several::Refuse).unwrap_err();
+        let error = choose(JOB, &ended, "pics", has_not_ended, OnDuplicateName::Refuse).unwrap_err();
         let expected = "all 2 jobs called pics have ended; give a job's id:\n  j0003, succeeded";
         assert!(error.starts_with(expected), "{error}");
-        let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
+        let error = choose(JOB, &jobs[..2], "j000", |_| true, OnDuplicateName::TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
                       j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        let error = choose(JOB, &many, "j000", |_| true, Several::TakeNewest).unwrap_err();
+        let error = choose(JOB, &many, "j000", |_| true, OnDuplicateName::TakeNewest).unwrap_err();
         assert!(error.ends_with("\n  and 2 more"));
     }
 }

@@ -9,15 +9,11 @@ use std::time::Instant;
 pub(crate) struct Outage(Option<Instant>);
 
 impl Outage {
-    /// Takes the error of a request that the caller repeats. Prints a message at the first error of an outage.
+    /// Returns `Ok` if the caller should repeat the request that failed with `error`. Prints a message at the first error of an outage.
     ///
     /// # Errors
     /// Returns `error` if the server refuses the request, or the outage lasts too long.
-    pub(crate) fn report_lost(
-        &mut self,
-        error: anyhow::Error,
-        print: impl FnOnce(&str),
-    ) -> anyhow::Result<()> {
+    pub(crate) fn tolerate(&mut self, error: anyhow::Error, print: impl FnOnce(&str)) -> anyhow::Result<()> {
         match self.0 {
             _ if error.is::<WrongRequest>() => return Err(error),
             Some(since) if since.elapsed() > SERVER_TIMEOUT => return Err(error),

@@ -1,16 +1,13 @@
 //! Requests for commands that cannot undo their next action. [`Api::find`] distinguishes "does not exist" from "could not be read", and
 //! [`Api::post_once`] may send a request several times, but the server carries it out once.
 
-use super::{Api, Outage};
+use super::{Api, Outage, RETRY};
 use crate::cli::output;
-use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::time::Duration;
 
-/// Pauses before a request is retried.
-const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 /// Time limit for the response to a request that can be repeated.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -57,7 +54,7 @@ impl Api {
             };
             match response {
                 Ok(value) => return Ok(value),
-                Err(error) => outage.report_lost(error, |text| output::warn(text))?,
+                Err(error) => outage.tolerate(error, |text| output::warn(text))?,
             }
             tokio::time::sleep(backoff.next_pause()).await;
         }

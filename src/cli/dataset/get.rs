@@ -75,7 +75,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 /// `target`.
 fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> {
     if target.exists() {
-        let missing: Vec<_> = known.file_names().filter(|name| !target.join(name).is_file()).collect();
+        let missing: Vec<_> =
+            known.unpacked_file_names().filter(|name| !target.join(name).is_file()).collect();
         if missing.is_empty() {
             return Ok(());
         }
@@ -106,21 +107,21 @@ fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> 
         finished_bytes += file.bytes;
     }
     bar.finish_and_clear();
-    let complete = work.join("complete");
+    let staging = work.join("staging");
     // An earlier run may have ended while it unpacked files.
-    if complete.exists() {
-        fs::remove_dir_all(&complete).map_err(|e| failed(&complete, e))?;
+    if staging.exists() {
+        fs::remove_dir_all(&staging).map_err(|e| failed(&staging, e))?;
     }
-    fs::create_dir(&complete).map_err(|e| failed(&complete, e))?;
+    fs::create_dir(&staging).map_err(|e| failed(&staging, e))?;
     for file in known.files {
-        copy_or_unpack(file, &work.join(file.name), &complete).map_err(|e| failed(&complete, e))?;
+        copy_or_unpack(file, &work.join(file.name), &staging).map_err(|e| failed(&staging, e))?;
     }
     if !known.classes.is_empty() {
         let names = known.classes.join("\n") + "\n";
-        fs::write(complete.join("classes.txt"), names).map_err(|e| failed(&complete, e))?;
+        fs::write(staging.join("classes.txt"), names).map_err(|e| failed(&staging, e))?;
     }
-    File::open(&complete).and_then(|folder| folder.sync_all()).map_err(|e| failed(&complete, e))?;
-    fs::rename(&complete, target).map_err(|e| failed(target, e))?;
+    File::open(&staging).and_then(|folder| folder.sync_all()).map_err(|e| failed(&staging, e))?;
+    fs::rename(&staging, target).map_err(|e| failed(target, e))?;
     fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
 }
 

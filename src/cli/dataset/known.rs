@@ -103,8 +103,8 @@ const FASHION_CLASSES: [&str; 10] = [
 ];
 
 impl KnownDataset {
-    /// Returns the names of the dataset's files.
-    pub(super) fn file_names(&self) -> impl Iterator<Item = &'static str> {
+    /// Returns the names of the dataset's files after archives are unpacked.
+    pub(super) fn unpacked_file_names(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().flat_map(|file| {
             let names: &[&str] =
                 if file.members.is_empty() { std::slice::from_ref(&file.name) } else { file.members };

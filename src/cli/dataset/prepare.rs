@@ -5,8 +5,7 @@ use crate::cli::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
-use lockstep_protocol::numbers::plural;
-use lockstep_protocol::spec::BrokenFiles;
+use lockstep_protocol::{numbers::plural, spec::BrokenFiles};
 use std::path::{Path, PathBuf};
 
 /// Maximum number of broken files that are printed. `prepared.json` lists all broken files, except files that were already broken at the

@@ -8,6 +8,7 @@ use super::{
     },
     Args,
     assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND, finding},
+    describe_all_reduces,
     examined::{ExaminedMachine, Pair},
     fail_if_any, grade_label,
     peer::{ALL_REDUCE_TIMEOUT, Greeting, Order, PeerMessage},
@@ -296,11 +297,7 @@ fn describe_pair(pair: &Pair) -> String {
         );
     }
     if let Some(Ok(gathered)) = &pair.nccl {
-        message += &format!(
-            "; NCCL: 1 KiB in {:.0} us, long ones at {:.2} GB/s",
-            gathered.short_us,
-            gathered.bytes_per_second / 1e9
-        );
+        message += &format!("; NCCL: {}", describe_all_reduces(gathered));
     }
     message
 }

@@ -139,10 +139,5 @@ fn run_all_reduces(
     let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
     let stdout = local_group::run(&["doctor".into()], &[member], ALL_REDUCE_TIMEOUT)?;
-    match rank {
-        0 => serde_json::from_slice(&stdout)
-            .map(Some)
-            .map_err(|e| format!("rank 0 printed an unexpected result: {e}")),
-        _ => Ok(None),
-    }
+    (rank == 0).then(|| super::parse_result(&stdout)).transpose()
 }

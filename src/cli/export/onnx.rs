@@ -40,7 +40,7 @@ pub(super) struct Args {
     server: ServerArgs,
 }
 
-/// Converts a checkpoint on this machine or on a server.
+/// Converts a checkpoint of this machine, or a checkpoint that is downloaded from a server, to an ONNX file.
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist or cannot be used.
@@ -48,7 +48,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output, .. } = args;
     file::check_output(output)?;
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
-    let (folder, checkpoint) = match &downloaded {
+    let (folder, description) = match &downloaded {
         Some((folder, checkpoint)) => {
             (folder.path().to_owned(), format!("{}, ", checkpoint.describe(args.weights)))
         }
@@ -60,12 +60,12 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
     let file = output.display().to_string();
     let value = json!({"file": file, "size_bytes": size_bytes, "sha256": sha256});
-    let text = format!("{file}: {checkpoint}{size_bytes} bytes, sha256 {sha256}");
+    let text = format!("{file}: {description}{size_bytes} bytes, sha256 {sha256}");
     output::print(args.server.json, &value, text)
 }
 
-/// Whether the source is a path: a file, a folder that is written with a slash, or a folder that contains a checkpoint or a run. The name
-/// of any other folder may be the name of a job.
+/// Whether the source is a path: a file, a folder whose path contains a slash, or a folder that contains a checkpoint or a run. The name of
+/// any other folder may be the name of a job.
 fn is_path(source: &Path) -> bool {
     let has_slash = source.components().count() > 1 || source.is_absolute();
     let has_model = || weight_files::has_weights(source) || source.join("checkpoints").exists();

@@ -45,7 +45,7 @@ const FOLLOW_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The event files of a job.
 #[derive(Serialize)]
-struct Run {
+struct JobExport {
     job: String,
     folder: PathBuf,
     points: usize,
@@ -64,11 +64,11 @@ struct Run {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let mut runs = Vec::new();
+        let mut exports = Vec::new();
         for job in &args.jobs {
             let job = api.find_job(job).await?;
             let folder = args.output.join(folder_name(&job));
-            runs.push(Run {
+            exports.push(JobExport {
                 job: job.id.to_string(),
                 folder,
                 points: 0,
@@ -80,8 +80,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         loop {
             let began = Instant::now();
             let round = async {
-                for run in runs.iter_mut().filter(|run| !run.has_ended) {
-                    run.update(&api).await?;
+                for export in exports.iter_mut().filter(|export| !export.has_ended) {
+                    export.update(&api).await?;
                 }
                 anyhow::Ok(())
             };
@@ -90,36 +90,36 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
                 // A file that cannot be written is no outage of the server.
                 Err(error) if !args.follow || error.is::<io::Error>() => return Err(error),
                 Err(error) => {
-                    outage.report_lost(error, |text| output::warn(text))?;
+                    outage.tolerate(error, |text| output::warn(text))?;
                     tokio::time::sleep(FOLLOW_INTERVAL).await;
                     continue;
                 }
             }
-            if !args.follow || runs.iter().all(|run| run.has_ended) {
+            if !args.follow || exports.iter().all(|export| export.has_ended) {
                 break;
             }
-            // Each round reads all points, so the load on the server is limited to a tenth of the time.
+            // Each round reads all points. The pause is ten times as long as the round, so the server is busy with this export for at
+            // most a tenth of the time.
             tokio::time::sleep(FOLLOW_INTERVAL.max(10 * began.elapsed())).await;
         }
-        if let Some(run) = runs.iter().find(|run| run.files.is_empty()) {
-            return Err(usage_error(format!("job {} has no metrics", run.job)));
+        if let Some(export) = exports.iter().find(|export| export.files.is_empty()) {
+            return Err(usage_error(format!("job {} has no metrics", export.job)));
         }
         if args.server.json {
-            return output::json(&runs);
+            return output::json(&exports);
         }
-        for Run { folder, points, .. } in &runs {
+        for JobExport { folder, points, .. } in &exports {
             output::line(format_args!("{}: {points} points", folder.display()))?;
         }
         Ok(())
     })
 }
 
-impl Run {
+impl JobExport {
     /// Writes the points that the files lack.
     async fn update(&mut self, api: &Api) -> anyhow::Result<()> {
         let job: Job = api.get(&format!("/jobs/{}", self.job)).await?;
-        let mut attempts: Vec<AttemptTimes> =
-            api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
+        let mut attempts: Vec<AttemptTimes> = api.list(&format!("/jobs/{}/attempts", job.id)).await?;
         // A run from elsewhere has one attempt, which is not in the list.
         if attempts.is_empty()
             && let Some(started_at) = job.started_at
@@ -169,7 +169,7 @@ fn folder_name(job: &Job) -> String {
 /// The event file of one rank, which may grow.
 struct RankFile {
     out: BufWriter<File>,
-    /// Path under which the file is written until its first points are complete. `None` afterwards.
+    /// Temporary path until the first [`Self::publish`] renames the file. `None` afterwards.
     partial: Option<PathBuf>,
     path: PathBuf,
     /// Attempt and step of the last point of each metric.
@@ -189,7 +189,7 @@ impl RankFile {
         version.write(&mut out)?;
         if let Some(job) = job {
             let settings = match &job.external {
-                Some(run) => run.config.clone().into(),
+                Some(external) => external.config.clone().into(),
                 // Converted through text, so that a 32-bit 0.1 stays 0.1.
                 None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
             };
@@ -199,7 +199,7 @@ impl RankFile {
         Ok(Self { out, partial: Some(partial), path, last_points: BTreeMap::new(), last_time: start })
     }
 
-    /// Writes the points that follow the last point of their metric. Returns their number.
+    /// Writes the points after the last written point of each metric. Returns their number.
     fn append(&mut self, clock: &Clock, series: &Series) -> io::Result<usize> {
         let mut points: Vec<(Point, &str)> = Vec::new();
         for (name, points_of_metric) in series {

@@ -2,7 +2,7 @@
 
 use super::{
     super::{
-        api::{Api, SERVER_TIMEOUT, parse_list},
+        api::{Api, SERVER_TIMEOUT, parse_elements},
         job_file, output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch, create_private_folder, format_command,
@@ -132,9 +132,8 @@ fn hosts_for_largest(
 async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
-        let found = api.read_pages("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
-        let mut jobs: Vec<Job> =
-            parse_list(&Value::Array(found.unwrap_or_default()), "jobs").unwrap_or_default();
+        let found = api.read_pages("/jobs", &[("tag", sweep.id.clone())], None).await;
+        let mut jobs: Vec<Job> = parse_elements(&found.unwrap_or_default(), "jobs");
         if jobs.len() == sweep.trial_count as usize {
             jobs.sort_by_key(|job| job.trial.as_ref().map(|trial| trial.number));
             return Ok(jobs);
@@ -266,7 +265,7 @@ impl Array {
 
     /// Returns the sweep's jobs by id, or `None` if the server does not respond.
     async fn read_jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
-        let found = api.read_pages("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
+        let found = api.read_pages("/jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));
         Some(found.into_iter().filter_map(job).collect())
     }
@@ -286,7 +285,7 @@ mod tests {
     use super::{super::tests::parse, *};
 
     #[test]
-    fn a_sweep_has_up_to_500_agents() {
+    fn a_sweep_with_more_than_500_agents_is_refused() {
         let args = parse(&["job.toml", "--with", "slurm"]);
         let hosts_for = |jobs: usize, machines: usize| {
             let job = json!({"data": {"dataset": "d"}, "parallel": {"ranks": machines}});

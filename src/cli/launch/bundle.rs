@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 /// Maximum size of a bundle: 256 nodes with a few hundred bytes of environment variables each, and a CA file.
 pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
 
-/// The maximum size of a bundle, and the end of the error for a larger bundle: what the limit is and what to do.
+/// The maximum size of a bundle for one way to pass it, and the advice with which the error for a larger bundle ends.
 pub(super) struct Limit {
     pub(super) bytes: u64,
     pub(super) advice: &'static str,
@@ -29,7 +29,7 @@ pub(super) struct Bundle {
     pub(super) job: JobId,
     /// Folder for the agents' state, relative to the home directory.
     pub(super) dir: PathBuf,
-    /// The agents, in the order in which the launcher numbers its processes.
+    /// The agents, one for each machine, in the order in which the launcher numbers its processes.
     pub(super) nodes: Vec<Node>,
     /// Whether the agents run in pods of a Kubernetes Job, which replaces each pod that ends without success.
     #[serde(default)]
@@ -50,7 +50,9 @@ impl Bundle {
         let ca = self.ca.as_ref().map_or(0, String::len);
         let ca_note = if ca > 0 { format!(", {ca} of them from --ca-file") } else { String::new() };
         let (size, advice) = (text.len(), limit.advice);
-        Err(usage_error(format!("the description for {agents} has {size} bytes{ca_note}, and {advice}")))
+        Err(usage_error(format!(
+            "the bundle (addresses and tokens) for {agents} has {size} bytes{ca_note}, and {advice}"
+        )))
     }
 }
 
@@ -76,7 +78,7 @@ pub(super) struct Node {
 pub(super) mod tests {
     use super::*;
 
-    /// Checks that a launcher passes `max_bytes` bytes, and that one byte more is an error with these phrases.
+    /// Checks that a bundle of `max_bytes` bytes is accepted, and that one byte more gives an error whose text contains `phrases`.
     pub(in crate::cli::launch) fn assert_max(max_bytes: usize, limit: &Limit, phrases: &[&str]) {
         let bundle = |bytes: usize| {
             let mut bundle = Bundle {
@@ -95,7 +97,8 @@ pub(super) mod tests {
         let size = max_bytes + 1;
         let message = bundle(size).to_json(limit).expect_err("it is one byte too long").to_string();
         assert!(
-            message.starts_with(&format!("the description for 0 agents has {size} bytes, ")),
+            message
+                .starts_with(&format!("the bundle (addresses and tokens) for 0 agents has {size} bytes, ")),
             "{message}"
         );
         for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {

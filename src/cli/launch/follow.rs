@@ -16,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+/// Interval between two checks of processes and of the server.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Number of bytes at the end of a log in which [`LauncherProcess::last_line`] searches.
 const TAIL_BYTES: u64 = 4096;
@@ -27,14 +28,24 @@ pub(super) struct LauncherProcess {
     child: Child,
     log: PathBuf,
     status: Option<ExitStatus>,
+    explain: Explain,
 }
+
+/// Describes the exit of a [`LauncherProcess`] (label, status, last line) in a sentence.
+type Explain = fn(&str, ExitStatus, &str) -> String;
 
 impl LauncherProcess {
     /// Starts a process and writes `input` to it.
     ///
     /// # Errors
     /// The process cannot be started.
-    pub(super) fn start(label: &str, mut command: Command, input: &[u8], log: &Path) -> io::Result<Self> {
+    pub(super) fn start(
+        label: &str,
+        mut command: Command,
+        input: &[u8],
+        log: &Path,
+        explain: Explain,
+    ) -> io::Result<Self> {
         use std::os::unix::process::CommandExt as _;
         let output = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
@@ -43,21 +54,20 @@ impl LauncherProcess {
             // A process that has exited does not read. Its exit status explains more than the broken pipe.
             let _ = stdin.write_all(input);
         }
-        Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
+        Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None, explain })
     }
 
-    /// Returns the exit status once. Later calls return `None`.
-    fn take_exit(&mut self) -> Option<ExitStatus> {
-        if self.status.is_some() {
+    /// Returns the exit status and its explanation, once. Later calls return `None`.
+    fn take_exit(&mut self) -> Option<(ExitStatus, String)> {
+        if self.status.is_some() || self.is_running() {
             return None;
         }
-        self.status = self.child.try_wait().ok().flatten();
-        self.status
+        self.status.map(|status| (status, (self.explain)(&self.label, status, &self.last_line())))
     }
 
     /// Whether the process has not exited. [`LauncherProcess::take_exit`] does not return an exit that this call has seen.
     fn is_running(&mut self) -> bool {
-        self.take_exit();
+        self.status = self.status.or_else(|| self.child.try_wait().ok().flatten());
         self.status.is_none()
     }
 
@@ -70,29 +80,19 @@ impl LauncherProcess {
     }
 }
 
-/// Describes the exit of a [`LauncherProcess`] (label, status, last line) in a sentence.
-pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
-
 /// Shows the job until it ends, or with `--detach` until the agents are online.
 ///
 /// # Errors
 /// A process exits with an error before the job has started, all processes exit before the job ends, or the job does not succeed.
-pub(super) async fn follow(
-    launch: &Launch,
-    mut processes: Vec<LauncherProcess>,
-    explain: Explain,
-) -> anyhow::Result<()> {
+pub(super) async fn follow(launch: &Launch, mut processes: Vec<LauncherProcess>) -> anyhow::Result<()> {
     let logs = launch.create_folder()?;
     output::warn(format_args!("the agents' logs are in {}", logs.display()));
     if launch.args.detach {
-        return wait_until_online(launch, &mut processes, explain).await;
+        return wait_until_online(launch, &mut processes).await;
     }
-    watch::announce(&launch.job);
-    let as_json = launch.args.server.json;
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
-        failure = wait_for_failure(launch, &mut processes, explain) => return Err(failure),
+        result = watch::show_to_end(&launch.api, launch.job.clone(), launch.args.server.json) => result,
+        failure = wait_for_failure(launch, &mut processes) => return Err(failure),
     };
     if result.is_err() && final_state(launch).await.is_none() {
         return if processes.iter_mut().any(LauncherProcess::is_running) {
@@ -122,19 +122,14 @@ pub(super) async fn follow(
 }
 
 /// Waits until the agents of these processes can no longer run the job, and returns the reason.
-async fn wait_for_failure(
-    launch: &Launch,
-    processes: &mut [LauncherProcess],
-    explain: Explain,
-) -> anyhow::Error {
+async fn wait_for_failure(launch: &Launch, processes: &mut [LauncherProcess]) -> anyhow::Error {
     loop {
         for index in 0..processes.len() {
-            let Some(status) = processes[index].take_exit() else { continue };
+            let Some((status, explanation)) = processes[index].take_exit() else { continue };
             // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
             let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
-                    let explanation = explain(&processes[index].label, status, &processes[index].last_line());
                     return LaunchDetached(format!("{explanation}; the job's state is unknown: {error}"))
                         .into();
                 }
@@ -142,7 +137,6 @@ async fn wait_for_failure(
             if job.state.is_final() {
                 continue;
             }
-            let explanation = explain(&processes[index].label, status, &processes[index].last_line());
             let is_last = processes.iter().all(|process| process.status.is_some());
             let can_continue = launch.can_run_with(&job, running_slots(launch, processes));
             if !status.success() && launch.never_ran(&job) && !can_continue {
@@ -164,18 +158,14 @@ async fn wait_for_failure(
 
 /// Waits until all agents are online, or the job has left the queue. A short outage of the server, such as a restart, does not mean that
 /// the agents have failed.
-async fn wait_until_online(
-    launch: &Launch,
-    processes: &mut [LauncherProcess],
-    explain: Explain,
-) -> anyhow::Result<()> {
+async fn wait_until_online(launch: &Launch, processes: &mut [LauncherProcess]) -> anyhow::Result<()> {
     let mut outage = Outage::default();
     loop {
-        match poll_online(launch, processes, explain).await {
+        match poll_online(launch, processes).await {
             Ok(Some(outcome)) => return outcome,
             Ok(None) => outage.report_restored(|text| output::warn(text)),
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(error) => outage.report_lost(error, |text| output::warn(text)).map_err(|error| {
+            Err(error) => outage.tolerate(error, |text| output::warn(text)).map_err(|error| {
                 let id = &launch.job.id;
                 LaunchDetached(format!(
                     "{error}; the agents that were started continue, and `lockstep watch {id}` shows the job"
@@ -193,15 +183,13 @@ async fn wait_until_online(
 async fn poll_online(
     launch: &Launch,
     processes: &mut [LauncherProcess],
-    explain: Explain,
 ) -> anyhow::Result<Option<anyhow::Result<()>>> {
     let job = read_job(launch).await?;
     if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
     for index in 0..processes.len() {
-        let Some(status) = processes[index].take_exit() else { continue };
-        let explanation = explain(&processes[index].label, status, &processes[index].last_line());
+        let Some((_, explanation)) = processes[index].take_exit() else { continue };
         if !launch.can_run_with(&job, running_slots(launch, processes)) {
             return Ok(Some(Err(anyhow::anyhow!(explanation))));
         }
@@ -244,11 +232,8 @@ pub(super) async fn follow_until_over(
     agents: impl AsyncFn(Option<JobState>) -> anyhow::Result<Agents>,
     how_to_end: &str,
 ) -> anyhow::Result<(anyhow::Result<()>, bool)> {
-    watch::announce(&launch.job);
-    let as_json = launch.args.server.json;
-    let watching = watch::follow_to_end(&launch.api, launch.job.clone(), as_json);
     let result = tokio::select! {
-        result = watching => result.map(|job| watch::print_next_steps(&job, as_json)),
+        result = watch::show_to_end(&launch.api, launch.job.clone(), launch.args.server.json) => result,
         error = early_end => Err(error),
     };
     let why = match final_state(launch).await {
@@ -289,7 +274,7 @@ async fn read_job_with_retries(launch: &Launch) -> anyhow::Result<Job> {
     loop {
         match read_job(launch).await {
             Ok(job) => return Ok(job),
-            Err(error) => outage.report_lost(error, |_| ())?,
+            Err(error) => outage.tolerate(error, |_| ())?,
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_have_limits() {
+    fn hostfiles_beyond_their_limits_are_refused() {
         let file = |n: usize| (0..n).map(|n| format!("n{n} slots=1024\n")).collect::<String>();
         assert_eq!(parse(&file(MAX_HOSTS)).unwrap().len(), MAX_HOSTS);
         assert!(parse(&file(MAX_HOSTS + 1)).unwrap_err().contains("at most 256 machines"));

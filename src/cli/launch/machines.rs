@@ -122,7 +122,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_ca_file_has_up_to_a_mebibyte() {
+    fn a_ca_file_larger_than_a_mebibyte_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ca.crt");
         let args = parse(&["job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"]);

@@ -21,17 +21,8 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
     // Starts one process per machine, on all cores of the machine: the agent starts the ranks.
-    command.args([
-        "-H",
-        &names.join(","),
-        "-np",
-        &hosts.len().to_string(),
-        "--bind-to",
-        "none",
-        "-x",
-        BUNDLE_VARIABLE,
-    ]);
-    command.args(&args.options).args([&args.program, "launched", "env"]);
+    command.args(["-H", &names.join(","), "-np", &hosts.len().to_string(), "--bind-to", "none"]);
+    command.args(["-x", BUNDLE_VARIABLE]).args(&args.options).args([&args.program, "launched", "env"]);
     command
 }
 
@@ -44,8 +35,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let mut command = command(&launch.args, &launch.hosts);
     command.env(BUNDLE_VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.create_folder()?.join("mpirun.log");
-    let process = LauncherProcess::start("mpirun", command, &[], &log)?;
-    follow(launch, vec![process], explain).await
+    let process = LauncherProcess::start("mpirun", command, &[], &log, explain)?;
+    follow(launch, vec![process]).await
 }
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {
@@ -57,7 +48,7 @@ mod tests {
     use super::super::bundle::tests::assert_max;
 
     #[test]
-    fn a_bundle_has_up_to_120_kib() {
+    fn a_bundle_larger_than_120_kib_is_refused() {
         assert_max(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

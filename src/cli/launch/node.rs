@@ -28,23 +28,23 @@ const SLURM_NODE: &str = "SLURMD_NODENAME";
 const REMOVED_VARIABLES: [&str; 5] =
     [BUNDLE_VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
 
-/// Become an agent as described by `lockstep launch` (started by launchers)
+/// Become an agent from a bundle that `lockstep launch` has made (started by launchers)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Source of the description: - (standard input), env (LOCKSTEP_LAUNCH) or a file
+    /// Source of the bundle: - (standard input), env (LOCKSTEP_LAUNCH) or a file
     source: String,
 }
 
 /// Replaces this process by an agent.
 ///
 /// # Errors
-/// The description cannot be read or has no entry for this process, or a folder cannot be written.
+/// The bundle cannot be read or has no entry for this process, or a folder cannot be written.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let bytes = read_bundle(&args.source)?;
     let bundle: Bundle = serde_json::from_slice(&bytes).map_err(|e| {
         usage_error(format!(
-            "the description from `lockstep launch` cannot be read ({e}): run the same version on both machines"
+            "the bundle from `lockstep launch` cannot be read ({e}): run the same version on both machines"
         ))
     })?;
     let index = find_index(&bundle, |name| std::env::var(name).ok()).map_err(usage_error)?;
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_has_a_maximum_size() {
+    fn a_bundle_larger_than_a_mebibyte_is_refused() {
         assert_max(1 << 20, &AGENT_LIMIT, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");

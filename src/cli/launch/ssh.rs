@@ -46,9 +46,9 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
         let text = bundle.to_json(&AGENT_LIMIT)?;
-        processes.push(LauncherProcess::start(&host.name, command, text.as_bytes(), &log)?);
+        processes.push(LauncherProcess::start(&host.name, command, text.as_bytes(), &log, explain)?);
     }
-    follow(launch, processes, explain).await
+    follow(launch, processes).await
 }
 
 fn explain(host: &str, status: ExitStatus, last: &str) -> String {

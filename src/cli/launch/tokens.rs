@@ -66,7 +66,7 @@ pub(super) async fn revoke(api: &Api, ids: &[String]) {
 /// accounts may have written, so the server's list decides which tokens belong to this job's agents.
 pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String> {
     let ids: BTreeSet<_> = ids.split(',').map(str::trim).collect();
-    match api.read_pages("/tokens", "tokens", &[], None).await {
+    match api.read_all("/tokens").await {
         Ok(values) => {
             let tokens = values.into_iter().filter_map(|value| serde_json::from_value::<Token>(value).ok());
             let start = name_prefix(job.id.as_str());

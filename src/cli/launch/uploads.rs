@@ -42,8 +42,7 @@ impl Launch {
     async fn read_upload_status(&self) -> anyhow::Result<UploadStatus> {
         let path = format!("/jobs/{}", self.job.id);
         let find_job = async || self.api.find::<Job>(&path).await;
-        let path_of_checkpoints = format!("{path}/checkpoints");
-        let checkpoints = match self.api.read_pages(&path_of_checkpoints, "checkpoints", &[], None).await {
+        let checkpoints = match self.api.read_all(&format!("{path}/checkpoints")).await {
             Ok(checkpoints) => checkpoints,
             Err(error) => {
                 return if find_job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) };

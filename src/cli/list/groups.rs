@@ -1,7 +1,7 @@
 //! `lockstep list --group-by`: prints groups of jobs with the same properties, and their mean results.
 
 use crate::cli::{
-    api::{Api, parse_list},
+    api::{Api, parse_elements},
     block_on, output,
 };
 use serde::Deserialize;
@@ -46,12 +46,11 @@ pub(super) fn run(
         metrics.push(sort_key);
     }
     query.push(("metrics", metrics.join(",")));
-    let groups =
-        block_on(api.read_pages("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
+    let groups = block_on(api.read_pages("/jobs/groups", &query, limit))?;
     if as_json {
         return output::json(&groups);
     }
-    let groups: Vec<Group> = parse_list(&Value::Array(groups), "groups")?;
+    let groups: Vec<Group> = parse_elements(&groups, "groups");
     if groups.is_empty() {
         return output::line("no job matches");
     }

@@ -104,7 +104,7 @@ fn errors_name_the_field() {
 }
 
 #[test]
-fn a_table_has_a_maximum_size() {
+fn a_table_with_too_many_devices_or_bytes_is_refused() {
     let max = MAX_DEVICES as u32;
     assert_eq!(parse(&servers(2, max / 2)).unwrap().world_size(), max);
     assert!(parse(&servers(1, max + 1)).unwrap_err().contains("at most 4096 devices"));

@@ -26,7 +26,7 @@ pub(super) fn markdown(mut program: Command) -> String {
 }
 
 /// Returns the commands for people: without hidden commands, which the program itself starts, and without clap's `help` in subcommands.
-fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
+pub(crate) fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
     let is_subcommand = command.get_name() != "lockstep";
     command.get_subcommands().filter(move |c| !(c.is_hide_set() || is_subcommand && c.get_name() == "help"))
 }

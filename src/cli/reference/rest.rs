@@ -10,7 +10,7 @@ use std::{
 pub(super) fn markdown(document: &Value) -> String {
     let mut text = generated_from("the OpenAPI document");
     text += "# REST interface\n\n";
-    let _ = writeln!(text, "{}\n", escape(one_line(&document["info"]["description"]).as_str()));
+    let _ = writeln!(text, "{}\n", prose(&document["info"]["description"]));
     text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
              (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
              `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
@@ -25,7 +25,7 @@ pub(super) fn markdown(document: &Value) -> String {
     }
     let shared = shared_errors(tags.values().flatten().map(|(_, _, call)| *call));
     text += "\n## Answers that many calls share\n\nEach call lists only its other answers.\n\n";
-    let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), escape(words)]).collect();
+    let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), words.clone()]).collect();
     text += &table(["status", "meaning"], &rows);
     for (tag, calls) in &tags {
         let _ = write!(text, "\n## {}\n", capitalise(tag));
@@ -52,7 +52,7 @@ fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String
         for (status, response) in
             call["responses"].as_object().into_iter().flatten().filter(|(s, _)| s.as_str() >= "400")
         {
-            *counts.entry((status.clone(), one_line(&response["description"]))).or_default() += 1;
+            *counts.entry((status.clone(), prose(&response["description"]))).or_default() += 1;
         }
     }
     counts
@@ -63,19 +63,15 @@ fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String
 }
 
 fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &BTreeSet<(String, String)>) {
-    let _ = write!(
-        text,
-        "\n### {method} {path}\n\n{}.",
-        escape(one_line(&call["summary"]).trim_end_matches('.'))
-    );
+    let _ = write!(text, "\n### {method} {path}\n\n{}.", prose(&call["summary"]).trim_end_matches('.'));
     let scope = call["security"][0].as_object().and_then(|schemes| schemes.values().next()?.get(0)?.as_str());
     let _ = match scope {
         Some(scope) => writeln!(text, " Scope: `{scope}`."),
         None => writeln!(text, " Open to everybody."),
     };
-    let description = one_line(&call["description"]);
+    let description = prose(&call["description"]);
     if !description.is_empty() {
-        let _ = write!(text, "\n{}\n", escape(&description));
+        let _ = write!(text, "\n{description}\n");
     }
     let parameters: Vec<_> = call["parameters"]
         .as_array()
@@ -87,7 +83,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
                 format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
                 format!("{}{required}", parameter["in"].as_str().unwrap_or_default()),
                 describe(&parameter["schema"]),
-                escape(&one_line(&parameter["description"])),
+                prose(&parameter["description"]),
             ]
         })
         .collect();
@@ -102,11 +98,9 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
         .as_object()
         .into_iter()
         .flatten()
-        .filter(|(status, response)| {
-            !shared.contains(&((*status).clone(), one_line(&response["description"])))
-        })
+        .filter(|(status, response)| !shared.contains(&((*status).clone(), prose(&response["description"]))))
         .map(|(status, response)| {
-            [format!("`{status}`"), describe_body(response), escape(&one_line(&response["description"]))]
+            [format!("`{status}`"), describe_body(response), prose(&response["description"])]
         })
         .collect();
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
@@ -124,9 +118,9 @@ fn describe_body(body: &Value) -> String {
 
 fn add_type(text: &mut String, name: &str, schema: &Value) {
     let _ = write!(text, "\n### {name}\n\n");
-    let description = one_line(&schema["description"]);
+    let description = prose(&schema["description"]);
     if !description.is_empty() {
-        let _ = write!(text, "{}\n\n", escape(&description));
+        let _ = write!(text, "{description}\n\n");
     }
     let required: Vec<_> =
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -136,7 +130,7 @@ fn add_type(text: &mut String, name: &str, schema: &Value) {
         .flatten()
         .map(|(field, schema)| {
             let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
-            [format!("`{field}`"), format!("{}{optional}", describe(schema)), escape(&meaning(schema))]
+            [format!("`{field}`"), format!("{}{optional}", describe(schema)), meaning(schema)]
         })
         .collect();
     if let Some((tag, rows)) = variants(schema) {
@@ -164,19 +158,19 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
             others.map(|(name, field)| format!("`{name}`: {}", describe(field))).collect()
         };
         let others: Vec<_> = parts.iter().flat_map(describe_fields).collect();
-        rows.push([describe(value), others.join("; "), escape(&meaning(variant))]);
+        rows.push([describe(value), others.join("; "), meaning(variant)]);
     }
     Some((tag, rows))
 }
 
 /// Returns the description of a field or a variant. The description of an optional field is one level deeper.
 fn meaning(schema: &Value) -> String {
-    let description = one_line(&schema["description"]);
+    let description = prose(&schema["description"]);
     if !description.is_empty() {
         return description;
     }
     let choices = schema["oneOf"].as_array().into_iter().flatten();
-    choices.map(|choice| one_line(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
+    choices.map(|choice| prose(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
 }
 
 /// Describes a schema in words, with links to named types.
@@ -224,9 +218,9 @@ fn describe(schema: &Value) -> String {
     }
 }
 
-/// Returns a text of the document without line breaks. Empty if the text is absent.
-fn one_line(text: &Value) -> String {
-    text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+/// Returns a text of the document as Markdown without line breaks. Empty if the text is absent.
+fn prose(text: &Value) -> String {
+    escape(&text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 fn capitalise(word: &str) -> String {

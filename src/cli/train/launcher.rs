@@ -113,7 +113,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         })?,
     };
     let job = job.unwrap_or_default();
-    let port = match read_port(&variable)? {
+    let port = match read_port(&variable, "MASTER_PORT")? {
         Some(port) => port
             .checked_add(port_shift)
             .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {launcher}"))?,
@@ -139,10 +139,10 @@ pub(super) fn read_number(
     variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is not a number"))).transpose()
 }
 
-/// Reads `MASTER_PORT`.
-fn read_port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
-    let port = read_number(variable, "MASTER_PORT")?;
-    port.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
+/// Reads a variable with a port.
+fn read_port(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u16>, String> {
+    let port = read_number(variable, name)?;
+    port.map(|port| u16::try_from(port).map_err(|_| format!("{name}={port} is not a port"))).transpose()
 }
 
 /// Returns the port to use without `MASTER_PORT`. The port is the same for all ranks of the job, usually differs between jobs, and is below

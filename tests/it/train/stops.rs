@@ -59,7 +59,7 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
     until_step(&mut child, 3);
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     let status = child.wait().expect("it ends");
-    assert_eq!(status.code(), Some(1));
+    assert_eq!(status.code(), Some(130));
     for rank in 0..2 {
         assert!(has_ended(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
     }
@@ -78,7 +78,7 @@ fn interrupt(mut child: Child) -> (String, Duration) {
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(130));
     (String::from_utf8_lossy(&output.stderr).into_owned(), signalled.elapsed())
 }
 
@@ -154,7 +154,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
     let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert_eq!(output.status.code(), Some(130), "{text}");
     assert!(text.contains("stopped after step ") && text.contains("continues from this step"), "{text}");
 }
 
@@ -187,7 +187,7 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
     let output = child.wait_with_output().expect("it ends");
     assert!(signalled.elapsed() < Duration::from_secs(60), "{:?}", signalled.elapsed());
     let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert_eq!(output.status.code(), Some(130), "{text}");
     assert!(text.contains("without a checkpoint: steps 1 to ") && text.contains("are lost"), "{text}");
     assert!(has_ended(pid_of(&attempt, 0)) && has_ended(pid_of(&attempt, 1)));
 }

@@ -12,7 +12,7 @@ use std::{
     fs::{self, File},
     io::{self, ErrorKind},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 /// `$LOCKSTEP_CACHE`, or `lockstep` in the user's cache directory. `None` if no environment variable gives one of the two.
@@ -55,6 +55,11 @@ pub fn installed() -> Option<PathBuf> {
 /// The content of `name`, if it exists and is undamaged. A damaged file is removed.
 pub fn read(name: &str) -> Option<Vec<u8>> {
     read_file(&dir()?.join(name))
+}
+
+/// When `name` was written, if it exists.
+pub fn modified(name: &str) -> Option<SystemTime> {
+    fs::metadata(dir()?.join(name)).ok()?.modified().ok()
 }
 
 /// The content of `name` that was installed with the program, if it exists and is undamaged.

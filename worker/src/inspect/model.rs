@@ -91,7 +91,15 @@ impl ModelFile {
     fn from_metadata(metadata: HashMap<String, String>, output: Output) -> Result<Self, String> {
         let text = |key: &str| {
             metadata.get(key).ok_or_else(|| {
-                format!("its metadata has no {key}; only files that Lockstep has written can be used")
+                // The metadata of embeddings, as `write_embeddings` writes them.
+                if metadata.contains_key("names") {
+                    "it has the embeddings of pictures, not a network; give a checkpoint's model.safetensors or its folder".into()
+                } else {
+                    format!(
+                        "its metadata has no {key}, which Lockstep writes into a network's file; weights from elsewhere can only begin a \
+                         job (model.pretrained)"
+                    )
+                }
             })
         };
         let number =

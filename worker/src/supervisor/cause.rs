@@ -214,7 +214,7 @@ mod tests {
         let unseen = RankEnd { rank: 0, exit: Some(Exit::Unseen), step: 9, ..Default::default() };
         assert_eq!(
             reason(std::slice::from_ref(&unseen)),
-            "rank 0 ended at step 9 while its agent was not running"
+            "rank 0 ended at step 9; how is unknown, because the agent that started it had ended"
         );
         let finished = RankEnd { has_finished: true, ..unseen };
         assert!(finished.is_success());

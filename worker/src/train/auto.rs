@@ -20,6 +20,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
     let sample = planning::sample_to_measure(spec, network, device, threads);
     let needs_figures = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
     let stored = if needs_figures { planning::stored_figures(&sample, device, group.size()) } else { None };
+    let stored = stored.map(|(machine, _)| machine);
     if !spec.parallel.is_auto() {
         let planned = stored.and_then(|machine| Planned::of(spec, network, &machine).ok());
         return Ok(Choice { spec: spec.clone(), planned });

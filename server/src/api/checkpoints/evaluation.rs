@@ -158,10 +158,7 @@ async fn find(
         && query.dataset.is_none()
         && !caller.sees_owned(&ownership)
     {
-        return Err(Error::unprocessable(format!(
-            "the dataset {:?} is no longer registered",
-            job.spec.data.dataset
-        )));
+        return Err(no_longer_registered(&job.spec));
     }
 
     let weights_suffix = if query.weights == Weights::Ema { "-ema" } else { "" };
@@ -248,6 +245,15 @@ async fn is_of_current_pictures(
     }
 }
 
+/// The error if the dataset of a job was removed.
+fn no_longer_registered(spec: &JobSpec) -> Error {
+    Error::unprocessable(format!(
+        "the dataset {0:?} is no longer registered; register it again (`lockstep dataset add {0} PATH`), or evaluate another dataset \
+         (--dataset)",
+        spec.data.dataset
+    ))
+}
+
 /// Returns the dataset of an evaluation (`other`, or the job's) and the job's specification with the validation split for that dataset.
 async fn resolve_dataset(
     datasets: &Datasets,
@@ -265,10 +271,7 @@ async fn resolve_dataset(
             other
         }
         None => {
-            let gone = || {
-                Error::unprocessable(format!("the dataset {:?} is no longer registered", spec.data.dataset))
-            };
-            datasets.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
+            datasets.store.dataset(&spec.data.dataset).await?.ok_or_else(|| no_longer_registered(&spec))?
         }
     };
     datasets.roots.check_registered(&dataset.path).await.map_err(Error::unprocessable)?;

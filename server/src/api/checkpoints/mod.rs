@@ -206,7 +206,7 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
             format_args!("checkpoint {}", row.id),
             &format!("{how}, also in the object store"),
         )),
-        Some(Err(NotFetched::StoreUnavailable(why))) => Err(Error::Unavailable(format!(
+        Some(Err(NotFetched::ObjectStoreUnavailable(why))) => Err(Error::Unavailable(format!(
             "checkpoint {} is in the object store, which cannot be reached now ({why}); try again later",
             row.id
         ))),

@@ -23,7 +23,7 @@ use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, NotInspecte
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
-    labels::{TWIN_NAMES, plain_name_mistake},
+    labels::{CASE_IS_IGNORED, plain_name_mistake},
     numbers::plural,
     spec::SpecError,
 };
@@ -161,9 +161,9 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     let Some(existing) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
     };
-    let twins = if existing.name == name { "" } else { TWIN_NAMES };
+    let case_is_ignored = if existing.name == name { "" } else { CASE_IS_IGNORED };
     let detail = format!(
-        "a dataset is already called {:?}{twins}; choose another name, or remove that dataset first",
+        "a dataset is already called {:?}{case_is_ignored}; choose another name, or remove that dataset first",
         existing.name
     );
     Err(Error::WithCode(Code::NameTaken, detail))

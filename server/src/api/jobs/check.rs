@@ -376,7 +376,7 @@ fn unsaved_best_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
 /// takes, or none for validation.
 fn few_pictures_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let Validation::Fraction(fraction) = spec.data.validation else { return None };
-    let train = dataset.info.splits.iter().find(|split| split.name == "train")?.samples as f64;
+    let train = dataset.info.split("train")?.samples as f64;
     if !has_expected_samples(spec, dataset) {
         return None;
     }
@@ -520,7 +520,7 @@ fn has_expected_samples(spec: &JobSpec, dataset: &Dataset) -> bool {
 
 /// Number of training pictures that are not held out for validation (see [`has_expected_samples`]).
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
-    let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
+    let train = dataset.info.train_samples();
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
         // Folds are numbered from 1. The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures,
         // which stay in one fold, are not considered.
@@ -545,7 +545,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     if let Validation::Split(name) = &spec.data.validation
         && name != "none"
         && spec.data.folds.is_none()
-        && !info.splits.iter().any(|s| s.name == *name)
+        && info.split(name).is_none()
     {
         let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
         let condition = if info.unlabelled.contains(name) { " that has labels" } else { "" };
@@ -558,7 +558,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             ),
         );
     }
-    let train = info.splits.iter().find(|split| split.name == "train");
+    let train = info.split("train");
     if let (Some(weights), Some(train)) = (&spec.loss.class_weights, train)
         && let Err(detail) = weights.of(&info.classes, &train.per_class)
     {

@@ -127,7 +127,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
 fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<(&'a str, f64)> {
     let per_class = match &spec.data.validation {
         _ if spec.data.folds.is_some() => return None,
-        Validation::Split(name) => &info.splits.iter().find(|split| split.name == *name)?.per_class,
+        Validation::Split(name) => &info.split(name)?.per_class,
         fraction => {
             info.count_held_out(fraction, spec.data.validation_seed)?;
             &info.held_out.as_ref()?.per_class
@@ -343,10 +343,13 @@ impl Course<'_> {
 fn causes(spec: &JobSpec, needs_weights: bool, pictures_side: u32) -> Vec<String> {
     let weights = needs_weights.then(|| {
         let arch = spec.model.arch.as_str();
-        let arch = KNOWN_WEIGHTS.into_iter().find(|known| *known == arch).unwrap_or(KNOWN_WEIGHTS[0]);
+        let (choose, arch) = match KNOWN_WEIGHTS.into_iter().find(|known| *known == arch) {
+            Some(arch) => (String::new(), arch),
+            None => (format!("choose the network {0} (model.arch) and ", KNOWN_WEIGHTS[0]), KNOWN_WEIGHTS[0]),
+        };
         format!(
-            "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: start from trained weights \
-             (model.pretrained = \"{arch}\")."
+            "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: {choose}start from \
+             trained weights (model.pretrained = \"{arch}\")."
         )
     });
     let usual = pictures_side.min(USUAL_SIDE);
@@ -372,6 +375,7 @@ fn late_rise(values: &[f64]) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::spec::Arch;
 
     fn course<'a>(
         spec: &'a JobSpec,
@@ -528,6 +532,11 @@ mod tests {
             let found = Course { causes: causes(&spec, true, 300), epochs, chance, ..course }.diagnosis();
             assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{epochs}: {found:?}");
         }
+        // There are no public weights of this network.
+        let mut spec = JobSpec::default();
+        spec.model.arch = Arch::ResNet20;
+        let words = "choose the network resnet18 (model.arch) and start from trained weights (model.pretrained = \"resnet18\")";
+        assert!(causes(&spec, true, 0)[0].contains(words));
         // An accuracy that equals the share of the largest class.
         for (training, last, expected) in [
             (

@@ -221,7 +221,7 @@ impl Csv {
             let (watermark, chunks) = self.store.metric_chunks(&self.job.id, 0, &filter).await?;
             for chunk in chunks {
                 // A bucket of level 0 is one point.
-                let points = compaction::readable_chunk(0, &chunk);
+                let points = compaction::decode_chunk_or_empty(0, &chunk);
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite_points > 0 { p.min } else { f32::NAN }));
                 self.write_lines(&mut text, chunk.attempt, rank, &name, points);

@@ -106,7 +106,7 @@ pub(crate) async fn resolve_version(
     };
     let versions = store.model_versions(Some(&name.model)).await?;
     let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
-    match visible.map(|row| &row.version).find(|version| name.which.matches(version)) {
+    match visible.map(|row| &row.version).find(|version| name.selector.matches(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
             Ok(None)

@@ -22,8 +22,8 @@ use crate::{
 use lockstep_protocol::{
     checkpoint_files::STATE,
     dataset::DatasetNote,
-    labels::{self, TWIN_NAMES},
-    models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
+    labels::{self, CASE_IS_IGNORED},
+    models::{Model, ModelVersion, Selector, alias_mistake, name_mistake},
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -99,16 +99,16 @@ async fn visible_models(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>
 ///
 /// # Errors
 /// 404: no model that the caller may see has this name, or the model has no such version.
-async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) -> Result<ModelVersion> {
+async fn find(store: &dyn Store, caller: &Caller, model: &str, selector: &Selector) -> Result<ModelVersion> {
     let versions = visible_versions(store, caller, Some(model)).await?;
     if versions.is_empty() {
         return Err(no_such_model());
     }
-    let found = versions.into_iter().find(|version| which.matches(version));
+    let found = versions.into_iter().find(|version| selector.matches(version));
     found.ok_or_else(|| {
-        Error::NotFound(match which {
-            Which::Number(number) => format!("the model {model:?} has no version {number}"),
-            Which::Alias(alias) => format!("the model {model:?} has no alias {alias:?}"),
+        Error::NotFound(match selector {
+            Selector::Number(number) => format!("the model {model:?} has no version {number}"),
+            Selector::Alias(alias) => format!("the model {model:?} has no alias {alias:?}"),
         })
     })
 }
@@ -172,8 +172,9 @@ pub(crate) async fn create(
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
         if *known != model {
-            let detail =
-                format!("a model is already called {known:?}{TWIN_NAMES}; use this name, or choose another");
+            let detail = format!(
+                "a model is already called {known:?}{CASE_IS_IGNORED}; use this name, or choose another"
+            );
             return Err(Error::WithCode(Code::NameTaken, detail));
         }
     }
@@ -201,7 +202,7 @@ pub(crate) async fn create(
         checkpoints.store.add_model_version(&new_version).await?
     };
     let location = format!("/api/v1/models/{model}/versions/{version}");
-    let version = find(&*checkpoints.store, &caller, &model, &Which::Number(version)).await?;
+    let version = find(&*checkpoints.store, &caller, &model, &Selector::Number(version)).await?;
     let subject = AuditSubject(format!("{model}/{}", version.version));
     Ok((StatusCode::CREATED, Extension(subject), [(header::LOCATION, location)], Json(version)))
 }
@@ -265,7 +266,7 @@ pub(crate) async fn show_version(
     Extension(caller): Extension<Caller>,
     Path((name, version)): Path<(String, u32)>,
 ) -> Result<Json<ModelVersion>> {
-    Ok(Json(find(&*store, &caller, &name, &Which::Number(version)).await?))
+    Ok(Json(find(&*store, &caller, &name, &Selector::Number(version)).await?))
 }
 
 /// Remove a version
@@ -278,7 +279,7 @@ pub(crate) async fn remove_version(
     Extension(caller): Extension<Caller>,
     Path((name, version)): Path<(String, u32)>,
 ) -> Result<StatusCode> {
-    let found = find(&*store, &caller, &name, &Which::Number(version)).await?;
+    let found = find(&*store, &caller, &name, &Selector::Number(version)).await?;
     if !found.aliases.is_empty() {
         let detail = format!(
             "the version has the alias {}; move or remove its aliases first",
@@ -297,7 +298,7 @@ pub(crate) async fn show_alias(
     Extension(caller): Extension<Caller>,
     Path((name, alias)): Path<(String, String)>,
 ) -> Result<Json<ModelVersion>> {
-    Ok(Json(find(&*store, &caller, &name, &Which::Alias(alias)).await?))
+    Ok(Json(find(&*store, &caller, &name, &Selector::Alias(alias)).await?))
 }
 
 /// Move an alias to a version
@@ -312,13 +313,13 @@ pub(crate) async fn put_alias(
     Body(AliasTarget { version }, _): Body<AliasTarget>,
 ) -> Result<(Extension<AuditSubject>, Json<ModelVersion>)> {
     check_field("/alias", alias_mistake(&alias))?;
-    let which = Which::Number(version);
-    find(&*store, &caller, &name, &which).await?;
-    let before = find(&*store, &caller, &name, &Which::Alias(alias.clone())).await.ok();
+    let selector = Selector::Number(version);
+    find(&*store, &caller, &name, &selector).await?;
+    let before = find(&*store, &caller, &name, &Selector::Alias(alias.clone())).await.ok();
     store.set_model_alias(&name, &alias, Some(version)).await?;
     let before = json!({"version": before.map(|before| before.version)});
     let changes = AuditSubject::of_changes(&before, &json!({"version": version}));
-    Ok((Extension(changes), Json(find(&*store, &caller, &name, &which).await?)))
+    Ok((Extension(changes), Json(find(&*store, &caller, &name, &selector).await?)))
 }
 
 /// Remove an alias

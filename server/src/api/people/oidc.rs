@@ -83,12 +83,12 @@ pub(crate) async fn finish(
     let next = pending.next.clone();
     let mut response = match sign_in(&auth, oidc, &peer, pending, answer).await {
         Ok(response) => {
-            auth.access.attempts.uncount_failure(peer.address);
+            auth.access.attempts.uncount_attempt(peer.address);
             response
         }
         Err(refused) => {
             if !refused.is_counted() {
-                auth.access.attempts.uncount_failure(peer.address);
+                auth.access.attempts.uncount_attempt(peer.address);
             }
             login::provider_failure_page(&auth, &ingress, &next, refused)?
         }

@@ -7,7 +7,10 @@
 //! check, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
 //! start) has its own counter, so guessing elsewhere does not lock the person out.
 
-use crate::{config::addresses::client_key, util::lock};
+use crate::{
+    config::addresses::client_key,
+    util::{lock, remove_oldest},
+};
 use std::{
     collections::HashMap,
     hash::Hash,
@@ -74,12 +77,10 @@ fn uncount<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
     }
 }
 
-/// Removes the oldest entry if there are `max` entries, so that another can be added.
-fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, max: usize) {
-    while counts.len() >= max {
-        let oldest = counts.iter().min_by_key(|(_, counter)| counter.since).map(|(key, _)| key.clone());
-        let Some(oldest) = oldest else { return };
-        counts.remove(&oldest);
+/// Removes the oldest counter if there are [`MAX_NAMES`] counters, so that another can be added.
+fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>) {
+    if counts.len() >= MAX_NAMES {
+        remove_oldest(counts, |counter| Some(counter.since));
     }
 }
 
@@ -116,7 +117,7 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_failure`] must follow.
+    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_attempt`] must follow.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
@@ -126,7 +127,7 @@ impl Attempts {
     }
 
     /// Uncounts the last attempt of an address, because the attempt did not fail.
-    pub(crate) fn uncount_failure(&self, from: IpAddr) {
+    pub(crate) fn uncount_attempt(&self, from: IpAddr) {
         uncount(&mut self.counters().addresses, &client_key(from));
     }
 
@@ -155,7 +156,7 @@ impl Attempts {
             return Err(wait);
         }
         if !counters.names.contains_key(name) {
-            forget_oldest(&mut counters.names, MAX_NAMES);
+            forget_oldest(&mut counters.names);
         }
         add(&mut counters.addresses, from);
         add(&mut counters.names, pair.0);
@@ -164,17 +165,17 @@ impl Attempts {
 
     /// Uncounts the last attempt, because its password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
-        self.uncount_password(name, from);
+        self.uncount_password_attempt(name, from);
         let mut counters = self.counters();
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
-            forget_oldest(&mut counters.familiar, MAX_NAMES);
+            forget_oldest(&mut counters.familiar);
             counters.familiar.insert(pair, Counter::new());
         }
     }
 
     /// Uncounts the last attempt, because its password was not checked.
-    pub(super) fn uncount_password(&self, name: &str, from: IpAddr) {
+    pub(super) fn uncount_password_attempt(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
@@ -270,7 +271,7 @@ mod tests {
             attempts.count_password_attempt("ada", office).is_err(),
             "ten guesses are allowed there, too"
         );
-        attempts.uncount_password("ada", office);
+        attempts.uncount_password_attempt("ada", office);
         assert_eq!(
             attempts.count_password_attempt("ada", office),
             Ok(true),

@@ -1,7 +1,7 @@
 //! Links that sign a browser in. A link has a random code, which can be used once and within ten minutes. Codes exist only in memory.
 
 use super::secret::{self, Secret};
-use crate::util::lock;
+use crate::util::{lock, remove_oldest};
 use jiff::Timestamp;
 use std::{
     collections::HashMap,
@@ -35,11 +35,8 @@ impl Codes {
         let secret = Secret::new_plain()?;
         let mut codes = lock(&self.0);
         codes.retain(|_, code| code.made_at.elapsed() < LIFE);
-        let own = codes.iter().filter(|(_, code)| code.token_id == token_id);
-        if own.clone().count() >= MAX_CODES
-            && let Some(oldest) = own.min_by_key(|(_, code)| code.made_at).map(|(hash, _)| hash.clone())
-        {
-            codes.remove(&oldest);
+        if codes.values().filter(|code| code.token_id == token_id).count() >= MAX_CODES {
+            remove_oldest(&mut codes, |code| (code.token_id == token_id).then_some(code.made_at));
         }
         let code = Code { token_id: token_id.to_owned(), session_until, made_at: Instant::now() };
         codes.insert(secret.hash, code);
@@ -48,20 +45,17 @@ impl Codes {
 
     /// Invalidates the codes of a token or a person.
     pub(super) fn forget(&self, token_id: &str) {
-        let mut codes = lock(&self.0);
-        codes.retain(|_, code| code.token_id != token_id);
+        lock(&self.0).retain(|_, code| code.token_id != token_id);
     }
 
     /// Whether a code can still be used.
     pub(crate) fn has(&self, code: &str) -> bool {
-        let codes = lock(&self.0);
-        codes.get(&secret::hash(code)).is_some_and(|code| code.made_at.elapsed() < LIFE)
+        lock(&self.0).get(&secret::hash(code)).is_some_and(|code| code.made_at.elapsed() < LIFE)
     }
 
     /// Uses up a code. Returns the id of its token or person, and the latest end of the session.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
-        let mut codes = lock(&self.0);
-        let code = codes.remove(&secret::hash(code))?;
+        let code = lock(&self.0).remove(&secret::hash(code))?;
         (code.made_at.elapsed() < LIFE).then_some((code.token_id, code.session_until))
     }
 }

@@ -9,7 +9,7 @@ use super::{
 use crate::store::{PersonRow, principal};
 use lockstep_protocol::{
     access::{Scope, Token},
-    people::{Person, name_mistake, password_mistake},
+    people::{Identity, Person, name_mistake, password_mistake},
 };
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
@@ -32,6 +32,18 @@ pub(crate) enum NotSignedIn {
     NotChecked(PasswordError),
 }
 
+/// The person as whom an account at an OpenID provider signs in. An account is identified by its subject, never by a name that the provider
+/// sends, because a provider may give a name to another account.
+#[derive(Debug)]
+pub(crate) enum SignsInAs {
+    /// This person, who may be disabled.
+    Person(PersonRow),
+    /// The account's person was removed.
+    Removed,
+    /// The account is new: no person has it.
+    Nobody,
+}
+
 impl Known {
     /// The credential that a session uses. `id`: a token's id, or a person's id (`principal`).
     pub(super) fn session_credential(&self, id: &str) -> Option<Arc<Credential>> {
@@ -42,7 +54,6 @@ impl Known {
         }
     }
 
-    /// The token with this id.
     pub(super) fn token_with_id(&self, id: &str) -> Option<&Arc<Credential>> {
         self.tokens.values().find(|c| c.token.id == id)
     }
@@ -132,6 +143,22 @@ impl Access {
         self.codes.forget(&principal(name));
     }
 
+    /// Loads the accounts whose person was removed.
+    pub(crate) fn load_refused_identities(&self, refused: Vec<Identity>) {
+        self.write().refused_identities.extend(refused);
+    }
+
+    /// The person as whom an account signs in.
+    pub(crate) fn find_by_identity(&self, identity: &Identity) -> SignsInAs {
+        let known = self.read();
+        let mut people = known.people.values().map(|known| &known.row);
+        match people.find(|row| row.person.identity.as_ref() == Some(identity)) {
+            Some(row) => SignsInAs::Person(row.clone()),
+            None if known.refused_identities.contains(identity) => SignsInAs::Removed,
+            None => SignsInAs::Nobody,
+        }
+    }
+
     /// The stored row of a person.
     pub(crate) fn person(&self, name: &str) -> Option<PersonRow> {
         self.read().people.get(name).map(|known| known.row.clone())
@@ -167,7 +194,7 @@ impl Access {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {
-                self.attempts.uncount_password(counted, from);
+                self.attempts.uncount_password_attempt(counted, from);
                 return Err(NotSignedIn::NotChecked(error));
             }
         }

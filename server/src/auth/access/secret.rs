@@ -24,7 +24,6 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// A new token.
     pub(crate) fn new_token() -> io::Result<Self> {
         Ok(Self::of(format!("{PREFIX}{}", random()?)))
     }

@@ -3,7 +3,7 @@
 use crate::{
     auth::access::{Secret, is_same_secret},
     config::addresses::client_key,
-    util::lock,
+    util::{lock, remove_oldest},
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
@@ -26,7 +26,6 @@ const MAX_SIGN_INS: usize = 10_000;
 #[derive(Debug, Default)]
 pub(super) struct PendingSignIns(Mutex<HashMap<String, PendingSignIn>>);
 
-/// A sign-in in progress.
 #[derive(Debug, Clone)]
 pub(crate) struct PendingSignIn {
     pub(super) nonce: String,
@@ -66,9 +65,9 @@ impl PendingSignIns {
         };
         let mut sign_ins = lock(&self.0);
         if sign_ins.values().filter(|sign_in| sign_in.from == from).count() >= MAX_PER_ADDRESS {
-            forget_oldest(&mut sign_ins, |sign_in| sign_in.from == from);
+            remove_oldest(&mut sign_ins, |sign_in| (sign_in.from == from).then_some(sign_in.since));
         } else if sign_ins.len() >= MAX_SIGN_INS {
-            forget_oldest(&mut sign_ins, |_| true);
+            remove_oldest(&mut sign_ins, |sign_in| Some(sign_in.since));
         }
         sign_ins.insert(state.hash, sign_in);
         Ok(RedirectValues { state: state.text, nonce, challenge, cookie: cookie.text })
@@ -85,18 +84,6 @@ impl PendingSignIns {
             return None;
         }
         sign_ins.remove(&state).filter(|sign_in| sign_in.since.elapsed() < LIFE)
-    }
-}
-
-/// Removes the oldest of the sign-ins for which `is_candidate` is true.
-fn forget_oldest(
-    sign_ins: &mut HashMap<String, PendingSignIn>,
-    is_candidate: impl Fn(&PendingSignIn) -> bool,
-) {
-    let candidates = sign_ins.iter().filter(|(_, sign_in)| is_candidate(sign_in));
-    let oldest = candidates.min_by_key(|(_, sign_in)| sign_in.since);
-    if let Some(state) = oldest.map(|(state, _)| state.clone()) {
-        sign_ins.remove(&state);
     }
 }
 

@@ -8,15 +8,14 @@ use super::{
 };
 use crate::{
     config::oidc::{Groups, NameClaim, OidcConfig},
-    util::{pem_files, tls_client},
+    util::{http_client, pem_files},
 };
 use base64::{Engine, engine::general_purpose::STANDARD};
-use reqwest::{Client, RequestBuilder, Url, header, redirect};
-use rustls::{ClientConfig, RootCertStore};
+use reqwest::{Client, RequestBuilder, Url, header};
+use rustls::RootCertStore;
 use serde::Deserialize;
 use serde_json::Value;
 use std::{
-    error::Error,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -60,33 +59,26 @@ impl<T> CachedResponse<T> {
         max_age: Duration,
         request: impl Future<Output = Result<T, OidcError>>,
     ) -> Result<Arc<T>, OidcError> {
-        let cached = self.value.as_ref().map(|(value, _)| value.clone());
-        if let (Some(value), Some((_, since))) = (&cached, &self.value)
+        if let Some((value, since)) = &self.value
             && since.elapsed() < max_age
         {
             return Ok(value.clone());
         }
-        let recent_failure = self
-            .last_failure
-            .as_ref()
-            .filter(|(_, at)| at.elapsed() < RETRY_PAUSE)
-            .map(|(error, _)| error.clone());
-        let response = match recent_failure {
-            Some(error) => Err(error),
-            None => {
-                let response = request.await;
-                self.last_failure = response.as_ref().err().map(|error| (error.clone(), Instant::now()));
-                response
-            }
+        let error = match &self.last_failure {
+            Some((error, at)) if at.elapsed() < RETRY_PAUSE => error.clone(),
+            _ => match request.await {
+                Ok(value) => {
+                    let value = Arc::new(value);
+                    *self = Self { value: Some((value.clone(), Instant::now())), last_failure: None };
+                    return Ok(value);
+                }
+                Err(error) => {
+                    self.last_failure = Some((error.clone(), Instant::now()));
+                    error
+                }
+            },
         };
-        match response {
-            Ok(value) => {
-                let value = Arc::new(value);
-                self.value = Some((value.clone(), Instant::now()));
-                Ok(value)
-            }
-            Err(error) => cached.ok_or(error),
-        }
+        self.value.as_ref().map(|(value, _)| value.clone()).ok_or(error)
     }
 }
 
@@ -150,12 +142,8 @@ struct Refusal {
 
 impl Provider {
     pub(super) fn new(config: Arc<OidcConfig>) -> Result<Self, String> {
-        let builder = Client::builder()
-            .timeout(TIMEOUT)
-            .connect_timeout(TIMEOUT / 2)
-            .redirect(redirect::Policy::none())
-            .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(tls(&config)?);
+        let builder = http_client::builder(authorities(&config)?).map_err(|error| error.to_string())?;
+        let builder = builder.timeout(TIMEOUT).connect_timeout(TIMEOUT / 2);
         // Only a provider on this machine may use plain HTTP. Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
@@ -311,11 +299,7 @@ impl Provider {
         url: &str,
     ) -> Result<T, OidcError> {
         let failed = |error: reqwest::Error| {
-            let mut cause: &dyn Error = &error;
-            while let Some(source) = cause.source() {
-                cause = source;
-            }
-            log_unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
+            log_unreachable(self.config.issuer.host(), &format!("{url}: {}", http_client::root_cause(&error)))
         };
         let mut response = request_builder.send().await.map_err(failed)?;
         let status = response.status();
@@ -339,10 +323,10 @@ impl Provider {
     }
 }
 
-/// TLS settings that trust the CA certificates of the system and of the configured file.
-fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
+/// The CA certificates of the system and of the configured file.
+fn authorities(config: &OidcConfig) -> Result<RootCertStore, String> {
     let mut roots =
-        if config.issuer.is_plain() { RootCertStore::empty() } else { tls_client::system_authorities() };
+        if config.issuer.is_plain() { RootCertStore::empty() } else { http_client::system_authorities() };
     if let Some(path) = &config.ca_file {
         for certificate in
             pem_files::read_certificates(path).map_err(|error| format!("the CA file {error}"))?
@@ -352,7 +336,7 @@ fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
                 .map_err(|error| format!("the CA file {} cannot be used: {error}", path.display()))?;
         }
     }
-    tls_client::client_config(roots).map_err(|error| error.to_string())
+    Ok(roots)
 }
 
 /// Encodes pairs as the body of a form.

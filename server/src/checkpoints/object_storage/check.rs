@@ -1,8 +1,8 @@
-//! Checks that the store can be used, and converts errors into texts that say what to change.
+//! Checks that the object store can be used, and converts errors into texts that say what to change.
 
 use super::{ObjectStorage, with_timeout};
+use crate::util::with_causes;
 use object_store::{Error, ObjectStoreExt};
-use std::error::Error as _;
 
 /// The content of the test object.
 const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
@@ -30,7 +30,7 @@ impl Unusable {
 
 impl From<Error> for Unusable {
     fn from(error: Error) -> Self {
-        Self { why: describe(&error), is_temporary: is_temporary(&full_text(&error)) }
+        Self { why: describe(&error), is_temporary: is_temporary(&with_causes(&error)) }
     }
 }
 
@@ -43,7 +43,7 @@ impl ObjectStorage {
         let folder = self.root.clone().join("lockstep-check");
         let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
         let test = async {
-            with_timeout(self.objects.put(&path, TEXT.into())).await.map_err(|error| ("written", error))?;
+            self.put(&path, TEXT.into()).await.map_err(|error| ("written", error))?;
             let found = with_timeout(self.objects.get(&path)).await.map_err(|error| ("read", error))?;
             let found = with_timeout(found.bytes()).await.map_err(|error| ("read", error))?;
             let listed = with_timeout(self.objects.list_with_delimiter(Some(&folder))).await;
@@ -60,7 +60,8 @@ impl ObjectStorage {
         match tested {
             Ok(true) => Ok(()),
             Ok(false) => Err(Unusable::permanent(
-                "the test object was not read or listed as it was written: use another store".into(),
+                "the store returned other content for the test object, or did not list it: use another store"
+                    .into(),
             )),
             Err((what, error)) => {
                 let Unusable { why, is_temporary } = error.into();
@@ -73,7 +74,8 @@ impl ObjectStorage {
     }
 }
 
-/// Checks the environment variables that a bucket's client reads: the endpoint is a URL, and both halves of the key are given.
+/// Checks the environment variables that a bucket's client reads: the endpoint must be a URL, and `AWS_ACCESS_KEY_ID` and
+/// `AWS_SECRET_ACCESS_KEY` must be set both or not at all.
 ///
 /// # Errors
 /// A variable is missing or invalid. The text says what the user must change.
@@ -125,23 +127,9 @@ fn is_temporary(text: &str) -> bool {
             .any(|phrase| text.contains(phrase))
 }
 
-/// The text of an error and of all its sources.
-fn full_text(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text = format!("{text}: {inner_text}");
-        }
-        source = inner.source();
-    }
-    text
-}
-
 /// The text of an error for users: what is wrong, and what to change.
 pub(crate) fn describe(error: &Error) -> String {
-    let text = full_text(error);
+    let text = with_causes(error);
     let code =
         text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
     let code_in_brackets = code.map_or_else(String::new, |code| format!(" ({code})"));

@@ -1,7 +1,7 @@
 //! The HTTP client for buckets. It uses the versions of `reqwest` and `rustls` that the rest of the program uses, instead of the client of
 //! `object_store`.
 
-use crate::util::tls_client::{client_config, system_authorities};
+use crate::util::http_client::{self, system_authorities};
 use async_trait::async_trait;
 use http_body_util::BodyExt;
 use object_store::{
@@ -11,12 +11,12 @@ use object_store::{
         HttpService,
     },
 };
-use reqwest::{Body, Client, Request, Url, redirect};
+use reqwest::{Body, Client, Request, Url};
 use std::time::Duration;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the next bytes of a response. The time begins with the request, so it also limits the upload of a part.
+/// Time limit for the next bytes of a response. The time begins with the request, so a part of a file must be sent within the same time.
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug)]
@@ -28,15 +28,13 @@ struct Service(Client);
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let failed = |detail: String| Error::Generic { store: "S3", source: detail.into() };
-        let tls = client_config(system_authorities()).map_err(|error| failed(error.to_string()))?;
+        let builder =
+            http_client::builder(system_authorities()).map_err(|error| failed(error.to_string()))?;
         let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
-        let client = Client::builder()
+        let client = builder
             .connect_timeout(CONNECT_TIMEOUT)
             .read_timeout(READ_TIMEOUT)
-            .redirect(redirect::Policy::none())
             .https_only(!allows_http)
-            .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(tls)
             .build();
         Ok(HttpClient::new(Service(client.map_err(|error| failed(error.to_string()))?)))
     }

@@ -1,6 +1,6 @@
 //! The upload of a large file to the store in parts. The object appears with the last part.
 
-use super::{ObjectStorage, Prefix, Result, optional, store_error, with_timeout};
+use super::{ObjectStorage, Result, optional, store_error, with_timeout};
 use bytes::Bytes;
 use object_store::{
     MultipartUpload, ObjectStoreExt,
@@ -10,7 +10,6 @@ use object_store::{
 };
 use std::sync::Arc;
 
-/// The upload of a file in parts.
 #[derive(Debug)]
 pub(crate) enum FileUpload {
     /// An upload to a bucket.
@@ -21,8 +20,7 @@ pub(crate) enum FileUpload {
 
 impl ObjectStorage {
     /// Begins the upload of a file in parts.
-    pub(crate) async fn begin_upload(&self, prefix: &Prefix, name: &str, sha256: &str) -> Result<FileUpload> {
-        let path = prefix.file_path(name, sha256);
+    pub(crate) async fn begin_upload(&self, path: Path) -> Result<FileUpload> {
         match &self.bucket {
             Some(bucket) => {
                 let id = with_timeout(bucket.create_multipart(&path)).await?;

@@ -2,9 +2,8 @@
 //! mounted, in another server's bucket of the same name, and behind a wrong proxy. Checkpoints that such a store does not have are not
 //! lost.
 
-use super::{ObjectStorage, Unusable, optional, with_timeout};
-use bytes::Bytes;
-use object_store::{GetOptions, ObjectStoreExt, path::Path};
+use super::{ObjectStorage, Unusable};
+use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -29,10 +28,7 @@ impl ObjectStorage {
     /// # Errors
     /// A store error, or the marker is invalid.
     pub(crate) async fn marker(&self) -> Result<Option<String>, Unusable> {
-        let options = GetOptions::new().with_range(Some(0..MARKER_BYTES));
-        let object = optional(with_timeout(self.objects.get_opts(&self.marker_path(), options)).await)?;
-        let Some(object) = object else { return Ok(None) };
-        let bytes = with_timeout(object.bytes()).await?;
+        let Some(bytes) = self.read_start(&self.marker_path(), MARKER_BYTES).await? else { return Ok(None) };
         let marker: Marker = serde_json::from_slice(&bytes).map_err(|error| {
             Unusable::permanent(format!(
                 "its {MARKER}, which identifies the store, cannot be read ({error}): restore the original object"
@@ -41,11 +37,9 @@ impl ObjectStorage {
         Ok(Some(marker.store.to_string()))
     }
 
-    /// Writes the marker with the identity `store`.
     pub(crate) async fn write_marker(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
-        with_timeout(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
-        Ok(())
+        Ok(self.put(&self.marker_path(), text.into()).await?)
     }
 
     /// The error for a restored database.

@@ -42,11 +42,11 @@ fn manifests_that_are_too_large_or_invalid_are_refused() {
 
 #[test]
 fn the_number_of_parts_stays_below_the_limit_of_buckets() {
-    assert_eq!(part_bytes(1), PART_BYTES);
-    assert_eq!(part_bytes(PART_BYTES * MAX_PARTS), PART_BYTES);
-    assert_eq!(part_bytes(PART_BYTES * MAX_PARTS + 1), PART_BYTES + 1);
+    assert_eq!(part_size_for(1), MIN_PART_BYTES);
+    assert_eq!(part_size_for(MIN_PART_BYTES * MAX_PARTS), MIN_PART_BYTES);
+    assert_eq!(part_size_for(MIN_PART_BYTES * MAX_PARTS + 1), MIN_PART_BYTES + 1);
     let largest = 1_u64 << 40;
-    assert!(u64::div_ceil(largest, part_bytes(largest)) <= MAX_PARTS);
+    assert!(u64::div_ceil(largest, part_size_for(largest)) <= MAX_PARTS);
 }
 
 #[test]

@@ -95,7 +95,7 @@ fn files_and_folders_are_listed_in_order_including_empty_ones() {
     let all = tree(dir.path());
     assert_eq!(list_all(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
     for limit in [10, 2] {
-        let detail = format!("it has more than {limit} files and folders");
+        let detail = format!("the dataset has more than {limit} files and folders");
         assert_eq!(list_all(all.clone(), limit).last(), Some(&DatasetEntry::Failed(detail)));
     }
 }

@@ -11,7 +11,6 @@ macro_rules! codes {
         }
 
         impl Code {
-            /// Every code.
             pub(crate) const ALL: &[Code] = &[$(Code::$name,)*];
 
             /// As in JSON: snake_case.

@@ -38,6 +38,11 @@ impl<'de> DeserializeSeed<'de> for NestedValue {
     }
 }
 
+/// Defines methods of [`Visitor`] that accept every value of a type.
+macro_rules! accept {
+    ($($method:ident: $type:ty),*) => { $(fn $method<E>(self, _: $type) -> Result<(), E> { Ok(()) })* };
+}
+
 impl<'de> Visitor<'de> for NestedValue {
     type Value = ();
 
@@ -45,25 +50,7 @@ impl<'de> Visitor<'de> for NestedValue {
         f.write_str("a JSON value")
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_str<E>(self, _: &str) -> Result<(), E> {
-        Ok(())
-    }
+    accept! { visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_f64: f64, visit_str: &str }
 
     fn visit_unit<E>(self) -> Result<(), E> {
         Ok(())

@@ -73,8 +73,8 @@ impl Kind {
     }
 }
 
-/// Checks that the caller may make this request with the object that it names. An object that does not exist gets the same response as a
-/// private object of another owner, before query, method and body are checked, so the response does not reveal which case applies.
+/// Checks that the caller may make this request with the object that it names, before query, method and body are checked. An object that
+/// does not exist gets the same response as a private object of another owner, so the response does not reveal which case applies.
 ///
 /// # Errors
 /// 404 if the object does not exist or is private, 403 if the request would change an object of another owner.
@@ -107,8 +107,7 @@ pub(super) async fn check(
     let Some(ownership) = ownership.filter(|ownership| caller.sees_owned(ownership)) else {
         return Err(kind.not_found(route));
     };
-    let is_read =
-        matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || UNCHANGING_POSTS.contains(&route);
+    let is_read = method.is_safe() || UNCHANGING_POSTS.contains(&route);
     if is_read || auth.may_change(caller, ownership.owner.as_deref()) {
         return Ok(());
     }

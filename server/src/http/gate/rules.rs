@@ -43,13 +43,9 @@ pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
         | "/api/2.0/mlflow/experiments/search"
         | "/api/2.0/mlflow/runs/search"
         | "/api/2.0/mlflow/logged-models/search" => Requirement::Scope(Scope::Read),
-        _ if is_safe(method) => Requirement::Scope(Scope::Read),
+        _ if method.is_safe() => Requirement::Scope(Scope::Read),
         _ => Requirement::Scope(Scope::Submit),
     }
-}
-
-fn is_safe(method: &Method) -> bool {
-    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
 /// Routes whose requests are not recorded, except with DELETE: checks and conversions of a specification, and requests that a program sends
@@ -80,7 +76,7 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded, because no person made them, and each part of a file would have an entry.
     let is_by_agent = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     let is_exempt = method != Method::DELETE && route.is_some_and(|route| NOT_RECORDED.contains(&route));
-    !is_safe(method) && !is_by_agent && !is_exempt && !is_upload(method, route)
+    !method.is_safe() && !is_by_agent && !is_exempt && !is_upload(method, route)
 }
 
 /// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an

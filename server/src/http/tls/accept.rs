@@ -10,10 +10,10 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-/// Maximum size of a plain request's head that is read before the response.
-const HEAD_BYTES: usize = 16 << 10;
-/// Time that a client has to read a response before its connection is closed.
-const READ_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum number of bytes that are read of the head of a plain HTTP request.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// Time limit for a client to read the server's last bytes. After it, the connection is closed.
+const CLIENT_READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the TLS handshake of a connection.
 ///
@@ -48,8 +48,9 @@ pub(crate) async fn accept(
     tokio::time::timeout(timeout, work).await.unwrap_or(Err(None))
 }
 
-/// Lets a client read the last bytes that were sent: the alert with the reason of a refusal, or a response. If the connection were closed
-/// before the client's request is read, the client would lose these bytes. A TLS 1.3 client has already sent its request.
+/// Closes a connection so that the client can read the last bytes that were sent: the alert with the reason of a refusal, or a response. If
+/// the server closed the connection while bytes of the client are unread, the kernel would send a reset, and the client could lose the last
+/// bytes. A TLS 1.3 client has already sent its request.
 async fn drain(mut stream: TcpStream) {
     let work = async {
         stream.shutdown().await?;
@@ -58,13 +59,13 @@ async fn drain(mut stream: TcpStream) {
         std::io::Result::Ok(())
     };
     // A client that has disconnected needs no response.
-    let _ = tokio::time::timeout(READ_TIMEOUT, work).await;
+    let _ = tokio::time::timeout(CLIENT_READ_TIMEOUT, work).await;
 }
 
 /// Reads a request's head and answers 400.
 async fn answer_plain(mut stream: TcpStream) {
     let mut head = Vec::new();
-    while !head.windows(4).any(|end| end == b"\r\n\r\n") && head.len() < HEAD_BYTES {
+    while !head.windows(4).any(|end| end == b"\r\n\r\n") && head.len() < MAX_HEAD_BYTES {
         match stream.read_buf(&mut head).await {
             Ok(0) | Err(_) => break,
             Ok(_) => {}
@@ -73,7 +74,7 @@ async fn answer_plain(mut stream: TcpStream) {
     let detail =
         "this port uses HTTPS and the request is plain HTTP; write https:// instead of http:// in the URL";
     let response = Error::BadRequest(detail.into()).into_response();
-    let Ok(body) = axum::body::to_bytes(response.into_body(), HEAD_BYTES).await else { return };
+    let Ok(body) = axum::body::to_bytes(response.into_body(), usize::MAX).await else { return };
     let head = format!(
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\ncontent-length: {}\r\ncache-control: \
          no-store\r\nconnection: close\r\n\r\n",
@@ -81,7 +82,7 @@ async fn answer_plain(mut stream: TcpStream) {
     );
     // Sent as one packet, because websocket clients read only the part of a response that arrives with its head.
     let answer = [head.as_bytes(), &body].concat();
-    if let Ok(Ok(())) = tokio::time::timeout(READ_TIMEOUT, stream.write_all(&answer)).await {
+    if let Ok(Ok(())) = tokio::time::timeout(CLIENT_READ_TIMEOUT, stream.write_all(&answer)).await {
         drain(stream).await;
     }
 }

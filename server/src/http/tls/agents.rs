@@ -43,7 +43,6 @@ const SERIAL_DIGITS: usize = 40;
 /// Maximum interval between two checks for expired certificates. The clock may be set meanwhile.
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A refused certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RefusedCertificate {
     /// The certificate's name and serial number.
@@ -76,7 +75,7 @@ impl ClientCertificate {
 
 /// The name by which a certificate identifies its holder: the common name, or else the first alternative name.
 fn name_of(facts: &Facts) -> Option<String> {
-    let name = facts.subject_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
+    let name = facts.common_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
     let is_plain = !name.trim().is_empty() && name.len() <= 100;
     (is_plain && lockstep_protocol::invisible::first_invisible(&name).is_none()).then_some(name)
 }
@@ -124,7 +123,6 @@ fn stamp_of_both(ca_file: &Path, revocation_list: Option<&Path>) -> super::Stamp
 }
 
 impl Trust {
-    /// Reads the CA certificates and the revocation list.
     fn read(ca_file: &Path, revocation_list: Option<&Path>, is_own: bool) -> Result<Self, String> {
         let shown = ca_file.display();
         let mut roots = RootCertStore::empty();

@@ -11,17 +11,19 @@ pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 use super::{
     certificate::Facts,
     files::{self, fingerprint, minute},
-    names::is_name,
+    names::is_dns_name_or_address,
 };
-use crate::util::pem_files::{self, Readers};
+use crate::util::{
+    pem_files::{self, Readers},
+    private_files,
+};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SerialNumber,
 };
 use std::{
     fs::{self, DirBuilder, File},
-    io::Write,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
 };
 use time::{Duration, OffsetDateTime};
@@ -31,7 +33,7 @@ const AUTHORITY_DAYS: i64 = 3650;
 /// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
 pub const MAX_DAYS: u32 = 825;
 /// Default validity in days.
-pub const DAYS: u32 = 397;
+pub const DEFAULT_DAYS: u32 = 397;
 /// Certificates are valid from this long before they are issued, because clients' clocks may be slow.
 const CLOCK_MARGIN: Duration = Duration::hours(1);
 /// Maximum length of a common name.
@@ -82,10 +84,10 @@ impl Authority {
         // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
         let write_folder = || -> std::io::Result<()> {
-            crate::util::private_files::create_data_dir(data_dir)?;
+            private_files::create_data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
-            write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
-            write(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
+            private_files::write_new(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
+            private_files::write_new(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
             // Fails if the target is a folder that is not empty.
             fs::rename(&unfinished, &folder)?;
             File::open(data_dir)?.sync_all()
@@ -117,8 +119,9 @@ impl Authority {
         }
         let der = pem_files::read_certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
-        let pem = String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
-        let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
+        let key_pem =
+            String::from_utf8(pem_files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
+        let pair = KeyPair::from_pem(&key_pem).map_err(|_| not_ours(&key))?;
         // Fails if the key does not belong to the certificate.
         files::read_pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
@@ -129,15 +132,10 @@ impl Authority {
                 minute(facts.not_after)
             ));
         }
-        // The parameters of `new_authority` that `Issuer` needs.
-        let name = facts.common_name.clone().ok_or_else(|| not_ours(&certificate))?;
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.key_usages = AUTHORITY_USES.to_vec();
+        let issuer = Issuer::from_ca_cert_der(&der, pair).map_err(|_| not_ours(&certificate))?;
         let pem = String::from_utf8(pem_files::read(&certificate, Readers::Anybody)?)
             .map_err(|_| not_ours(&certificate))?;
-        Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer: Issuer::new(params, pair) })
+        Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer })
     }
 
     /// Issues a certificate for a server with these names.
@@ -145,7 +143,7 @@ impl Authority {
     /// # Errors
     /// A name is neither a DNS name nor an address, or `days` is above [`MAX_DAYS`].
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
-        if let Some(name) = names.iter().find(|name| !is_name(name)) {
+        if let Some(name) = names.iter().find(|name| !is_dns_name_or_address(name)) {
             return Err(format!(
                 "{name:?} is neither a DNS name nor an address; an example is lockstep.example.org"
             ));
@@ -170,7 +168,7 @@ impl Authority {
                  '.', and must begin with a letter, a digit or '_'; an example is node-a"
             ));
         }
-        let names = if is_name(name) { vec![name.to_owned()] } else { Vec::new() };
+        let names = if is_dns_name_or_address(name) { vec![name.to_owned()] } else { Vec::new() };
         self.sign(Kind::Agent, name, &names, days)
     }
 
@@ -181,8 +179,8 @@ impl Authority {
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
-        // An agent's certificate is valid from the moment it is issued, because the server refuses certificates whose validity begins
-        // before a revocation of their name.
+        // A revocation of a name also refuses all certificates of this name whose validity began before the revocation. With the margin, an
+        // agent's certificate that is issued soon after a revocation would be refused.
         let not_before = if kind == Kind::Agent { now } else { now - CLOCK_MARGIN };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
@@ -228,12 +226,10 @@ impl Authority {
 
     /// Issues the server's own certificate, and replaces the old file atomically.
     pub(super) fn issue_for_server(&self, names: &[String]) -> Result<(), String> {
-        let issued = self.issue(names, DAYS)?;
+        let issued = self.issue(names, DEFAULT_DAYS)?;
         self.replace("server.pem", format!("{}{}", issued.chain, issued.key).as_bytes())
     }
 }
-
-const AUTHORITY_USES: [KeyUsagePurpose; 2] = [KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
 
 fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error> {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -246,17 +242,10 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     params.not_after = now + Duration::days(AUTHORITY_DAYS);
     // The authority signs certificates of servers and agents, but not of other authorities.
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    params.key_usages = AUTHORITY_USES.to_vec();
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     Ok((params, KeyPair::generate()?))
 }
 
 fn not_ours(path: &Path) -> String {
     format!("{} is not a file that `lockstep ca init` has made; restore the earlier file", path.display())
-}
-
-/// Creates a file that other users cannot read. The file must not exist.
-fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
-    let mut file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
-    file.write_all(content)?;
-    file.sync_all()
 }

@@ -9,7 +9,6 @@ use x509_parser::{
     prelude::FromDer,
     revocation_list::CertificateRevocationList,
     time::ASN1Time,
-    x509::AttributeTypeAndValue,
 };
 
 /// A name for which a certificate is valid.
@@ -50,10 +49,8 @@ impl Name {
 pub struct Facts {
     /// The serial number, the most significant byte first.
     pub serial: Vec<u8>,
-    /// The subject's common name, if the subject has no other attribute, as in certificates of the server's own authority.
-    pub common_name: Option<String>,
     /// The subject's last common name.
-    pub subject_name: Option<String>,
+    pub common_name: Option<String>,
     /// Start of the validity.
     pub not_before: Timestamp,
     /// End of the validity.
@@ -66,10 +63,8 @@ impl Facts {
     /// Reads a certificate (DER). `None` if it is not an X.509 certificate.
     pub fn read(der: &[u8]) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(der).ok()?;
-        let subject = certificate.subject();
-        let text = |name: &AttributeTypeAndValue<'_>| String::from_utf8(name.as_slice().to_vec()).ok();
-        let subject_name = subject.iter_common_name().last().and_then(text);
-        let common_name = subject_name.clone().filter(|_| subject.iter_attributes().count() == 1);
+        let common_name = certificate.subject().iter_common_name().last();
+        let common_name = common_name.and_then(|name| String::from_utf8(name.as_slice().to_vec()).ok());
         let mut names = Vec::new();
         for name in
             certificate.subject_alternative_name().ok()?.iter().flat_map(|all| &all.value.general_names)
@@ -86,7 +81,6 @@ impl Facts {
         Some(Self {
             serial: certificate.raw_serial().to_vec(),
             common_name,
-            subject_name,
             not_before: timestamp(*not_before),
             not_after: timestamp(*not_after),
             names,
@@ -160,8 +154,7 @@ mod tests {
         assert_eq!(never.not_after, Timestamp::MAX);
         let subject = |p: &mut CertificateParams| p.distinguished_name.push(DnType::OrganizationName, "Lab");
         let of_lab = Facts::read(&certificate(subject)).unwrap();
-        assert_eq!(of_lab.common_name, None);
-        assert_eq!(of_lab.subject_name.as_deref(), Some("rcgen self signed cert"));
+        assert_eq!(of_lab.common_name.as_deref(), Some("rcgen self signed cert"));
         assert_eq!(Facts::read(&certificate(|p| p.subject_alt_names.clear())).unwrap().names, []);
     }
 
@@ -222,7 +215,6 @@ mod tests {
         let facts = |days: i64| Facts {
             serial: Vec::new(),
             common_name: None,
-            subject_name: None,
             not_before: Timestamp::UNIX_EPOCH,
             not_after: Timestamp::from_second(days * DAY).unwrap(),
             names: Vec::new(),

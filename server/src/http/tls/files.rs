@@ -13,7 +13,6 @@ use rustls::{
 use sha2::{Digest, Sha256};
 use std::{path::Path, sync::Arc};
 
-/// A certificate with its key.
 #[derive(Debug)]
 pub(super) struct LoadedCertificate {
     pub(super) key: Arc<CertifiedKey>,
@@ -68,8 +67,7 @@ pub(super) fn read_pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, 
 
 /// A time in UTC, to the minute.
 pub(super) fn minute(time: Timestamp) -> String {
-    let text = time.to_string();
-    format!("{} UTC", text.get(..16).unwrap_or(&text).replace('T', " "))
+    time.strftime("%Y-%m-%d %H:%M UTC").to_string()
 }
 
 /// Reads the revocation lists of a file: one or more in PEM, or one in DER.

@@ -3,7 +3,8 @@
 use rustls::pki_types::DnsName;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
-/// Maximum number of addresses. A machine with more, such as a host of many containers, is not reachable by all of them.
+/// Maximum number of addresses; further addresses are left out. A host of many containers has more, and most of them are addresses of
+/// container bridges, which other machines cannot reach.
 const MAX_ADDRESSES: usize = 32;
 
 /// Names and addresses by which clients may reach this machine, including loopback.
@@ -12,7 +13,7 @@ pub(super) fn of_this_machine() -> Vec<String> {
     let mut names = Vec::new();
     let short = host.split('.').next().unwrap_or_default();
     for name in [host.as_str(), short, "localhost"] {
-        if is_name(name) && !names.iter().any(|n| n == name) {
+        if is_dns_name_or_address(name) && !names.iter().any(|n| n == name) {
             names.push(name.to_owned());
         }
     }
@@ -21,8 +22,8 @@ pub(super) fn of_this_machine() -> Vec<String> {
     names
 }
 
-/// The addresses at which other machines may reach this machine. The address of the default route comes first; link-local addresses are
-/// left out.
+/// The addresses at which other machines may reach this machine. The address of the default route comes first, and IPv4 addresses come
+/// before IPv6 addresses. Link-local addresses are left out.
 pub fn addresses() -> Vec<IpAddr> {
     let is_link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
@@ -32,8 +33,7 @@ pub fn addresses() -> Vec<IpAddr> {
             found.push(ip);
         }
     }
-    // The address of the default route comes first, because the system may list addresses of container bridges, which other machines
-    // cannot reach, before it. IPv4 addresses come before IPv6 addresses.
+    // The system may list addresses of container bridges first, which other machines cannot reach.
     let default = default_route_address();
     found.sort_by_key(|ip| (Some(*ip) != default, ip.is_ipv6()));
     found.truncate(MAX_ADDRESSES);
@@ -49,7 +49,7 @@ fn default_route_address() -> Option<IpAddr> {
 }
 
 /// Whether a certificate can be issued for `name`: it is an address, or a DNS name, whose first label may be `*`.
-pub(super) fn is_name(name: &str) -> bool {
+pub(super) fn is_dns_name_or_address(name: &str) -> bool {
     let dns_name = name.strip_prefix("*.").unwrap_or(name);
     // Certificates have names without the final dot of the root domain.
     name.parse::<IpAddr>().is_ok() || (!name.ends_with('.') && DnsName::try_from(dns_name).is_ok())
@@ -62,12 +62,12 @@ mod tests {
     #[test]
     fn names_are_dns_names_or_addresses() {
         for name in ["a", "lockstep.example.org", "*.lab.example", "10.0.0.1", "::1", "node_1"] {
-            assert!(is_name(name), "{name}");
+            assert!(is_dns_name_or_address(name), "{name}");
         }
         for name in
             ["", "42", "a..b", "-a", "a-", "a b", "*", "a.*.b", "\u{e9}.org", "https://a", &"a".repeat(64)]
         {
-            assert!(!is_name(name), "{name}");
+            assert!(!is_dns_name_or_address(name), "{name}");
         }
     }
 }

@@ -11,7 +11,6 @@ use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
     job::{JobId, JobState},
     reason::{Reason, ReasonKind},
-    stream::EventBody,
 };
 use std::{sync::Arc, time::Duration};
 
@@ -96,10 +95,7 @@ async fn requeue(
 pub(super) async fn end_attempt(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
-    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>
-    + Send
-    + Sync
-    + 'static,
+    change: impl Fn(&mut JobRow) -> lifecycle::ChangeResult + Send + Sync + 'static,
 ) -> Result<()> {
     let expected = attempt.clone();
     let change = move |row: &mut JobRow| {

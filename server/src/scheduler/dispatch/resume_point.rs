@@ -35,8 +35,9 @@ pub(super) async fn remove_missing_checkpoints(
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    // How many checkpoints there are, how many of them no machine has any more, and the agents that have the other missing checkpoints.
-    let (count, mut lost_count, mut holder_names) = (rows.len(), 0, BTreeSet::new());
+    let count = rows.len();
+    // The number of checkpoints that no machine has any more, and the agents that have the other missing checkpoints.
+    let (mut lost_count, mut holder_names) = (0, BTreeSet::new());
     let mut remaining = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {

@@ -79,8 +79,8 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
         }
         // Agents are notified before slower work.
         let send = |(prepared, files, claimed)| send_orders(scheduler, prepared, files, claimed);
-        let ordered: Vec<_> = orders.into_iter().map(send).collect();
-        first_error = first_error.and(follow_up(scheduler, ordered).await);
+        let notified: Vec<_> = orders.into_iter().map(send).collect();
+        first_error = first_error.and(follow_up(scheduler, notified).await);
     }
     first_error.map(|()| started == planned)
 }
@@ -249,7 +249,7 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
 }
 
 /// A claimed job whose agents were notified.
-struct OrderedJob {
+struct NotifiedJob {
     attempt: AttemptRef,
     places: Vec<Place>,
     /// The name of an agent that was not connected.
@@ -262,7 +262,7 @@ fn send_orders(
     prepared: PreparedJob,
     files: StartFiles,
     claimed: ClaimedAttempt,
-) -> OrderedJob {
+) -> NotifiedJob {
     let PreparedJob { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     scheduler.checkpoints.waits.forget(&job.id);
@@ -300,18 +300,18 @@ fn send_orders(
             break;
         }
     }
-    OrderedJob { attempt, places, disconnected }
+    NotifiedJob { attempt, places, disconnected }
 }
 
 /// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
 ///
 /// # Errors
 /// The first transient error, after all jobs were handled.
-async fn follow_up(scheduler: &Scheduler, ordered: Vec<OrderedJob>) -> Result<()> {
+async fn follow_up(scheduler: &Scheduler, notified: Vec<NotifiedJob>) -> Result<()> {
     let mut first_error = Ok(());
-    let (ordered, failed): (Vec<_>, Vec<_>) =
-        ordered.into_iter().partition(|order| order.disconnected.is_none());
-    for OrderedJob { attempt, places, disconnected } in failed {
+    let (notified, failed): (Vec<_>, Vec<_>) =
+        notified.into_iter().partition(|job| job.disconnected.is_none());
+    for NotifiedJob { attempt, places, disconnected } in failed {
         let why: Reason = ReasonKind::AgentLeft { agent: disconnected.unwrap_or_default().into() }.into();
         // No rank has started, because not all agents are ready.
         let ended =
@@ -325,10 +325,10 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<OrderedJob>) -> Result<()
             StopMode::AtOnce,
         );
     }
-    let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
+    let ids: Vec<_> = notified.iter().map(|notified| notified.attempt.job.clone()).collect();
     let rows = scheduler.store.jobs_by_id(&ids).await?;
     let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
-    for OrderedJob { attempt, places, .. } in ordered {
+    for NotifiedJob { attempt, places, .. } in notified {
         let row = rows.get(&attempt.job).copied();
         let is_live = row.is_some_and(|r| r.live_attempt().as_ref() == Some(&attempt));
         if !is_live {

@@ -7,7 +7,7 @@ use crate::checkpoints::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Evaluation},
-    checkpoint_files::{folder_name, parse_folder_name},
+    checkpoint_files::{STATE, folder_name, parse_folder_name},
     dataset::ValidationSet,
     job::Job,
     limits::STATE_FILE_BYTES,
@@ -102,7 +102,7 @@ fn read_checkpoint(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(Che
     let manifest = manifest::parse(&manifest_bytes, &name)
         .map_err(|detail| invalid(&format!("its {MANIFEST} {detail}")))?;
     let mut state = Vec::new();
-    File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
+    File::open(folder.join(STATE))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
     let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;
     let files: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
     let is_best = best.as_ref().is_some_and(|best| best.step == step);

@@ -1,5 +1,8 @@
 use super::*;
-use lockstep_protocol::agent::{Machine, Slot};
+use lockstep_protocol::{
+    JobId,
+    agent::{Machine, Slot},
+};
 
 /// A machine: its name, address, number of slots, number of slots in use, and the model of the slots.
 pub(in crate::scheduler) type TestMachine<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
@@ -39,13 +42,19 @@ fn candidates_with_links(
     Candidates::new(machines.iter().map(candidate).collect())
 }
 
+/// These machines, reserved for another job.
+fn reserved_agents(names: &[&str]) -> ReservedAgents {
+    let reserved_for = (JobId::generate(), String::new());
+    names.iter().map(|name| (format!("id-{name}"), reserved_for.clone())).collect()
+}
+
 /// The names of the chosen machines, each with the number of slots chosen on it.
 fn chosen(machines: &[TestMachine<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
     chosen_from(&candidates(machines), ranks, reserved)
 }
 
 fn chosen_from(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
-    let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+    let reserved = reserved_agents(reserved);
     let found = choose_agents(candidates, ranks, &reserved).unwrap_or_default();
     found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
 }
@@ -130,13 +139,13 @@ fn machines_of_a_launch_keep_the_order_of_its_list() {
     let slots = |n: usize| 1 + (n as u32 % 2);
     let machines: Vec<TestMachine<'_>> =
         names.iter().enumerate().map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU)).collect();
-    let job = lockstep_protocol::JobId::generate();
+    let job = JobId::generate();
     let mut launched = candidates(&machines).to_vec();
     for candidate in &mut launched {
         Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
     }
     let candidates = Candidates::new(launched);
-    let found = choose_agents(&candidates, 18, &HashSet::new()).unwrap();
+    let found = choose_agents(&candidates, 18, &ReservedAgents::new()).unwrap();
     let found: Vec<_> =
         found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
     let listed: Vec<_> =
@@ -213,7 +222,7 @@ fn gpus_connected_by_nvlink_are_chosen_together() {
         let groups: Vec<Vec<u32>> = groups.iter().map(|group| group.to_vec()).collect();
         let candidates =
             candidates_with_links(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
-        choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
+        choose_agents(&candidates, ranks, &ReservedAgents::new()).unwrap().remove(0).1
     };
     let pairs: &[&[u32]] = &[&[0, 4], &[1, 5], &[2, 6], &[3, 7]];
     assert_eq!(slots(0, pairs, 2), [0, 4]);
@@ -245,7 +254,7 @@ fn faster_links_count_more_than_fuller_machines() {
         (None, groups)
     });
     let best = |ranks, reserved: &[&str]| {
-        let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+        let reserved = reserved_agents(reserved);
         let (c, slots) = choose_agents(&candidates, ranks, &reserved).unwrap().remove(0);
         (candidates[c].agent.row.name.clone(), slots)
     };
@@ -262,7 +271,7 @@ fn jobs_of_one_rank_get_slots_without_nvlink() {
     const GPU: &str = "GPU A";
     let groups: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 3, 4, 5]];
     let candidates = candidates_with_links(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
-    let slots = |ranks| choose_agents(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
+    let slots = |ranks| choose_agents(&candidates, ranks, &ReservedAgents::new()).unwrap().remove(0).1;
     assert_eq!(slots(1), [6], "the pair stays whole");
     assert_eq!(slots(2), [0, 1]);
     assert_eq!(slots(3), [2, 3, 4]);

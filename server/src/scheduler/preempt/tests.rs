@@ -43,7 +43,7 @@ fn plan_with(
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(machines);
-    let choice = choose_victims(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
+    let choice = choose_victims(&candidates, ranks, 9, &ReservedAgents::new(), yielding, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
     Some((choice.chosen.into_iter().map(name).collect(), choice.victims))
 }
@@ -84,7 +84,8 @@ fn slots_of_jobs_that_are_already_ending_are_used_first() {
     // The slot that becomes free is promised to another job.
     let candidates = candidates(&one_machine);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = choose_victims(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
+    let found =
+        choose_victims(&candidates, 1, 9, &ReservedAgents::new(), &yielding(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 

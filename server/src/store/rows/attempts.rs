@@ -83,9 +83,9 @@ impl Default for QueuePlace {
     }
 }
 
-/// The version of a waiting job, which differs after every change.
+/// The fields by which the queue in memory notices that a waiting job has changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WaitingVersion {
+pub struct WaitingFingerprint {
     /// Sequence number of the job's newest event. All changes except changes of priority and project store an event.
     pub last_seq: u64,
     pub priority: i32,

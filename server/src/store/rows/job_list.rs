@@ -2,7 +2,10 @@
 
 use super::job_groups::{GroupBy, GroupValue};
 use jiff::Timestamp;
-use lockstep_protocol::job::{Job, JobState};
+use lockstep_protocol::{
+    job::{Job, JobState},
+    words,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
@@ -51,15 +54,17 @@ pub struct Condition {
     pub value: SettingValue,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Comparison {
-    Equal,
-    /// Also true if the job has no value.
-    NotEqual,
-    Less,
-    LessOrEqual,
-    Greater,
-    GreaterOrEqual,
+words! {
+    /// A comparison, with its operator in SQL.
+    pub enum Comparison: "comparison" {
+        Equal = "=",
+        /// Also true if the job has no value.
+        NotEqual = "!=",
+        Less = "<",
+        LessOrEqual = "<=",
+        Greater = ">",
+        GreaterOrEqual = ">=",
+    }
 }
 
 /// A value with which a condition compares.

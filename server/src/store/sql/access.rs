@@ -43,11 +43,11 @@ fn session(row: &DbRow) -> Result<SessionRow> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn tokens(&self) -> Result<Vec<TokenRow>> {
+    pub async fn tokens(&self) -> Result<Vec<TokenRow>> {
         self.list(sqlx::query("SELECT * FROM tokens ORDER BY created_at, id"), token).await
     }
 
-    pub(in crate::store) async fn put_token(&self, row: &TokenRow) -> Result<()> {
+    pub async fn put_token(&self, row: &TokenRow) -> Result<()> {
         let TokenRow { token, hash } = row;
         let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
         let query = sqlx::query(
@@ -71,24 +71,21 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
+    pub async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
         let mut db = self.begin().await?;
         for (id, at) in used {
-            sqlx::query("UPDATE tokens SET last_used_at = $2 WHERE id = $1")
-                .bind(id)
-                .bind(at.as_millisecond())
-                .execute(&mut *db)
-                .await?;
+            let text = "UPDATE tokens SET last_used_at = $2 WHERE id = $1";
+            sqlx::query(text).bind(id).bind(at.as_millisecond()).execute(&mut *db).await?;
         }
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
+    pub async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
         let query = sqlx::query("SELECT * FROM sessions WHERE expires_at > $1 ORDER BY created_at, hash");
         self.list(query.bind(now.as_millisecond()), session).await
     }
 
-    pub(in crate::store) async fn add_session(&self, session: &SessionRow) -> Result<()> {
+    pub async fn add_session(&self, session: &SessionRow) -> Result<()> {
         let text = "INSERT INTO sessions (hash, token_id, created_at, expires_at) VALUES ($1, $2, $3, $4)";
         let query = sqlx::query(text)
             .bind(&session.hash)
@@ -98,12 +95,12 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn remove_session(&self, hash: &str) -> Result<()> {
+    pub async fn remove_session(&self, hash: &str) -> Result<()> {
         let query = sqlx::query("DELETE FROM sessions WHERE hash = $1").bind(hash);
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
+    pub async fn purge_sessions_and_tokens(&self, now: Timestamp, tokens_before: Timestamp) -> Result<()> {
         for (query, at) in [
             (
                 "DELETE FROM sessions WHERE hash IN (SELECT hash FROM sessions WHERE expires_at <= $1 LIMIT $2)",
@@ -113,7 +110,7 @@ impl SqlStore {
             (
                 "DELETE FROM tokens WHERE id IN \
                  (SELECT id FROM tokens WHERE (expires_at <= $1 OR revoked_at <= $1) AND id NOT LIKE 'certificate-%' LIMIT $2)",
-                before,
+                tokens_before,
             ),
         ] {
             self.execute(sqlx::query(query).bind(at.as_millisecond()).bind(PURGE_ROWS)).await?;

@@ -20,7 +20,7 @@ fn agent(row: &DbRow) -> Result<AgentRow> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
+    pub async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
         let mut db = self.begin().await?;
         for agent in agents {
             sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
@@ -36,7 +36,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn remove_agent(&self, id: &str) -> Result<()> {
+    pub async fn remove_agent(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for query in [
             "DELETE FROM agents WHERE id = $1",
@@ -48,22 +48,22 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn agents_by_name_or_id(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
+    pub async fn agents_by_name_or_id(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
         let query = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id");
         self.list(query.bind(strip_nul(name)).bind(strip_nul(id)), agent).await
     }
 
-    pub(in crate::store) async fn agents(&self) -> Result<Vec<AgentRow>> {
+    pub async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list(sqlx::query("SELECT * FROM agents ORDER BY name, id"), agent).await
     }
 
-    pub(in crate::store) async fn draining_agents(&self) -> Result<Vec<String>> {
+    pub async fn draining_agents(&self) -> Result<Vec<String>> {
         Ok(sqlx::query_scalar("SELECT agent_id FROM draining ORDER BY agent_id")
             .fetch_all(&self.reader)
             .await?)
     }
 
-    pub(in crate::store) async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
+    pub async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         let query = if draining {
             "INSERT INTO draining (agent_id) VALUES ($1) ON CONFLICT (agent_id) DO NOTHING"
         } else {

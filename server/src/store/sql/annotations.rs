@@ -17,7 +17,7 @@ fn push_annotated(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn annotations(
+    pub async fn annotations(
         &self,
         seen_by: Option<&str>,
         after: &str,
@@ -41,13 +41,13 @@ impl SqlStore {
         Ok(AnnotationPage { jobs: readable(rows.into_iter().map(read)).into_iter().collect(), next })
     }
 
-    pub(in crate::store) async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
+    pub async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
         let mut query = QueryBuilder::new("SELECT count(*)");
         push_annotated(&mut query, seen_by);
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(in crate::store) async fn annotate(
+    pub async fn annotate(
         &self,
         job: &JobId,
         notes: Option<&str>,
@@ -68,27 +68,19 @@ impl SqlStore {
         Ok(Annotation { notes, tags: from_json(&tags)? })
     }
 
-    pub(in crate::store) async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
+    pub async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         let mut db = self.begin().await?;
         let spec = with_key(&mut db, job, "priority", priority.into()).await?;
-        sqlx::query("UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3")
-            .bind(i64::from(priority))
-            .bind(spec)
-            .bind(job.as_str())
-            .execute(&mut *db)
-            .await?;
+        let text = "UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3";
+        sqlx::query(text).bind(i64::from(priority)).bind(spec).bind(job.as_str()).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
+    pub async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
         let mut db = self.begin().await?;
         let spec = with_key(&mut db, job, "project", project.into()).await?;
-        sqlx::query("UPDATE jobs SET project = $1, spec = $2 WHERE id = $3")
-            .bind(project)
-            .bind(spec)
-            .bind(job.as_str())
-            .execute(&mut *db)
-            .await?;
+        let text = "UPDATE jobs SET project = $1, spec = $2 WHERE id = $3";
+        sqlx::query(text).bind(project).bind(spec).bind(job.as_str()).execute(&mut *db).await?;
         purge::delete_panels_of_lost_projects(&mut db).await?;
         Ok(db.commit().await?)
     }
@@ -97,11 +89,8 @@ impl SqlStore {
 /// The stored specification of a job with a new value of a key. All other keys, also unknown keys of other versions, are unchanged. An
 /// unreadable specification is returned unchanged.
 async fn with_key(db: &mut Connection, job: &JobId, key: &str, value: Value) -> Result<String> {
-    let spec: Option<String> =
-        sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-            .bind(job.as_str())
-            .fetch_optional(db)
-            .await?;
+    let text = "SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL";
+    let spec: Option<String> = sqlx::query_scalar(text).bind(job.as_str()).fetch_optional(db).await?;
     let stored = spec.ok_or(StoreError::NotFound("job"))?;
     match from_json::<Map<String, Value>>(&stored) {
         Ok(mut spec) => {

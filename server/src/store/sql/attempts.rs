@@ -1,14 +1,15 @@
 //! Attempts: claims, live attempts (which may write), and the list of a job's attempts.
 
 use super::{
-    Connection, DbRow, SqlStore, batch, events,
-    jobs::{create_event_rows, load_all, save},
+    Connection, DbRow, SqlStore, events,
+    jobs::{load_all, prepare_events, save},
+    multi_row,
 };
 use crate::{
     lifecycle,
     store::{
         AgentPlace, AttemptRow, ChangedJob, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
-        unreadable::{self, json_or_default, readable},
+        unreadable::{self, json_or_default},
         values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
     },
 };
@@ -22,75 +23,53 @@ use sqlx::Row;
 use std::collections::HashMap;
 
 impl SqlStore {
-    pub(in crate::store) async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
-        let rows = sqlx::query(
-            "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
-             JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
-        Ok(readable(rows.iter().map(|row| attempt(job, row))))
+    pub async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
+        let text = "SELECT a.*, j.state AS job_state, j.cause AS job_cause, j.fencing_token AS job_fencing_token FROM attempts a \
+            JOIN jobs j ON j.id = a.job_id WHERE j.id = $1 AND j.deleted_at IS NULL ORDER BY a.attempt";
+        self.list(sqlx::query(text).bind(job.as_str()), |row| attempt(job, row)).await
     }
 
-    pub(in crate::store) async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
-        let places: Option<String> =
-            sqlx::query_scalar("SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2")
-                .bind(job.as_str())
-                .bind(i64::from(attempt))
-                .fetch_optional(&self.reader)
-                .await?;
+    pub async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
+        let text = "SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query_scalar(text).bind(job.as_str()).bind(i64::from(attempt));
+        let places: Option<String> = query.fetch_optional(&self.reader).await?;
         Ok(places.map(|places| json_or_default(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
-    pub(in crate::store) async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
+    pub async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        let own_disks: Option<String> =
-            sqlx::query_scalar("SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2")
-                .bind(attempt.job.as_str())
-                .bind(i64::from(attempt.attempt))
-                .fetch_optional(&mut *db)
-                .await?;
-        let mut own_disks: Vec<String> = own_disks
-            .map(|own_disks| json_or_default(attempt.job.as_str(), "own_disks", &own_disks))
-            .unwrap_or_default();
+        let (job, number) = (attempt.job.as_str(), i64::from(attempt.attempt));
+        let text = "SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query_scalar(text).bind(job).bind(number);
+        let own_disks: Option<String> = query.fetch_optional(&mut *db).await?;
+        let own_disks = own_disks.map(|own_disks| json_or_default(job, "own_disks", &own_disks));
+        let mut own_disks: Vec<String> = own_disks.unwrap_or_default();
         if !own_disks.iter().any(|id| id == agent_id) {
             own_disks.push(agent_id.to_owned());
-            sqlx::query("UPDATE attempts SET own_disks = $3 WHERE job_id = $1 AND attempt = $2")
-                .bind(attempt.job.as_str())
-                .bind(i64::from(attempt.attempt))
-                .bind(json(&own_disks)?)
-                .execute(&mut *db)
-                .await?;
+            let text = "UPDATE attempts SET own_disks = $3 WHERE job_id = $1 AND attempt = $2";
+            sqlx::query(text).bind(job).bind(number).bind(json(&own_disks)?).execute(&mut *db).await?;
         }
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn agent_place(
-        &self,
-        attempt: &AttemptRef,
-        agent_id: &str,
-    ) -> Result<Option<AgentPlace>> {
-        let row = sqlx::query(
-            "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2",
-        )
-        .bind(attempt.job.as_str())
-        .bind(i64::from(attempt.attempt))
-        .fetch_optional(&self.reader)
-        .await?;
-        let Some(row) = row else { return Ok(None) };
-        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        let places: Vec<Place> = json_or_default(attempt.job.as_str(), "places", row.try_get("places")?);
-        let own_disks: Vec<String> =
-            json_or_default(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
-        let place = places.into_iter().find(|place| place.agent_id == agent_id);
-        Ok(place.filter(|_| token == attempt.fencing_token).map(|place| AgentPlace {
-            has_rank_0: place.has_rank_0(),
-            has_own_disk: own_disks.iter().any(|id| id == agent_id),
-        }))
+    pub async fn agent_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<AgentPlace>> {
+        let job = attempt.job.as_str();
+        let text = "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
+        let query = sqlx::query(text).bind(job).bind(i64::from(attempt.attempt));
+        let agent_place = |row: &DbRow| {
+            let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+            let places: Vec<Place> = json_or_default(job, "places", row.try_get("places")?);
+            let own_disks: Vec<String> = json_or_default(job, "own_disks", row.try_get("own_disks")?);
+            let place = places.into_iter().find(|place| place.agent_id == agent_id);
+            Ok(place.filter(|_| token == attempt.fencing_token).map(|place| AgentPlace {
+                has_rank_0: place.has_rank_0(),
+                has_own_disk: own_disks.iter().any(|id| id == agent_id),
+            }))
+        };
+        Ok(self.find(query, agent_place).await?.flatten())
     }
 
-    pub(in crate::store) async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
+    pub async fn claim_jobs(&self, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
         let attempts = take_jobs(&mut db, claims).await?;
@@ -111,7 +90,7 @@ impl SqlStore {
             row.fencing_token = Some(fencing_token);
             row.job.agents = agent_names(&claim.places);
             let bodies = lifecycle::start_attempt(&mut row, claim.fewer_ranks_reason.clone(), claim.at)?;
-            let appended = create_event_rows(&mut db, &mut row, bodies, claim.at).await?;
+            let appended = prepare_events(&mut db, &mut row, bodies, claim.at).await?;
             let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
             new_rows.extend(appended);
             let attempt = AttemptRef { job: claim.job.clone(), attempt: number, fencing_token };
@@ -130,7 +109,7 @@ impl SqlStore {
         Ok(claimed)
     }
 
-    pub(in crate::store) async fn yielding_jobs(&self) -> Result<Vec<Occupant>> {
+    pub async fn yielding_jobs(&self) -> Result<Vec<Occupant>> {
         // SQLite uses the index `jobs_yielding` only if the index's condition has the same text.
         let query = sqlx::query(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
@@ -157,7 +136,7 @@ impl SqlStore {
         self.list(query, occupant).await
     }
 
-    pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
+    pub async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         let query = sqlx::query(
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
@@ -196,13 +175,12 @@ async fn take_jobs<'a>(db: &mut Connection, claims: &'a [Claim]) -> Result<Vec<O
         AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
         WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume";
     let mut incremented = HashMap::with_capacity(claims.len());
-    for query in batch::statements(text, 2, claims, |query, claim| {
+    let rows = multi_row::fetch_all(db, text, 2, claims, |query, claim| {
         Ok(query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt)))
-    })? {
-        for row in query.fetch_all(&mut *db).await? {
-            let job = job_id(row.try_get("id")?)?;
-            incremented.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
-        }
+    });
+    for row in rows.await? {
+        let job = job_id(row.try_get("id")?)?;
+        incremented.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
     }
     let new_attempt = |claim: &'a Claim| {
         let (number, resume_checkpoint) = incremented.remove(&claim.job)?;
@@ -218,28 +196,22 @@ async fn insert_attempts(
 ) -> Result<HashMap<JobId, FencingToken>> {
     let text = "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
         RETURNING job_id, fencing_token, fencing_secret";
-    let mut tokens = HashMap::with_capacity(attempts.len());
-    for query in
-        batch::statements(text, 6, attempts, |query, NewAttempt { claim, number, resume_checkpoint }| {
-            Ok(query
-                .bind(claim.job.as_str())
-                .bind(i64::from(*number))
-                .bind(json(&claim.places)?)
-                .bind(resume_checkpoint.clone())
-                .bind(claim.at.as_millisecond())
-                // The database assigns the token's number.
-                .bind(new_fencing_token(0).secret_text()))
-        })?
-    {
-        for row in query.fetch_all(&mut *db).await? {
-            let job = job_id(row.try_get("job_id")?)?;
-            tokens.insert(
-                job,
-                read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
-            );
-        }
-    }
-    Ok(tokens)
+    let rows = multi_row::fetch_all(db, text, 6, attempts, |query, attempt| {
+        let NewAttempt { claim, number, resume_checkpoint } = attempt;
+        Ok(query
+            .bind(claim.job.as_str())
+            .bind(i64::from(*number))
+            .bind(json(&claim.places)?)
+            .bind(resume_checkpoint.clone())
+            .bind(claim.at.as_millisecond())
+            // The database assigns the token's number.
+            .bind(new_fencing_token(0).secret_text()))
+    });
+    let token = |row: &DbRow| {
+        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+        Ok((job_id(row.try_get("job_id")?)?, token))
+    };
+    rows.await?.iter().map(token).collect()
 }
 
 /// The names of an attempt's agents, without duplicates.

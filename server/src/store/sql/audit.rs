@@ -27,7 +27,7 @@ pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()> {
+    pub async fn add_audit_entries(&self, entries: &[AuditEntry]) -> Result<()> {
         let mut db = self.begin().await?;
         for entry in entries {
             sqlx::query(
@@ -49,7 +49,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn audit_entries(
+    pub async fn audit_entries(
         &self,
         before: Option<&str>,
         who: &str,
@@ -76,14 +76,14 @@ impl SqlStore {
         self.list(query.build(), entry).await
     }
 
-    pub(in crate::store) async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool> {
+    pub async fn has_audit_entry(&self, action: &str, object: &str) -> Result<bool> {
         let text = "SELECT status FROM audit WHERE action = $1 AND (object = $2 OR object LIKE $3) AND status < 400 LIMIT 1";
         // The object of a request with a query includes the query.
         let query = sqlx::query(text).bind(action).bind(object).bind(format!("{object}?%"));
         Ok(query.fetch_optional(&self.reader).await?.is_some())
     }
 
-    pub(in crate::store) async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool> {
+    pub async fn purge_audit_entries(&self, before: Timestamp, keep: u32) -> Result<bool> {
         let old = "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)";
         let above_limit =
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)";

@@ -34,30 +34,17 @@ pub(super) async fn delete_invalid_copies(
     checkpoint: &str,
     attempt: Option<u32>,
 ) -> Result<()> {
-    sqlx::query(
-        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND (location = 'server' OR location LIKE 'agent:%' \
-         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2))",
-    )
-    .bind(checkpoint)
-    .bind(attempt.map(i64::from))
-    .execute(db)
-    .await?;
+    let text = "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND (location = 'server' OR location LIKE 'agent:%' \
+        AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2))";
+    sqlx::query(text).bind(checkpoint).bind(attempt.map(i64::from)).execute(db).await?;
     Ok(())
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn copies(
-        &self,
-        job: &JobId,
-        object_store: &str,
-    ) -> Result<HashMap<String, Copies>> {
-        let rows = sqlx::query(
-            "SELECT checkpoints.id, checkpoints.attempt, location, checkpoint_copies.state FROM checkpoints \
-             JOIN checkpoint_copies ON checkpoint_id = checkpoints.id WHERE job_id = $1",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
+    pub async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>> {
+        let text = "SELECT checkpoints.id, checkpoints.attempt, location, checkpoint_copies.state FROM checkpoints \
+            JOIN checkpoint_copies ON checkpoint_id = checkpoints.id WHERE job_id = $1";
+        let rows = sqlx::query(text).bind(job.as_str()).fetch_all(&self.reader).await?;
         let agents = self.read_agents_with_disks(job).await?;
         let mut found: HashMap<String, Copies> = HashMap::new();
         for row in &rows {
@@ -80,13 +67,9 @@ impl SqlStore {
     /// The agents with their own disks that ran the attempts in which a job's checkpoints were written, by attempt and agent id. Each of
     /// an attempt's agents may have any checkpoint of the attempt.
     async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
-        let rows = sqlx::query(
-            "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \
-             AND attempt IN (SELECT attempt FROM checkpoints WHERE job_id = $1)",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
+        let text = "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \
+            AND attempt IN (SELECT attempt FROM checkpoints WHERE job_id = $1)";
+        let rows = sqlx::query(text).bind(job.as_str()).fetch_all(&self.reader).await?;
         let mut agents = HashMap::new();
         for row in &rows {
             let attempt: i64 = row.try_get("attempt")?;
@@ -103,11 +86,7 @@ impl SqlStore {
         Ok(agents)
     }
 
-    pub(in crate::store) async fn stored_checkpoint(
-        &self,
-        object_store: &str,
-        id: &str,
-    ) -> Result<Option<StoredCheckpoint>> {
+    pub async fn stored_checkpoint(&self, object_store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
         let query = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2");
         let stored = |row: &DbRow| {
             let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
@@ -121,39 +100,29 @@ impl SqlStore {
         self.find(query.bind(object_store).bind(id), stored).await
     }
 
-    pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
-        let query = sqlx::query(
-            "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
-             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
-             DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state",
-        )
-        .bind(id)
-        .bind(location)
-        .bind(CopyState::Damaged.as_str());
+    pub async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
+        let text = "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
+            WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
+            DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state";
+        let query = sqlx::query(text).bind(id).bind(location).bind(CopyState::Damaged.as_str());
         Ok(self.execute(query).await? > 0)
     }
 
-    pub(in crate::store) async fn clear_damage_marks(&self, object_store: &str) -> Result<()> {
-        let query = sqlx::query(
-            "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
-             WHERE location = $1 AND state = 'damaged'",
-        )
-        .bind(object_store);
+    pub async fn clear_damage_marks(&self, object_store: &str) -> Result<()> {
+        let text = "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
+            WHERE location = $1 AND state = 'damaged'";
+        let query = sqlx::query(text).bind(object_store);
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn uploaded_checkpoints(
-        &self,
-        object_store: &str,
-        limit: u32,
-    ) -> Result<Vec<String>> {
+    pub async fn uploaded_checkpoints(&self, object_store: &str, limit: u32) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND manifest IS NOT NULL LIMIT $2",
         );
         Ok(ids.bind(object_store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
-    pub(in crate::store) async fn abandoned_checkpoints(
+    pub async fn abandoned_checkpoints(
         &self,
         object_store: &str,
         after: &str,
@@ -166,11 +135,7 @@ impl SqlStore {
         Ok(ids.bind(object_store).bind(after).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
-    pub(in crate::store) async fn put_stored_checkpoint(
-        &self,
-        object_store: &str,
-        stored: &StoredCheckpoint,
-    ) -> Result<bool> {
+    pub async fn put_stored_checkpoint(&self, object_store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state, manifest, parts) SELECT $1, $2, $3, $4, $5 \
@@ -186,20 +151,14 @@ impl SqlStore {
         .await?;
         if stored.state() == CopyState::Complete {
             // The upload has read the server's copy, which is therefore not damaged: removes its damage mark.
-            sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
-                .bind(&stored.id)
-                .bind(Copies::SERVER)
-                .execute(&mut *db)
-                .await?;
+            let text = "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2";
+            sqlx::query(text).bind(&stored.id).bind(Copies::SERVER).execute(&mut *db).await?;
         }
         db.commit().await?;
         Ok(done.rows_affected() > 0)
     }
 
-    pub(in crate::store) async fn artifact_marker(
-        &self,
-        object_store: &str,
-    ) -> Result<Option<ArtifactMarker>> {
+    pub async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>> {
         let found =
             sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(object_store);
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
@@ -209,21 +168,21 @@ impl SqlStore {
         }))
     }
 
-    pub(in crate::store) async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>> {
+    pub async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>> {
         let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE marker IN ($1, $2)");
         let found = found.bind(marker).bind(format!("{RESTORED_PREFIX}{marker}"));
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| found != marker))
     }
 
-    pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
+    pub async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
         let query = sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED_PREFIX}{restored}"))
             .bind(own);
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()> {
+    pub async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
         // The store with this marker may have been known under another URL. Its copies move to the new URL.
         for query in [
@@ -238,14 +197,9 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn forget_stored_checkpoint(
-        &self,
-        object_store: &str,
-        id: &str,
-    ) -> Result<()> {
-        let query = sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
-            .bind(id)
-            .bind(object_store);
+    pub async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()> {
+        let text = "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2";
+        let query = sqlx::query(text).bind(id).bind(object_store);
         self.execute(query).await.map(drop)
     }
 }

@@ -1,6 +1,6 @@
 //! Chunks of metrics: written by the compaction task, read by charts.
 
-use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, batch, reads::ranks_text};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, multi_row, reads::ranks_text};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
     values::{int, strip_nul, to_u32, uint},
@@ -24,15 +24,13 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
 }
 
 async fn watermark(db: &mut Connection, job: &JobId) -> Result<u64> {
-    let seq: Option<i64> = sqlx::query_scalar("SELECT watermark FROM metric_compaction WHERE job_id = $1")
-        .bind(job.as_str())
-        .fetch_optional(db)
-        .await?;
+    let text = "SELECT watermark FROM metric_compaction WHERE job_id = $1";
+    let seq: Option<i64> = sqlx::query_scalar(text).bind(job.as_str()).fetch_optional(db).await?;
     Ok(seq.map_or(0, uint))
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn step_range_of_chunks(
+    pub async fn step_range_of_chunks(
         &self,
         job: &JobId,
         filter: &MetricFilter,
@@ -53,7 +51,7 @@ impl SqlStore {
         Ok((watermark, ends.0.map(uint).zip(ends.1.map(uint))))
     }
 
-    pub(in crate::store) async fn metric_chunks(
+    pub async fn metric_chunks(
         &self,
         job: &JobId,
         level: u32,
@@ -75,18 +73,13 @@ impl SqlStore {
         self.with_watermark(job, query).await
     }
 
-    pub(in crate::store) async fn newest_metric_chunks(
-        &self,
-        job: &JobId,
-    ) -> Result<(u64, Vec<MetricChunk>)> {
-        let query = sqlx::query(
-            "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
-             JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
-                   WHERE job_id = $1 GROUP BY name, level, rank, attempt) n \
-             ON c.job_id = $1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
-             AND c.attempt = n.attempt AND c.first_step = n.first_step",
-        )
-        .bind(job.as_str());
+    pub async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)> {
+        let text = "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
+            JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
+            WHERE job_id = $1 GROUP BY name, level, rank, attempt) n \
+            ON c.job_id = $1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
+            AND c.attempt = n.attempt AND c.first_step = n.first_step";
+        let query = sqlx::query(text).bind(job.as_str());
         self.with_watermark(job, query).await
     }
 
@@ -99,7 +92,7 @@ impl SqlStore {
         Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
 
-    pub(in crate::store) async fn put_metric_chunks(
+    pub async fn put_metric_chunks(
         &self,
         job: &JobId,
         old_watermark: u64,
@@ -110,10 +103,8 @@ impl SqlStore {
         if watermark(&mut db, job).await? != old_watermark {
             return Ok(false);
         }
-        let exists = sqlx::query("SELECT 1 FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-            .bind(job.as_str())
-            .fetch_optional(&mut *db)
-            .await?;
+        let text = "SELECT 1 FROM jobs WHERE id = $1 AND deleted_at IS NULL";
+        let exists = sqlx::query(text).bind(job.as_str()).fetch_optional(&mut *db).await?;
         exists.ok_or(StoreError::NotFound("job"))?;
         let replaced = chunks.iter().filter(|chunk| chunk.replaces_series);
         let replaced = replaced.map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
@@ -146,7 +137,7 @@ impl SqlStore {
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
         let text = "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}";
-        for query in batch::statements(text, 8, &new, |query, chunk| {
+        multi_row::execute(&mut db, text, 8, &new, |query, chunk| {
             Ok(query
                 .bind(job.as_str())
                 .bind(&chunk.name)
@@ -156,17 +147,11 @@ impl SqlStore {
                 .bind(int(chunk.first_step))
                 .bind(int(chunk.last_step))
                 .bind(&chunk.data[..]))
-        })? {
-            query.execute(&mut *db).await?;
-        }
-        sqlx::query(
-            "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \
-             ON CONFLICT (job_id) DO UPDATE SET watermark = excluded.watermark",
-        )
-        .bind(job.as_str())
-        .bind(int(new_watermark))
-        .execute(&mut *db)
+        })
         .await?;
+        let text = "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \
+            ON CONFLICT (job_id) DO UPDATE SET watermark = excluded.watermark";
+        sqlx::query(text).bind(job.as_str()).bind(int(new_watermark)).execute(&mut *db).await?;
         db.commit().await?;
         Ok(true)
     }

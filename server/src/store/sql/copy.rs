@@ -113,11 +113,7 @@ impl SqlStore {
     ///
     /// # Errors
     /// The database is not empty, a row does not fit its table, or the database refuses a row.
-    pub(in crate::store) async fn restore(
-        &self,
-        location: &Location,
-        path: &Path,
-    ) -> Result<(), BackupError> {
+    pub async fn restore(&self, location: &Location, path: &Path) -> Result<(), BackupError> {
         let mut db = self.writer.begin_with(BEGIN_WRITE).await?;
         if !is_empty(&mut db).await? {
             return Err(BackupError::NotEmpty(location.to_string()));
@@ -127,10 +123,8 @@ impl SqlStore {
             insert_row(&mut db, &table, row).await?;
         }
         // Marks the object stores as restored, because the server that wrote the backup may still use them.
-        sqlx::query("UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'")
-            .bind(RESTORED_PREFIX)
-            .execute(&mut *db)
-            .await?;
+        let text = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";
+        sqlx::query(text).bind(RESTORED_PREFIX).execute(&mut *db).await?;
         // Makes new fencing tokens greater than the restored tokens.
         sqlx::query(ADVANCE_FENCING_TOKENS).execute(&mut *db).await?;
         db.commit().await?;

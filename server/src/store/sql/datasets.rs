@@ -22,29 +22,27 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
     })
 }
 
-/// Checks that a dataset is registered, in the transaction of a job that needs it.
+/// Checks that a dataset is registered. The caller stores a job that needs the dataset in the same transaction.
 ///
 /// # Errors
 /// [`StoreError::NoDataset`].
 pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<()> {
-    let found: Option<String> = sqlx::query_scalar("SELECT name FROM datasets WHERE name = $1")
-        .bind(strip_nul(name))
-        .fetch_optional(db)
-        .await?;
+    let text = "SELECT name FROM datasets WHERE name = $1";
+    let found: Option<String> = sqlx::query_scalar(text).bind(strip_nul(name)).fetch_optional(db).await?;
     if found.is_none() { Err(StoreError::NoDataset(name.to_owned())) } else { Ok(()) }
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn datasets(&self) -> Result<Vec<Dataset>> {
+    pub async fn datasets(&self) -> Result<Vec<Dataset>> {
         self.list(sqlx::query("SELECT * FROM datasets ORDER BY name"), dataset).await
     }
 
-    pub(in crate::store) async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
+    pub async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
         let query = sqlx::query("SELECT * FROM datasets WHERE name = $1").bind(strip_nul(name));
         self.find(query, dataset).await
     }
 
-    pub(in crate::store) async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
+    pub async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
         let query = sqlx::query(
             "INSERT INTO datasets (name, path, info, added_at, owner, private) VALUES ($1, $2, $3, $4, $5, $6) \
              ON CONFLICT (name) DO NOTHING",
@@ -58,7 +56,7 @@ impl SqlStore {
         self.execute_or(query, StoreError::NameTaken(dataset.name.clone())).await
     }
 
-    pub(in crate::store) async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
+    pub async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
         let query = sqlx::query("UPDATE datasets SET info = $1, path = $4 WHERE name = $2 AND added_at = $3")
             .bind(json(&dataset.info)?)
             .bind(strip_nul(&dataset.name))
@@ -67,21 +65,17 @@ impl SqlStore {
         self.execute_or(query, StoreError::NotFound("dataset")).await
     }
 
-    pub(in crate::store) async fn remove_dataset(&self, name: &str) -> Result<()> {
-        // Checks the jobs in the same transaction. So a concurrently submitted job is either stored before, or does not find the dataset.
+    pub async fn remove_dataset(&self, name: &str) -> Result<()> {
+        // One transaction checks the jobs and deletes the row. A job that is submitted meanwhile is stored before this transaction, so the
+        // check finds it, or is refused after it, because the dataset no longer exists.
         let mut db = self.begin().await?;
-        let specs: Vec<String> = sqlx::query_scalar(
-            "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
-        )
-        .fetch_all(&mut *db)
-        .await?;
+        let text = "SELECT spec FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL";
+        let specs: Vec<String> = sqlx::query_scalar(text).fetch_all(&mut *db).await?;
         if specs.iter().any(|spec| read_spec(spec).0.data.dataset == name) {
             return Err(StoreError::DatasetInUse(name.to_owned()));
         }
-        let done = sqlx::query("DELETE FROM datasets WHERE name = $1")
-            .bind(strip_nul(name))
-            .execute(&mut *db)
-            .await?;
+        let text = "DELETE FROM datasets WHERE name = $1";
+        let done = sqlx::query(text).bind(strip_nul(name)).execute(&mut *db).await?;
         db.commit().await?;
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
     }

@@ -2,7 +2,7 @@
 
 use super::{
     SqlStore, datasets, events,
-    jobs::{create_event_rows, load, load_all, save},
+    jobs::{load, load_all, prepare_events, save},
     models, sweeps,
 };
 use crate::{
@@ -14,10 +14,7 @@ use sqlx::AssertSqlSafe;
 use std::collections::{BTreeMap, BTreeSet};
 
 impl SqlStore {
-    pub(in crate::store) async fn change_jobs(
-        &self,
-        changes: &[(JobId, Change)],
-    ) -> Result<Vec<Option<ChangedJob>>> {
+    pub async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<ChangedJob>>> {
         let mut db = self.begin().await?;
         let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| id).collect();
         let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
@@ -39,7 +36,7 @@ impl SqlStore {
             }
             let state = row.job.state;
             let bodies = change(row)?;
-            let appended = create_event_rows(&mut db, row, bodies, at).await?;
+            let appended = prepare_events(&mut db, row, bodies, at).await?;
             // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had
             // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
@@ -56,7 +53,7 @@ impl SqlStore {
         Ok(changed)
     }
 
-    pub(in crate::store) async fn delete_job(&self, id: &JobId) -> Result<()> {
+    pub async fn delete_job(&self, id: &JobId) -> Result<()> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;
@@ -68,18 +65,11 @@ impl SqlStore {
         if let Some(trial) = &row.job.trial {
             sweeps::require_ended(&mut db, trial, state).await?;
         }
-        sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
-            .bind(id.as_str())
-            .bind(crate::now().as_millisecond())
-            .execute(&mut *db)
-            .await?;
-        sqlx::query(
-            "DELETE FROM checkpoint_copies WHERE (location = 'server' OR location LIKE 'agent:%') \
-             AND checkpoint_id IN (SELECT id FROM checkpoints WHERE job_id = $1)",
-        )
-        .bind(id.as_str())
-        .execute(&mut *db)
-        .await?;
+        let text = "UPDATE jobs SET deleted_at = $2 WHERE id = $1";
+        sqlx::query(text).bind(id.as_str()).bind(crate::now().as_millisecond()).execute(&mut *db).await?;
+        let text = "DELETE FROM checkpoint_copies WHERE (location = 'server' OR location LIKE 'agent:%') \
+            AND checkpoint_id IN (SELECT id FROM checkpoints WHERE job_id = $1)";
+        sqlx::query(text).bind(id.as_str()).execute(&mut *db).await?;
         // Rows that queries find without their job are deleted at once, because they are few.
         for table in ["checkpoints", "annotations", "idempotency", "webhook_deliveries"] {
             let query = format!("DELETE FROM {table} WHERE job_id = $1");

@@ -1,7 +1,7 @@
 //! Rows of events: created from changes, and inserted in batches.
 
 use super::{
-    Connection, batch,
+    Connection, multi_row,
     webhooks::{self, Notice},
 };
 use crate::store::{
@@ -84,7 +84,7 @@ pub(super) fn new_rows(job_row: &mut JobRow, bodies: Vec<EventBody>, at: Timesta
 /// Stores rows, and queues messages for webhooks.
 pub(super) async fn insert(db: &mut Connection, rows: &[NewRow]) -> Result<()> {
     let text = "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}";
-    for query in batch::statements(text, 8, rows, |query, NewRow { job, kind, attempt, rank, row, .. }| {
+    multi_row::execute(db, text, 8, rows, |query, NewRow { job, kind, attempt, rank, row, .. }| {
         let (body, points) = match &row.content {
             RowContent::Body(body) => (body.as_str(), None),
             RowContent::Points { data, .. } => ("", Some(&data[..])),
@@ -98,9 +98,8 @@ pub(super) async fn insert(db: &mut Connection, rows: &[NewRow]) -> Result<()> {
             .bind(rank.map(i64::from))
             .bind(body)
             .bind(points))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     let notices: Vec<&Notice> = rows.iter().filter_map(|new| new.notice.as_deref()).collect();
     webhooks::enqueue(db, &notices).await
 }

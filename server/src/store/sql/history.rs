@@ -26,17 +26,13 @@ fn event(row: &DbRow) -> Result<Event> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
+    pub async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         let mut events = Vec::new();
         for kind in ["state", "alert"] {
             // SQLite uses the index `events_history` only if the query has the index's condition, which names both kinds.
-            let query = sqlx::query(
-                "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') AND kind = $2 \
-                 ORDER BY seq DESC LIMIT $3",
-            )
-            .bind(job.id.as_str())
-            .bind(kind)
-            .bind(MAX_ENTRIES);
+            let text = "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') AND kind = $2 \
+                ORDER BY seq DESC LIMIT $3";
+            let query = sqlx::query(text).bind(job.id.as_str()).bind(kind).bind(MAX_ENTRIES);
             events.extend(self.list(query, event).await?);
         }
         events.sort_by_key(|event| event.seq);

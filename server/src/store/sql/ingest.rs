@@ -1,6 +1,6 @@
 //! Stores reports as events. Reports are checked against stored rows in the same transaction.
 
-use super::{Connection, SqlStore, batch, checkpoint_copies, events, jobs, layers};
+use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, multi_row};
 use crate::{
     lifecycle::{self, external},
     store::{
@@ -55,30 +55,25 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
         FROM (VALUES {}) AS wanted JOIN attempts a ON a.job_id = column1 AND a.attempt = column2 \
         LEFT JOIN acknowledged k ON k.job_id = a.job_id AND k.attempt = a.attempt";
     let mut found = HashMap::with_capacity(attempts.len());
-    for query in batch::statements(text, 2, attempts, |query, (job, attempt)| {
+    let rows = multi_row::fetch_all(db, text, 2, attempts, |query, (job, attempt)| {
         Ok(query.bind(job.as_str()).bind(i64::from(*attempt)))
-    })? {
-        for row in query.fetch_all(&mut *db).await? {
-            let id: &str = row.try_get("job_id")?;
-            let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
-                Entry::Occupied(entry) => entry.into_mut(),
-                Entry::Vacant(entry) => {
-                    let places: Vec<Place> =
-                        unreadable::json_or_default(id, "places", row.try_get("places")?);
-                    let token =
-                        read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-                    let agents = places.into_iter().map(|place| place.agent_id).collect();
-                    entry.insert(Attempt {
-                        token,
-                        agents,
-                        records: HashMap::new(),
-                        updated_sources: BTreeSet::new(),
-                    })
-                }
-            };
-            if let Some(source) = row.try_get("source")? {
-                attempt.records.insert(source, uint(row.try_get("records")?));
+    });
+    for row in rows.await? {
+        let id: &str = row.try_get("job_id")?;
+        let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let places: Vec<Place> = unreadable::json_or_default(id, "places", row.try_get("places")?);
+                entry.insert(Attempt {
+                    token: read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+                    agents: places.into_iter().map(|place| place.agent_id).collect(),
+                    records: HashMap::new(),
+                    updated_sources: BTreeSet::new(),
+                })
             }
+        };
+        if let Some(source) = row.try_get("source")? {
+            attempt.records.insert(source, uint(row.try_get("records")?));
         }
     }
     Ok(found)
@@ -97,11 +92,10 @@ struct LoadedJob {
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
     let text = "INSERT INTO acknowledged VALUES {} \
         ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records";
-    for query in batch::statements(text, 4, numbers, |query, (job, attempt, source, records)| {
+    multi_row::execute(db, text, 4, numbers, |query, (job, attempt, source, records)| {
         Ok(query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records)))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     Ok(())
 }
 
@@ -110,7 +104,7 @@ fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowl
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>> {
+    pub async fn ingest(&self, reports: &[Report]) -> Result<Vec<IngestResult>> {
         let mut db = self.begin().await?;
         fault_point("ingest.begin")?;
         let mut jobs = load(&mut db, reports).await?;
@@ -152,11 +146,7 @@ impl SqlStore {
         Ok(answers)
     }
 
-    pub(in crate::store) async fn append_records(
-        &self,
-        records: &RunRecords,
-        change: RecordsChange,
-    ) -> Result<AppendResult> {
+    pub async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<AppendResult> {
         let RunRecords { job, first, count, at } = records;
         let source = source_number(Source::Rank(external::RANK), 0);
         let mut db = self.begin().await?;
@@ -182,7 +172,7 @@ impl SqlStore {
         Ok(AppendResult::Stored { records, changed: Box::new(changed) })
     }
 
-    pub(in crate::store) async fn acknowledged_records(
+    pub async fn acknowledged_records(
         &self,
         attempt: &AttemptRef,
         agent_id: &str,
@@ -285,7 +275,7 @@ async fn store_report(
                     EventBody::Checkpoint { id, .. } => Some(id.clone()),
                     _ => None,
                 });
-                new_rows.extend(jobs::create_event_rows(db, row, bodies, at).await?);
+                new_rows.extend(jobs::prepare_events(db, row, bodies, at).await?);
                 if let Some(checkpoint) = checkpoint {
                     checkpoint_copies::add_agent_copy(db, &checkpoint, agent_id).await?;
                 }

@@ -103,15 +103,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     }
     let or_missing =
         if *comparison == Comparison::NotEqual { format!("{column} IS NULL OR ") } else { String::new() };
-    let operator = match comparison {
-        Comparison::Equal => "=",
-        Comparison::NotEqual => "<>",
-        Comparison::Less => "<",
-        Comparison::LessOrEqual => "<=",
-        Comparison::Greater => ">",
-        Comparison::GreaterOrEqual => ">=",
-    };
-    query.push(format!(" AND ({or_missing}{column} {operator} "));
+    query.push(format!(" AND ({or_missing}{column} {comparison} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
         SettingValue::Text(text) => query.push_bind(strip_nul(text).into_owned()),
@@ -253,7 +245,7 @@ fn sort_value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
+    pub async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit };
         let (expression, column_type, is_nullable) = sort_expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
@@ -286,7 +278,7 @@ impl SqlStore {
         Ok(Page { jobs, next })
     }
 
-    pub(in crate::store) async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {
+    pub async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {
         let mut query = QueryBuilder::new(
             "SELECT count(*) FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id",
         );
@@ -294,7 +286,7 @@ impl SqlStore {
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>> {
+    pub async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>> {
         let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
         push_visibility(&mut query, seen_by);
         query.push(" GROUP BY project, state ORDER BY project, state");

@@ -1,6 +1,6 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, batch, checkpoint_copies, datasets, events};
+use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, multi_row};
 use crate::{
     lifecycle,
     store::{
@@ -38,8 +38,8 @@ pub(super) fn like_pattern(text: &str) -> String {
     pattern
 }
 
-/// Reads a job as far as this version can read the row. Values of another version that cannot be read do not keep this job, or other jobs,
-/// out of lists.
+/// Reads a job as far as this version of the program can read the row. A value that this version cannot read is logged and replaced, so
+/// that lists still contain the job.
 pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let id: String = row.try_get("id")?;
     let mut flaws = Vec::new();
@@ -55,7 +55,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(read_fencing_token(number, row.try_get("fencing_secret")?)))
         .transpose()?;
-    // A job with a live attempt counts as running in an unknown state, because its slots are in use.
+    // If the stored state is unknown to this version, a job with a live attempt is shown as running, because it holds slots.
     let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
     let parsed_state = stored_state.parse::<JobState>();
     let unknown_state = parsed_state.is_err().then_some((stored_state, shown_state));
@@ -66,7 +66,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
-            unreadable::log_once(&format!("a time of job {id}: {error}"));
+            unreadable::log_once(&format!("a time of job {id}, which is shown as 1970-01-01: {error}"));
             Timestamp::UNIX_EPOCH
         })
     };
@@ -81,8 +81,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
     let external: Option<External> =
         optional("external")?.map(|text| json_or_default(&id, "external", &text));
-    let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
-    let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
+    let is_parent_private = row.try_get::<i64, _>("parent_private")? != 0;
+    let (private_parent, parent) = if is_parent_private { (parent, None) } else { (None, parent) };
     let job = Job {
         name: spec.name.clone(),
         failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
@@ -124,7 +124,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     };
     Ok(JobRow {
         announced_state: job.state,
-        // A text that is not valid JSON becomes the reason's words.
+        // If the column is not valid JSON, its text becomes the words of the reason.
         cancel_reason: optional("stop")?
             .map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
@@ -151,46 +151,17 @@ pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<J
 /// The rows of `select` ([`SELECT_JOBS`] or [`SELECT_JOBS_WITH_NOTES`]) for jobs, in any order. Deleted jobs are left out.
 pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
     let text = format!("{select} WHERE jobs.id IN ({{}}) AND jobs.deleted_at IS NULL");
-    let mut found = Vec::with_capacity(ids.len());
-    for query in batch::statements(&text, 1, ids, |query, id| Ok(query.bind(id.as_str())))? {
-        found.extend(query.fetch_all(&mut *db).await?);
-    }
-    Ok(found)
+    multi_row::fetch_all(db, &text, 1, ids, |query, id| Ok(query.bind(id.as_str()))).await
 }
 
-/// Columns of a job that [`save`] writes.
-const COLUMNS: [&str; 23] = [
-    "state",
-    "reason",
-    "attempt",
-    "agents",
-    "step",
-    "epoch",
-    "total_steps",
-    "steps_per_epoch",
-    "images_per_second",
-    "eta_secs",
-    "started_at",
-    "finished_at",
-    "best",
-    "last",
-    "last_seq",
-    "progress",
-    "stop",
-    "restarts",
-    "fencing_token",
-    "cause",
-    "fencing_secret",
-    "waiting_since",
-    "external",
-];
-
-/// Writes the columns of jobs that can change. Also ends attempts that may no longer write, with their states and reasons.
+/// Writes all columns that a change of a job may affect. If a job has no fencing token, also stores the end of its newest attempt.
 pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
-    let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
-    let columns = columns.collect::<Vec<_>>().join(", ");
-    let text = format!("UPDATE jobs SET {columns} FROM (VALUES {{}}) AS new WHERE id = column1");
-    for query in batch::statements(&text, 1 + COLUMNS.len(), rows, |query, row| {
+    let text = "UPDATE jobs SET state = column2, reason = column3, attempt = column4, agents = column5, step = column6, epoch = column7, \
+        total_steps = column8, steps_per_epoch = column9, images_per_second = column10, eta_secs = column11, started_at = column12, \
+        finished_at = column13, best = column14, last = column15, last_seq = column16, progress = column17, stop = column18, \
+        restarts = column19, fencing_token = column20, cause = column21, fencing_secret = column22, waiting_since = column23, \
+        external = column24 FROM (VALUES {}) AS new WHERE id = column1";
+    multi_row::execute(db, text, 24, rows, |query, row| {
         let job = &row.job;
         Ok(query
             .bind(job.id.as_str())
@@ -220,14 +191,13 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(row.fencing_token.map(|token| token.secret_text()))
             .bind(row.waiting_since.map(|t| t.as_millisecond()))
             .bind(job.external.as_ref().map(json).transpose()?))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     let has_ended = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
     let ended: Vec<_> = rows.iter().filter(has_ended).collect();
     let text = "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
         FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL";
-    for query in batch::statements(text, 5, &ended, |query, row| {
+    multi_row::execute(db, text, 5, &ended, |query, row| {
         let end = row.attempt_end.as_ref();
         Ok(query
             .bind(row.job.id.as_str())
@@ -235,14 +205,13 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(end.map(|end| end.state.as_str()))
             .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
             .bind(end.filter(|end| end.has_trained).map(|_| int(row.job.step))))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     Ok(())
 }
 
-/// Creates the rows of new events of a job, which the caller stores. Updates the table of checkpoints accordingly.
-pub(super) async fn create_event_rows(
+/// Prepares the rows of new events of a job, which the caller inserts (`events::insert`). Stores written and removed checkpoints.
+pub(super) async fn prepare_events(
     db: &mut Connection,
     row: &mut JobRow,
     bodies: Vec<EventBody>,
@@ -260,10 +229,8 @@ async fn update_checkpoints(db: &mut Connection, job: &JobId, body: &EventBody, 
         EventBody::Checkpoint { attempt, id, checkpoint } => {
             checkpoint_copies::delete_invalid_copies(db, id, Some(*attempt)).await?;
             if checkpoint.best {
-                sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
-                    .bind(job.as_str())
-                    .execute(&mut *db)
-                    .await?;
+                let text = "UPDATE checkpoints SET best = 0 WHERE job_id = $1";
+                sqlx::query(text).bind(job.as_str()).execute(&mut *db).await?;
             }
             sqlx::query("INSERT INTO checkpoints VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) \
                  ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, val_accuracy = excluded.val_accuracy, \
@@ -297,10 +264,10 @@ pub(super) async fn change_job(
     db: &mut Connection,
     mut row: JobRow,
     at: Timestamp,
-    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refusal>,
+    change: impl FnOnce(&mut JobRow) -> lifecycle::ChangeResult,
 ) -> Result<ChangedJob> {
     let bodies = change(&mut row)?;
-    let new_rows = create_event_rows(db, &mut row, bodies, at).await?;
+    let new_rows = prepare_events(db, &mut row, bodies, at).await?;
     save(db, &[&row], at).await?;
     events::insert(db, &new_rows).await?;
     Ok(ChangedJob { job: row.job, events: new_rows.into_iter().map(|new_row| new_row.row).collect() })
@@ -311,10 +278,8 @@ pub(super) async fn change_job(
 /// # Errors
 /// [`StoreError::KeyReused`]: the key was used with another request.
 async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String)) -> Result<Option<Job>> {
-    let found = sqlx::query("SELECT request, job_id FROM idempotency WHERE key = $1")
-        .bind(key)
-        .fetch_optional(&mut *db)
-        .await?;
+    let text = "SELECT request, job_id FROM idempotency WHERE key = $1";
+    let found = sqlx::query(text).bind(key).fetch_optional(&mut *db).await?;
     let Some(found) = found else { return Ok(None) };
     if found.try_get::<String, _>("request")? != *request {
         return Err(StoreError::KeyReused);
@@ -325,15 +290,12 @@ async fn find_job_by_key(db: &mut Connection, (key, request): &(String, String))
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn job_by_idempotency_key(
-        &self,
-        key: &(String, String),
-    ) -> Result<Option<Job>> {
+    pub async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>> {
         let mut db = self.reader.acquire().await?;
         find_job_by_key(&mut db, key).await
     }
 
-    pub(in crate::store) async fn create_job(&self, new: NewJob) -> Result<CreateResult> {
+    pub async fn create_job(&self, new: NewJob) -> Result<CreateResult> {
         let mut db = self.begin().await?;
         fault_point("create.begin")?;
         if let Some(key) = &new.idempotency
@@ -400,7 +362,7 @@ impl SqlStore {
         Ok(CreateResult::New(Box::new(changed)))
     }
 
-    pub(in crate::store) async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
+    pub async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
         load(&mut *self.reader.acquire().await?, id).await
     }
 }

@@ -1,6 +1,6 @@
 //! Reports of ranks about their network: histograms of weights and gradients of layers, and the description of the network.
 
-use super::{Connection, Db, DbRow, SqlStore, batch};
+use super::{Connection, Db, DbRow, SqlStore, multi_row};
 use crate::store::{
     Histogram, HistogramFilter, HistogramIndex, HistogramLayer, Result, StoreError,
     values::{from_json, int, json, strip_nul, to_u32, uint},
@@ -47,7 +47,7 @@ async fn put_histograms(
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
     let text =
         "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}";
-    for query in batch::statements(text, 9, &layers, |query, (index, layer)| {
+    multi_row::execute(db, text, 9, &layers, |query, (index, layer)| {
         Ok(query
             .bind(job.as_str())
             .bind(&layer.name)
@@ -58,16 +58,12 @@ async fn put_histograms(
             .bind(f64::from(layer.min))
             .bind(f64::from(layer.max))
             .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>()))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     let mut steps = steps(db, job).await?;
     while let Some(index) = step_to_remove(&steps) {
-        sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
-            .bind(job.as_str())
-            .bind(int(steps.remove(index)))
-            .execute(&mut *db)
-            .await?;
+        let text = "DELETE FROM histograms WHERE job_id = $1 AND step = $2";
+        sqlx::query(text).bind(job.as_str()).bind(int(steps.remove(index))).execute(&mut *db).await?;
     }
     Ok(())
 }
@@ -100,15 +96,9 @@ async fn put_network(
     attempt: u32,
     network: &NetworkDescription,
 ) -> Result<()> {
-    sqlx::query(
-        "INSERT INTO networks (job_id, attempt, description) VALUES ($1, $2, $3) \
-         ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, description = excluded.description",
-    )
-    .bind(job.as_str())
-    .bind(i64::from(attempt))
-    .bind(json(network)?)
-    .execute(db)
-    .await?;
+    let text = "INSERT INTO networks (job_id, attempt, description) VALUES ($1, $2, $3) \
+        ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, description = excluded.description";
+    sqlx::query(text).bind(job.as_str()).bind(i64::from(attempt)).bind(json(network)?).execute(db).await?;
     Ok(())
 }
 
@@ -131,7 +121,7 @@ fn histogram(row: &DbRow) -> Result<Histogram> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
+    pub async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
         let mut db = self.reader.acquire().await?;
         let steps = steps(&mut db, job).await?;
         let Some(newest) = steps.last() else { return Ok(HistogramIndex::default()) };
@@ -146,11 +136,7 @@ impl SqlStore {
         Ok(HistogramIndex { layers: layers.into_iter().map(layer).collect::<Result<_>>()?, steps })
     }
 
-    pub(in crate::store) async fn histograms(
-        &self,
-        job: &JobId,
-        filter: &HistogramFilter,
-    ) -> Result<Vec<Histogram>> {
+    pub async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<Histogram>> {
         let mut query = QueryBuilder::<Db>::new(
             "SELECT layer, kind, step, attempt, min, max, counts FROM histograms WHERE job_id = ",
         );
@@ -165,11 +151,10 @@ impl SqlStore {
             query.push(" AND step = ").push_bind(int(step));
         }
         query.push(" ORDER BY step, place");
-        let rows = query.build().fetch_all(&self.reader).await?;
-        rows.iter().map(histogram).collect()
+        self.list(query.build(), histogram).await
     }
 
-    pub(in crate::store) async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
+    pub async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
         let found: Option<String> = sqlx::query_scalar("SELECT description FROM networks WHERE job_id = $1")
             .bind(job.as_str())
             .fetch_optional(&self.reader)
@@ -183,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_above_the_limit_is_removed() {
+    fn one_step_is_removed_if_there_are_more_than_the_limit() {
         let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64).collect();
         assert_eq!(step_to_remove(&steps), None);
         let steps: Vec<u64> = (1..=MAX_HISTOGRAM_STEPS as u64 + 1).collect();

@@ -1,6 +1,6 @@
 //! Measurements of machines, one row per minute.
 
-use super::SqlStore;
+use super::{DbRow, SqlStore};
 use crate::store::{MinuteRow, Result, values::strip_nul};
 use sqlx::Row;
 
@@ -8,7 +8,7 @@ use sqlx::Row;
 const PURGE_ROWS: i64 = 2000;
 
 impl SqlStore {
-    pub(in crate::store) async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
+    pub async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
         let mut db = self.begin().await?;
         for row in minutes {
             // If the server was restarted in this minute, the means since the restart replace the means before the restart.
@@ -25,25 +25,20 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
-        let rows = sqlx::query(
-            "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute",
-        )
-        .bind(strip_nul(agent))
-        .bind(from)
-        .fetch_all(&self.reader)
-        .await?;
-        let row = |row: &super::DbRow| {
+    pub async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
+        let text =
+            "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute";
+        let minute = |row: &DbRow| {
             Ok(MinuteRow {
                 agent_id: agent.to_owned(),
                 minute: row.try_get("minute")?,
                 data: row.try_get("data")?,
             })
         };
-        rows.iter().map(row).collect()
+        self.list(sqlx::query(text).bind(strip_nul(agent)).bind(from), minute).await
     }
 
-    pub(in crate::store) async fn purge_machine_minutes(&self, before: i64) -> Result<()> {
+    pub async fn purge_machine_minutes(&self, before: i64) -> Result<()> {
         let query = "DELETE FROM machine_minutes WHERE (agent_id, minute) IN \
                      (SELECT agent_id, minute FROM machine_minutes WHERE minute < $1 ORDER BY minute LIMIT $2)";
         while self.execute(sqlx::query(query).bind(before).bind(PURGE_ROWS)).await? > 0 {}

@@ -8,7 +8,6 @@ mod agents;
 mod annotations;
 mod attempts;
 mod audit;
-mod batch;
 mod checkpoint_copies;
 mod chunks;
 pub(in crate::store) mod copy;
@@ -22,6 +21,7 @@ mod jobs;
 mod layers;
 mod machines;
 mod models;
+mod multi_row;
 mod pages;
 mod panels;
 mod people;
@@ -67,13 +67,13 @@ impl SqlStore {
     }
 
     /// The rows of a query that can be read. Errors of the other rows are logged.
-    async fn list<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
+    async fn list<T>(&self, query: Query<'_>, read: impl Fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
         let rows = query.fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(read)))
     }
 
     /// The row of a query; `None` if there is no row.
-    async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
+    async fn find<T>(&self, query: Query<'_>, read: impl Fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
 
@@ -87,11 +87,11 @@ impl SqlStore {
         if self.execute(query).await? == 0 { Err(unchanged) } else { Ok(()) }
     }
 
-    pub(in crate::store) async fn wait_for_writer(&self) -> Result<()> {
+    pub async fn wait_for_writer(&self) -> Result<()> {
         Ok(self.begin().await?.rollback().await?)
     }
 
-    pub(in crate::store) async fn check_writable(&self) -> Result<()> {
+    pub async fn check_writable(&self) -> Result<()> {
         // Only a committed write proves that the database can be written. This write leaves no row.
         let mut db = self.begin().await?;
         for statement in
@@ -102,7 +102,7 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn close(&self) {
+    pub async fn close(&self) {
         if let Some(lock) = &self.lock {
             lock.note_closing();
         }

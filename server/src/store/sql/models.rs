@@ -62,12 +62,8 @@ pub(super) async fn require_unregistered(
     state: JobState,
     change: &str,
 ) -> Result<()> {
-    let found: Vec<(String, i64)> = sqlx::query_as(
-        "SELECT model, version FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL ORDER BY model, version",
-    )
-    .bind(job.as_str())
-    .fetch_all(db)
-    .await?;
+    let text = "SELECT model, version FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL ORDER BY model, version";
+    let found: Vec<(String, i64)> = sqlx::query_as(text).bind(job.as_str()).fetch_all(db).await?;
     let Some((model, version)) = found.first() else { return Ok(()) };
     let removal = format!("lockstep model remove {model} {version}");
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
@@ -81,7 +77,7 @@ pub(super) async fn require_unregistered(
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn add_model_version(&self, new: &NewVersion) -> Result<u32> {
+    pub async fn add_model_version(&self, new: &NewVersion) -> Result<u32> {
         let mut db = self.begin().await?;
         let row = load(&mut db, &new.job).await?.ok_or(StoreError::NotFound("job"))?;
         let state = row.job.state;
@@ -135,7 +131,7 @@ impl SqlStore {
         Ok(to_u32(version))
     }
 
-    pub(in crate::store) async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
+    pub async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
         let model = model.map(strip_nul);
         let mut db = self.reader.acquire().await?;
         let of_model = "($1 IS NULL OR model = $1)";
@@ -155,35 +151,25 @@ impl SqlStore {
         Ok(versions)
     }
 
-    pub(in crate::store) async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>> {
+    pub async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>> {
         let query = "SELECT checkpoint_id FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL";
         Ok(sqlx::query_scalar(query).bind(job.as_str()).fetch_all(&self.reader).await?)
     }
 
-    pub(in crate::store) async fn set_model_alias(
-        &self,
-        model: &str,
-        alias: &str,
-        version: Option<u32>,
-    ) -> Result<()> {
+    pub async fn set_model_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()> {
         let Some(version) = version else {
-            let query = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
-                .bind(strip_nul(model))
-                .bind(strip_nul(alias));
+            let text = "DELETE FROM model_aliases WHERE model = $1 AND alias = $2";
+            let query = sqlx::query(text).bind(strip_nul(model)).bind(strip_nul(alias));
             return self.execute_or(query, StoreError::NotFound("alias")).await;
         };
-        let query = sqlx::query(
-            "INSERT INTO model_aliases (model, alias, version) SELECT model, CAST($2 AS TEXT), version \
-             FROM model_versions WHERE model = $1 AND version = $3 AND deleted_at IS NULL \
-             ON CONFLICT (model, alias) DO UPDATE SET version = excluded.version",
-        )
-        .bind(strip_nul(model))
-        .bind(strip_nul(alias))
-        .bind(i64::from(version));
+        let text = "INSERT INTO model_aliases (model, alias, version) SELECT model, CAST($2 AS TEXT), version \
+            FROM model_versions WHERE model = $1 AND version = $3 AND deleted_at IS NULL \
+            ON CONFLICT (model, alias) DO UPDATE SET version = excluded.version";
+        let query = sqlx::query(text).bind(strip_nul(model)).bind(strip_nul(alias)).bind(i64::from(version));
         self.execute_or(query, StoreError::NotFound("version")).await
     }
 
-    pub(in crate::store) async fn remove_model_version(&self, model: &str, version: u32) -> Result<()> {
+    pub async fn remove_model_version(&self, model: &str, version: u32) -> Result<()> {
         let query = sqlx::query(
             "UPDATE model_versions SET deleted_at = $3 WHERE model = $1 AND version = $2 AND deleted_at IS NULL \
              AND NOT EXISTS (SELECT 1 FROM model_aliases a WHERE a.model = $1 AND a.version = $2)",

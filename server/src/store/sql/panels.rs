@@ -17,7 +17,7 @@ fn table_and_key(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
+    pub async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
         let (table, key, name) = table_and_key(of);
         let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
         let found: Option<String> =
@@ -29,11 +29,7 @@ impl SqlStore {
         }))
     }
 
-    pub(in crate::store) async fn put_panels(
-        &self,
-        of: PanelsOf<'_>,
-        panels: Option<&[Panel]>,
-    ) -> Result<()> {
+    pub async fn put_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {
         let (table, key, name) = table_and_key(of);
         let Some(panels) = panels else {
             let query = format!("DELETE FROM {table} WHERE {key} = $1");

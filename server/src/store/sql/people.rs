@@ -35,20 +35,18 @@ pub(super) fn ownership(row: &DbRow) -> Result<Ownership> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn people(&self) -> Result<Vec<PersonRow>> {
+    pub async fn people(&self) -> Result<Vec<PersonRow>> {
         let query = "SELECT people.*, issuer, subject FROM people LEFT JOIN identities ON person = name ORDER BY name";
         self.list(sqlx::query(query), person).await
     }
 
-    pub(in crate::store) async fn refused_identities(&self) -> Result<Vec<Identity>> {
-        let rows: Vec<(String, String)> =
-            sqlx::query_as("SELECT issuer, subject FROM identities WHERE person IS NULL")
-                .fetch_all(&self.reader)
-                .await?;
+    pub async fn refused_identities(&self) -> Result<Vec<Identity>> {
+        let text = "SELECT issuer, subject FROM identities WHERE person IS NULL";
+        let rows: Vec<(String, String)> = sqlx::query_as(text).fetch_all(&self.reader).await?;
         Ok(rows.into_iter().map(|(issuer, subject)| Identity { issuer, subject }).collect())
     }
 
-    pub(in crate::store) async fn put_person(&self, row: &PersonRow) -> Result<()> {
+    pub async fn put_person(&self, row: &PersonRow) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query(
             "INSERT INTO people (name, hash, role, created_at, disabled_at) VALUES ($1, $2, $3, $4, $5) \
@@ -62,67 +60,46 @@ impl SqlStore {
         .bind(row.person.disabled_at.map(Timestamp::as_millisecond))
         .execute(&mut *db)
         .await?;
-        sqlx::query("DELETE FROM identities WHERE person = $1")
-            .bind(&row.person.name)
-            .execute(&mut *db)
-            .await?;
+        let text = "DELETE FROM identities WHERE person = $1";
+        sqlx::query(text).bind(&row.person.name).execute(&mut *db).await?;
         if let Some(Identity { issuer, subject }) = &row.person.identity {
-            sqlx::query(
-                "INSERT INTO identities (issuer, subject, person) VALUES ($1, $2, $3) \
-                 ON CONFLICT (issuer, subject) DO UPDATE SET person = excluded.person",
-            )
-            .bind(issuer)
-            .bind(subject)
-            .bind(&row.person.name)
-            .execute(&mut *db)
-            .await?;
+            let text = "INSERT INTO identities (issuer, subject, person) VALUES ($1, $2, $3) \
+                ON CONFLICT (issuer, subject) DO UPDATE SET person = excluded.person";
+            sqlx::query(text).bind(issuer).bind(subject).bind(&row.person.name).execute(&mut *db).await?;
         }
         // Ends all sessions of the person and of the person's tokens.
-        sqlx::query(
-            "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
-        )
-        .bind(row.principal())
-        .bind(&row.person.name)
-        .execute(&mut *db)
-        .await?;
+        let text = "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)";
+        sqlx::query(text).bind(row.principal()).bind(&row.person.name).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn remove_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
+    pub async fn remove_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
         let mut db = self.begin().await?;
         for query in
             ["DELETE FROM people WHERE name = $1", "UPDATE identities SET person = NULL WHERE person = $1"]
         {
             sqlx::query(query).bind(&row.person.name).execute(&mut *db).await?;
         }
-        sqlx::query("DELETE FROM sessions WHERE token_id = $1")
-            .bind(row.principal())
-            .execute(&mut *db)
-            .await?;
-        sqlx::query("UPDATE tokens SET revoked_at = $2 WHERE owner = $1 AND revoked_at IS NULL")
-            .bind(&row.person.name)
-            .bind(at.as_millisecond())
-            .execute(&mut *db)
-            .await?;
+        let text = "DELETE FROM sessions WHERE token_id = $1";
+        sqlx::query(text).bind(row.principal()).execute(&mut *db).await?;
+        let text = "UPDATE tokens SET revoked_at = $2 WHERE owner = $1 AND revoked_at IS NULL";
+        sqlx::query(text).bind(&row.person.name).bind(at.as_millisecond()).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn job_ownership(&self, id: &JobId) -> Result<Option<Ownership>> {
+    pub async fn job_ownership(&self, id: &JobId) -> Result<Option<Ownership>> {
         let query = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL");
         self.find(query.bind(id.as_str()), ownership).await
     }
 
-    pub(in crate::store) async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
-        let ids: Vec<String> = sqlx::query_scalar(
-            "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL",
-        )
-        .bind(strip_nul(owner))
-        .fetch_all(&self.reader)
-        .await?;
+    pub async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        let text = "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL";
+        let ids: Vec<String> =
+            sqlx::query_scalar(text).bind(strip_nul(owner)).fetch_all(&self.reader).await?;
         Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
     }
 
-    pub(in crate::store) async fn dataset_ownership(&self, name: &str) -> Result<Option<Ownership>> {
+    pub async fn dataset_ownership(&self, name: &str) -> Result<Option<Ownership>> {
         let query = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1");
         self.find(query.bind(strip_nul(name)), ownership).await
     }

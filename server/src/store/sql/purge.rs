@@ -16,7 +16,7 @@ const MAX_EVENTS: i64 = 1000;
 const MAX_CHUNKS: i64 = 500;
 
 impl SqlStore {
-    pub(in crate::store) async fn first_seq(&self, job: &JobId) -> Result<u64> {
+    pub async fn first_seq(&self, job: &JobId) -> Result<u64> {
         let removed: Option<i64> =
             sqlx::query_scalar("SELECT removed FROM metric_compaction WHERE job_id = $1")
                 .bind(job.as_str())
@@ -25,7 +25,7 @@ impl SqlStore {
         Ok(removed.map_or(0, uint) + 1)
     }
 
-    pub(in crate::store) async fn oldest_job_with_points(
+    pub async fn oldest_job_with_points(
         &self,
         before: Timestamp,
         after: Option<&JobId>,
@@ -43,36 +43,28 @@ impl SqlStore {
         id.as_deref().map(job_id).transpose()
     }
 
-    pub(in crate::store) async fn remove_points(&self, job: &JobId) -> Result<bool> {
+    pub async fn remove_points(&self, job: &JobId) -> Result<bool> {
         let id = job.as_str();
         let mut db = self.begin().await?;
         // `removed` is advanced first, so that streams begin after the points that are deleted below.
-        sqlx::query(
-            "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark",
-        )
-        .bind(id)
-        .execute(&mut *db)
-        .await?;
-        let done = sqlx::query(
-            "DELETE FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT max(seq) FROM (SELECT seq \
-             FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT removed FROM metric_compaction \
-             WHERE job_id = $1) ORDER BY seq LIMIT $2) AS first)",
-        )
-        .bind(id)
-        .bind(MAX_EVENTS)
-        .execute(&mut *db)
-        .await?;
+        let text =
+            "UPDATE metric_compaction SET removed = watermark WHERE job_id = $1 AND removed < watermark";
+        sqlx::query(text).bind(id).execute(&mut *db).await?;
+        let text = "DELETE FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT max(seq) FROM (SELECT seq \
+            FROM events WHERE job_id = $1 AND kind = 'metrics' AND seq <= (SELECT removed FROM metric_compaction \
+            WHERE job_id = $1) ORDER BY seq LIMIT $2) AS first)";
+        let done = sqlx::query(text).bind(id).bind(MAX_EVENTS).execute(&mut *db).await?;
         db.commit().await?;
         Ok(done.rows_affected() > 0)
     }
 
-    pub(in crate::store) async fn oldest_deleted_job(&self) -> Result<Option<JobId>> {
+    pub async fn oldest_deleted_job(&self) -> Result<Option<JobId>> {
         let oldest = "SELECT id FROM jobs WHERE deleted_at IS NOT NULL ORDER BY deleted_at LIMIT 1";
         let id: Option<String> = sqlx::query_scalar(oldest).fetch_optional(&self.reader).await?;
         id.as_deref().map(job_id).transpose()
     }
 
-    pub(in crate::store) async fn purge_deleted(&self, id: &JobId) -> Result<()> {
+    pub async fn purge_deleted(&self, id: &JobId) -> Result<()> {
         let id = id.as_str();
         let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     config::FairShare,
     store::{
-        JobRow, QueuePlace, Result, WaitingVersion,
+        JobRow, QueuePlace, Result, WaitingFingerprint,
         unreadable::readable,
         values::{job_id, uint},
     },
@@ -20,10 +20,7 @@ use std::collections::HashMap;
 const PAGE_SIZE: i64 = 1000;
 
 impl SqlStore {
-    pub(in crate::store) async fn waiting_jobs(
-        &self,
-        from: &QueuePlace,
-    ) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
+    pub async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
         let query = format!(
             "{SELECT_JOBS} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority < $1 OR (priority = $1 AND (created_at, id) > ($2, $3))) \
@@ -47,29 +44,23 @@ impl SqlStore {
         Ok((readable(rows.iter().map(job_row)), next))
     }
 
-    pub(in crate::store) async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    pub async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let rows = rows_of(&mut *self.reader.acquire().await?, SELECT_JOBS, ids).await?;
         Ok(readable(rows.iter().map(job_row)))
     }
 
-    pub(in crate::store) async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
-        let rows: Vec<(String, i64, i64, String)> = sqlx::query_as(
-            "SELECT id, last_seq, priority, project FROM jobs \
-             WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL",
-        )
-        .fetch_all(&self.reader)
-        .await?;
-        let version = |(id, last_seq, priority, project): (String, i64, i64, String)| {
+    pub async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>> {
+        let text = "SELECT id, last_seq, priority, project FROM jobs \
+            WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL";
+        let rows: Vec<(String, i64, i64, String)> = sqlx::query_as(text).fetch_all(&self.reader).await?;
+        let fingerprint = |(id, last_seq, priority, project): (String, i64, i64, String)| {
             let priority = i32::try_from(priority).unwrap_or(i32::MAX);
-            Ok((job_id(&id)?, WaitingVersion { last_seq: uint(last_seq), priority, project }))
+            Ok((job_id(&id)?, WaitingFingerprint { last_seq: uint(last_seq), priority, project }))
         };
-        Ok(readable(rows.into_iter().map(version)).into_iter().collect())
+        Ok(readable(rows.into_iter().map(fingerprint)).into_iter().collect())
     }
 
-    pub(in crate::store) async fn slots_of_shares(
-        &self,
-        fair_share: FairShare,
-    ) -> Result<HashMap<String, u64>> {
+    pub async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>> {
         let share = match fair_share {
             FairShare::Off => return Ok(HashMap::new()),
             FairShare::Owner => "COALESCE(owner, '')",

@@ -74,19 +74,14 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn unfinished_jobs(&self) -> Result<Vec<Job>> {
+    pub async fn unfinished_jobs(&self) -> Result<Vec<Job>> {
         let query = format!(
             "{SELECT_JOBS} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL"
         );
         self.list(sqlx::query(AssertSqlSafe(query)), |row| Ok(job_row(row)?.job)).await
     }
 
-    pub(in crate::store) async fn events(
-        &self,
-        job: &JobId,
-        after: u64,
-        limit: u32,
-    ) -> Result<Vec<EventRow>> {
+    pub async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         let rows = sqlx::query(
             "SELECT seq, at, attempt, rank, body, points FROM events WHERE job_id = $1 AND seq > $2 \
              ORDER BY seq LIMIT $3",
@@ -99,14 +94,11 @@ impl SqlStore {
         rows.iter().map(event_row).collect()
     }
 
-    pub(in crate::store) async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
+    pub async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage> {
         // One snapshot, so that a stream that begins after `as_of` continues exactly after the columns.
         let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let as_of: Option<i64> =
-            sqlx::query_scalar("SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-                .bind(job.as_str())
-                .fetch_optional(&mut *db)
-                .await?;
+        let text = "SELECT last_seq FROM jobs WHERE id = $1 AND deleted_at IS NULL";
+        let as_of: Option<i64> = sqlx::query_scalar(text).bind(job.as_str()).fetch_optional(&mut *db).await?;
         let as_of = as_of.ok_or(StoreError::NotFound("job"))?;
         let query = format!(
             "SELECT seq, at, attempt, rank, body, points FROM events {USE_METRICS_INDEX} WHERE job_id = $1 AND kind = 'metrics' \
@@ -140,7 +132,7 @@ impl SqlStore {
         Ok(page)
     }
 
-    pub(in crate::store) async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
+    pub async fn logs(&self, job: &JobId, filter: &LogFilter) -> Result<LogPage> {
         let order = if filter.selects_newest { "DESC" } else { "ASC" };
         let query = format!(
             "SELECT seq, at, body FROM events {USE_LOG_INDEX} WHERE job_id = $1 AND kind = 'log' \
@@ -168,11 +160,7 @@ impl SqlStore {
         Ok(LogPage { events: readable(events), range, is_full })
     }
 
-    pub(in crate::store) async fn rank_reports(
-        &self,
-        job: &JobId,
-        attempt: u32,
-    ) -> Result<Vec<(u32, RankReport)>> {
+    pub async fn rank_reports(&self, job: &JobId, attempt: u32) -> Result<Vec<(u32, RankReport)>> {
         // A run of a week has millions of reports. The newest report of each rank is found by index look-ups only.
         let rows: Vec<(i64, i64, String)> = sqlx::query_as(
             "WITH RECURSIVE ranks (rank) AS ( \
@@ -189,30 +177,24 @@ impl SqlStore {
         Ok(readable(rows.iter().map(|(rank, seq, body)| Ok((to_u32(*rank), parse_event(job, *seq, body)?)))))
     }
 
-    pub(in crate::store) async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
+    pub async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
         let query = sqlx::query("SELECT * FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC");
         self.list(query.bind(job.as_str()), checkpoint_row).await
     }
 
-    pub(in crate::store) async fn checkpoints_after(
-        &self,
-        id: &str,
-        limit: u32,
-    ) -> Result<Vec<CheckpointRow>> {
+    pub async fn checkpoints_after(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
         let query = sqlx::query("SELECT * FROM checkpoints WHERE id > $1 ORDER BY id LIMIT $2");
         self.list(query.bind(id).bind(i64::from(limit)), checkpoint_row).await
     }
 
-    pub(in crate::store) async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
+    pub async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
         let query = sqlx::query("SELECT * FROM checkpoints WHERE id = $1");
         self.find(query.bind(strip_nul(id)), checkpoint_row).await
     }
 
-    pub(in crate::store) async fn counts(&self) -> Result<Counts> {
-        let rows: Vec<(String, i64)> =
-            sqlx::query_as("SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state")
-                .fetch_all(&self.reader)
-                .await?;
+    pub async fn counts(&self) -> Result<Counts> {
+        let text = "SELECT state, count(*) FROM jobs WHERE deleted_at IS NULL GROUP BY state";
+        let rows: Vec<(String, i64)> = sqlx::query_as(text).fetch_all(&self.reader).await?;
         let count = |(state, n): (String, i64)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n)));
         let bytes: i64 = sqlx::query_scalar(DATABASE_BYTES).fetch_one(&self.reader).await?;
         Ok(Counts { jobs: readable(rows.into_iter().map(count)), database_bytes: uint(bytes) })

@@ -19,6 +19,7 @@ use lockstep_protocol::{
     sweep::SweepState,
 };
 use sqlx::{AssertSqlSafe, Row};
+use std::collections::HashMap;
 
 /// Query for sweeps without the trials' specifications, which are long.
 const SELECT_SWEEPS: &str = "SELECT id, name, project, state, reason, spec, settings, rungs, owner, private, created_at, finished_at \
@@ -60,7 +61,7 @@ pub(super) async fn require_ended(db: &mut Connection, trial: &TrialOf, state: J
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
+    pub async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
         let query = sqlx::query(
             "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
@@ -79,28 +80,34 @@ impl SqlStore {
         Ok(self.execute(query).await? > 0)
     }
 
-    pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
+    pub async fn sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SELECT_SWEEPS} ORDER BY created_at DESC, id");
         self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
-    pub(in crate::store) async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
+    pub async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SELECT_SWEEPS} WHERE finished_at IS NULL ORDER BY created_at, id");
         self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
-    pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
+    pub async fn paused_sweeps(&self) -> Result<HashMap<String, String>> {
+        let query = "SELECT id, name FROM sweeps WHERE state = 'paused'";
+        let rows: Vec<(String, String)> = sqlx::query_as(query).fetch_all(&self.reader).await?;
+        Ok(rows.into_iter().collect())
+    }
+
+    pub async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
         let query = sqlx::query(AssertSqlSafe(format!("{SELECT_SWEEPS} WHERE id = $1"))).bind(strip_nul(id));
         self.find(query, sweep).await
     }
 
-    pub(in crate::store) async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
+    pub async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
         let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
         let specs: Option<String> = query.fetch_optional(&self.reader).await?;
         specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
     }
 
-    pub(in crate::store) async fn set_sweep_state(
+    pub async fn set_sweep_state(
         &self,
         id: &str,
         state: SweepState,
@@ -118,7 +125,7 @@ impl SqlStore {
         Ok(self.execute(query).await? > 0)
     }
 
-    pub(in crate::store) async fn delete_sweep(&self, id: &str) -> Result<bool> {
+    pub async fn delete_sweep(&self, id: &str) -> Result<bool> {
         let mut db = self.begin().await?;
         let query = "DELETE FROM sweeps WHERE id = $1 AND finished_at IS NOT NULL";
         let deleted = sqlx::query(query).bind(strip_nul(id)).execute(&mut *db).await?.rows_affected() > 0;
@@ -130,7 +137,7 @@ impl SqlStore {
         Ok(deleted)
     }
 
-    pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
+    pub async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         let query =
             format!("{SELECT_JOBS} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
         self.list(sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)), job_row).await

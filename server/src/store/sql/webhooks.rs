@@ -1,7 +1,7 @@
 //! Webhooks and their messages. A message is queued in the transaction that changes the job's state or stores the alert, so that a message
 //! exists exactly if the transaction was committed.
 
-use super::{Connection, DbRow, SqlStore, batch};
+use super::{Connection, DbRow, SqlStore, multi_row};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
     unreadable::readable,
@@ -9,7 +9,7 @@ use crate::store::{
 };
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{JobId, job::JobState, stream::EventBody};
-use serde_json::{Value, json};
+use serde_json::json;
 use sqlx::Row;
 
 /// Maximum number of messages of a webhook that are kept after their last attempt.
@@ -104,7 +104,7 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
     // Messages get the current time, not the event's, because they are kept for a week after they are queued.
     let now = crate::now().as_millisecond();
     let text = "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}";
-    for query in batch::statements(text, 7, &messages, |query, (webhook, notice)| {
+    multi_row::execute(db, text, 7, &messages, |query, (webhook, notice)| {
         Ok(query
             .bind(Delivery::new_id())
             .bind(webhook.id.as_str())
@@ -113,9 +113,8 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
             .bind(notice.payload.as_str())
             .bind(now)
             .bind(now))
-    })? {
-        query.execute(&mut *db).await?;
-    }
+    })
+    .await?;
     Ok(())
 }
 
@@ -123,8 +122,7 @@ fn webhook(row: &DbRow) -> Result<WebhookRow> {
     let id: String = row.try_get("id")?;
     let form: String = row.try_get("form")?;
     let webhook = Webhook {
-        form: serde_json::from_value(Value::String(form))
-            .map_err(|error| StoreError::Corrupt(format!("webhook {id}: {error}")))?,
+        form: form.parse().map_err(|error| StoreError::Corrupt(format!("webhook {id}: {error}")))?,
         url: row.try_get("url")?,
         project: row.try_get("project")?,
         events: from_json(row.try_get("events")?)?,
@@ -149,11 +147,11 @@ fn delivery(row: &DbRow) -> Result<Delivery> {
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
+    pub async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
         self.list(sqlx::query("SELECT * FROM webhooks ORDER BY id"), webhook).await
     }
 
-    pub(in crate::store) async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
+    pub async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
         let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
         let query = sqlx::query(
             "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
@@ -172,7 +170,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn remove_webhook(&self, id: &str) -> Result<()> {
+    pub async fn remove_webhook(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         for text in
             ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
@@ -182,12 +180,12 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
+    pub async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
         let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
         self.list(sqlx::query(text).bind(webhook).bind(i64::from(limit)), delivery).await
     }
 
-    pub(in crate::store) async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
+    pub async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
         let mut webhooks = self.webhooks().await?;
         webhooks.retain(|row| row.webhook.enabled);
         if webhooks.is_empty() {
@@ -204,7 +202,7 @@ impl SqlStore {
         Ok(self.list(query, delivery).await?.into_iter().filter_map(with_webhook).collect())
     }
 
-    pub(in crate::store) async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
+    pub async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
         let query = sqlx::query(
             "INSERT INTO webhook_deliveries (id, webhook_id, event, payload, created_at, attempts) \
              VALUES ($1, $2, $3, $4, $5, $6)",
@@ -218,11 +216,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub(in crate::store) async fn note_delivery_attempt(
-        &self,
-        delivery: &Delivery,
-        is_gone: bool,
-    ) -> Result<()> {
+    pub async fn note_delivery_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)
@@ -231,23 +225,16 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         if is_gone {
-            sqlx::query("UPDATE webhooks SET enabled = 0 WHERE id = $1")
-                .bind(&delivery.webhook)
-                .execute(&mut *db)
-                .await?;
+            let text = "UPDATE webhooks SET enabled = 0 WHERE id = $1";
+            sqlx::query(text).bind(&delivery.webhook).execute(&mut *db).await?;
         }
-        sqlx::query(
-            "DELETE FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL AND id NOT IN \
-             (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
-        )
-        .bind(&delivery.webhook)
-        .bind(MAX_MESSAGES)
-        .execute(&mut *db)
-        .await?;
+        let text = "DELETE FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL AND id NOT IN \
+            (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)";
+        sqlx::query(text).bind(&delivery.webhook).bind(MAX_MESSAGES).execute(&mut *db).await?;
         Ok(db.commit().await?)
     }
 
-    pub(in crate::store) async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
+    pub async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         let query = sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1");
         self.execute(query.bind(before.as_millisecond())).await.map(drop)
     }

@@ -6,7 +6,7 @@ use anyhow::Context;
 use jiff::Timestamp;
 use lockstep_worker::tls;
 use reqwest::{Client, Method};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::{env, time::Duration};
 
 /// Time limit for one response: a page of runs or points.
@@ -38,14 +38,10 @@ impl Server {
     /// Returns every run with the name of its experiment.
     async fn list_runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
         let mut found = Vec::new();
-        let fields = Map::from_iter([("max_results".into(), json!(1000))]);
+        let fields = json!({"max_results": 1000});
         for experiment in self.read_list(Method::POST, "experiments/search", "experiments", fields).await? {
-            let fields = Map::from_iter([
-                ("max_results".into(), json!(1000)),
-                ("experiment_ids".into(), json!([text(&experiment, "experiment_id")])),
-                ("run_view_type".into(), "ACTIVE_ONLY".into()),
-            ]);
-            let name = text(&experiment, "name");
+            let (id, name) = (text(&experiment, "experiment_id"), text(&experiment, "name"));
+            let fields = json!({"max_results": 1000, "experiment_ids": [id], "run_view_type": "ACTIVE_ONLY"});
             let runs = self.read_list(Method::POST, "runs/search", "runs", fields).await?;
             found.extend(runs.into_iter().map(|run| (name.clone(), run)));
         }
@@ -64,11 +60,7 @@ impl Server {
         let mut points = Vec::new();
         for metric in list("metrics") {
             let name = text(&metric, "key");
-            let fields = Map::from_iter([
-                ("run_id".into(), id.as_str().into()),
-                ("metric_key".into(), name.as_str().into()),
-                ("max_results".into(), "25000".into()),
-            ]);
+            let fields = json!({"run_id": id, "metric_key": name, "max_results": "25000"});
             for point in self.read_list(Method::GET, "metrics/get-history", "metrics", fields).await? {
                 // Protobuf's JSON has int64, NaN and infinity as strings.
                 let integer = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
@@ -92,21 +84,21 @@ impl Server {
         method: Method,
         name: &str,
         key: &str,
-        mut fields: Map<String, Value>,
+        mut fields: Value,
     ) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         loop {
             let page = self.call(&method, name, &fields).await?;
             all.extend(page.get(key).and_then(Value::as_array).into_iter().flatten().cloned());
             match page.get("next_page_token").and_then(Value::as_str).filter(|token| !token.is_empty()) {
-                Some(token) => _ = fields.insert("page_token".into(), token.into()),
+                Some(token) => fields["page_token"] = token.into(),
                 None => return Ok(all),
             }
         }
     }
 
     /// Makes a call, with the credentials in the environment variables of MLflow's clients.
-    async fn call(&self, method: &Method, name: &str, fields: &Map<String, Value>) -> anyhow::Result<Value> {
+    async fn call(&self, method: &Method, name: &str, fields: &Value) -> anyhow::Result<Value> {
         let url = format!("{}/{name}", self.base);
         let request = self.client.request(method.clone(), &url);
         let request = match *method {

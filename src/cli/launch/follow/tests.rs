@@ -66,7 +66,7 @@ fn launch_at(url: &str, job: &Value) -> Launch {
 fn broken_ssh(dir: &Path) -> LauncherProcess {
     let mut command = Command::new("sh");
     command.args(["-c", "echo the connection broke >&2; exit 255"]);
-    LauncherProcess::start("node", command, &[], &dir.join("log")).unwrap()
+    LauncherProcess::start("node", command, &[], &dir.join("log"), explain).unwrap()
 }
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {
@@ -80,7 +80,7 @@ async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let (url, connection_count) = server(3, &job);
     let launch = launch_at(&url, &job);
     let mut processes = [broken_ssh(dir.path())];
-    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut processes, explain)).await;
+    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut processes)).await;
     let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
@@ -96,11 +96,10 @@ async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
         let launch = launch_at(&url, &job_in("restarting", first_attempt));
         let mut sleep = Command::new("sleep");
         sleep.arg("60");
-        let other = LauncherProcess::start("other", sleep, &[], &dir.path().join("other")).unwrap();
+        let other = LauncherProcess::start("other", sleep, &[], &dir.path().join("other"), explain).unwrap();
         let mut processes = [broken_ssh(dir.path()), other];
         let patience = if is_ended { DEADLINE } else { POLL_INTERVAL * 5 };
-        let failure =
-            tokio::time::timeout(patience, wait_for_failure(&launch, &mut processes, explain)).await;
+        let failure = tokio::time::timeout(patience, wait_for_failure(&launch, &mut processes)).await;
         processes[1].child.kill().unwrap();
         processes[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());
@@ -119,8 +118,9 @@ async fn a_launch_waits_for_agents_during_a_server_restart() {
     launch.bundle.nodes.push(serde_json::from_value::<Node>(node).unwrap());
     let mut command = Command::new("sleep");
     command.arg("60");
-    let mut processes = [LauncherProcess::start("node", command, &[], &dir.path().join("log")).unwrap()];
-    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut processes, explain)).await;
+    let mut processes =
+        [LauncherProcess::start("node", command, &[], &dir.path().join("log"), explain).unwrap()];
+    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut processes)).await;
     processes[0].child.kill().unwrap();
     processes[0].child.wait().unwrap();
     online.expect("the agents are online").unwrap();

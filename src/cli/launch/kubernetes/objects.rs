@@ -160,7 +160,7 @@ mod tests {
     use crate::cli::launch::bundle::tests::assert_max;
 
     #[test]
-    fn a_secret_has_up_to_a_mebibyte() {
+    fn a_secret_larger_than_a_mebibyte_is_refused() {
         assert_max(1 << 20, &SECRET_LIMIT, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
     }
 

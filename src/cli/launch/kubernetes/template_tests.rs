@@ -125,7 +125,7 @@ fn keys_without_a_value_count_as_absent() {
 }
 
 #[test]
-fn a_pod_has_up_to_32_containers() {
+fn a_pod_with_more_than_32_containers_is_refused() {
     let more = |n: usize| (0..n).map(|n| format!("  - {{name: c{n}, image: y}}\n")).collect::<String>();
     let text = |n: usize| POD.replace("name: agent", "name: lockstep") + &more(n);
     assert!(parse(text(MAX_CONTAINERS - 1).as_bytes()).is_ok());

@@ -26,24 +26,16 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     let missing = |name: &str| format!("MS_ROLE is MS_WORKER, but {name} is not set");
     let world_size = read_number(variable, "MS_WORKER_NUM")?.ok_or_else(|| missing("MS_WORKER_NUM"))?;
     let node_id = variable("MS_NODE_ID").and_then(|id| id.trim().parse().ok());
-    let rank: u32 = match read_number(variable, "RANK_ID")?.or(node_id) {
-        Some(rank) => rank,
-        None => {
-            return Err("MS_ROLE is MS_WORKER, but neither RANK_ID nor a number in MS_NODE_ID is set".into());
-        }
-    };
+    let rank: u32 = read_number(variable, "RANK_ID")?
+        .or(node_id)
+        .ok_or("MS_ROLE is MS_WORKER, but neither RANK_ID nor a number in MS_NODE_ID is set")?;
     check_rank(LAUNCHER, rank, world_size)?;
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
     // The scheduler process exits at once, so rank 0 can use the scheduler's port.
-    let port = match (read_port(variable)?, read_number(variable, "MS_SCHED_PORT")?) {
-        (Some(port), _) => port,
-        (None, Some(port)) => {
-            u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is not a port"))?
-        }
-        (None, None) => return Err(missing("MS_SCHED_PORT")),
-    };
+    let port = read_port(variable, "MASTER_PORT")?.or(read_port(variable, "MS_SCHED_PORT")?);
+    let port = port.ok_or_else(|| missing("MS_SCHED_PORT"))?;
     // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers per machine is unknown.
     let default_local_ranks = if is_loopback(&addr) { world_size } else { 1 };
     let rendezvous = Rendezvous::new(variable, &format!("{LAUNCHER}/{world_size}"), addr, port);

@@ -69,7 +69,7 @@ fn find_rendezvous(
         (None, Some((machine, _))) => machine.address.clone(),
         (None, None) => return Err(format!("{RANK_TABLE} has no rank 0")),
     };
-    let port = read_port(variable)?.unwrap_or_else(|| port_for(&table_text));
+    let port = read_port(variable, "MASTER_PORT")?.unwrap_or_else(|| port_for(&table_text));
     Ok(Rendezvous::new(variable, &format!("{RANK_TABLE}/{table_text}"), addr, port))
 }
 

@@ -340,6 +340,10 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
     let pictures =
         || (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     let found = inspect::embed(dir.path(), pictures()).unwrap();
+    let embeddings = dir.path().join("embeddings");
+    inspect::write_embeddings(&embeddings, &found).unwrap();
+    let why = inspect::predict(&embeddings, pictures()).unwrap_err();
+    assert!(why.contains("it has the embeddings of pictures, not a network"), "{why}");
     // Scaled as in `weights` (by 1 / sqrt(64)) and in `write_model`.
     let weight: Vec<f32> =
         synthetic::values("resnet20.fc.weight", 640).iter().map(|v| v * ((1.0 / 8.0) * 512.0)).collect();

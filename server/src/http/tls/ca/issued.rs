@@ -4,7 +4,7 @@
 //! from `issued.jsonl`, and signed by the authority. Both files are replaced atomically.
 
 use super::{Authority, not_ours};
-use crate::http::tls::files::minute;
+use crate::{http::tls::files::minute, util::private_files};
 use jiff::Timestamp;
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
 use serde::{Deserialize, Serialize};
@@ -214,21 +214,14 @@ impl Authority {
     /// Replaces a file of the authority's folder atomically.
     pub(super) fn replace(&self, name: &str, content: &[u8]) -> Result<(), String> {
         let path = self.folder.join(name);
-        let unfinished = self.folder.join(format!("{name}.{}", uuid::Uuid::new_v4().simple()));
-        let written = super::write(&unfinished, content).and_then(|()| fs::rename(&unfinished, &path));
-        written.map_err(|error| {
-            let _ = fs::remove_file(&unfinished);
-            format!("{}: {error}", path.display())
-        })
+        private_files::replace(&path, content).map_err(|error| format!("{}: {error}", path.display()))
     }
 
     /// Locks the records while they are read and written, because a server and a command may change them at the same time.
     fn lock(&self) -> Result<fs::File, String> {
         let path = self.folder.join("issued.lock");
-        let file = crate::util::private_files::open_lock_file(&path)
-            .map_err(|error| format!("{}: {error}", path.display()))?;
-        file.lock().map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(file)
+        let locked = private_files::open_lock_file(&path).and_then(|file| file.lock().map(|()| file));
+        locked.map_err(|error| format!("{}: {error}", path.display()))
     }
 }
 

@@ -1,4 +1,5 @@
 use super::*;
+use lockstep_protocol::random::Random;
 use std::collections::{BTreeMap, BTreeSet};
 
 fn rules(trials: u32, rungs: &[u32], max_concurrent: u32) -> Rules {
@@ -114,26 +115,17 @@ fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
     }
 }
 
-/// A random generator, for the order in which trials reach rungs.
-struct Order(u64);
-
-impl Order {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % end
-    }
-}
-
 /// Runs a sweep whose trials have these metrics (`None` fails), in an order given by `seed`. Returns the number of epochs of each trial.
 /// If `has_retries`, failed trials are retried once, at any time until the sweep ends, and then do not fail.
 fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool) -> BTreeMap<u32, u32> {
-    let (mut order, mut trials, mut epochs) = (Order(seed), Vec::<TrialState>::new(), BTreeMap::new());
+    let (mut random, mut trials, mut epochs) = (Random(seed), Vec::<TrialState>::new(), BTreeMap::new());
     let (mut failed, mut retried) = (BTreeSet::new(), BTreeSet::new());
     let mut targets = BTreeMap::<u32, Option<u32>>::new();
     for _ in 0..10_000 {
         // A server that is killed carries out only some of the actions.
         let actions = decide(rules, &trials);
-        let done_count = if actions.len() > 1 { 1 + order.below(actions.len()) } else { actions.len() };
+        let done_count =
+            if actions.len() > 1 { 1 + random.below(actions.len() as u64) as usize } else { actions.len() };
         for action in &actions[..done_count] {
             match *action {
                 Action::Finish => return epochs,
@@ -156,7 +148,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool
             }
         }
         if has_retries
-            && order.below(4) == 0
+            && random.below(4) == 0
             && let Some(number) = failed.pop_last()
         {
             trials.iter_mut().find(|trial| trial.number == number).unwrap().stage = Stage::Active;
@@ -167,7 +159,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool
         if active.is_empty() {
             continue;
         }
-        let index = order.below(active.len());
+        let index = random.below(active.len() as u64) as usize;
         let arrived = &mut active[index];
         let rung = arrived.values.len();
         let retried_metric = retried.contains(&arrived.number).then(|| f64::from(arrived.number % 50));
@@ -187,7 +179,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, has_retries: bool
 
 #[test]
 fn a_sweep_ends_with_the_same_trials_in_any_order_of_arrival() {
-    let mut numbers = Order(1);
+    let mut numbers = Random(1);
     for (trials, rungs) in
         [(1, vec![1, 3]), (5, vec![4]), (6, vec![1, 3]), (27, vec![1, 3, 9]), (20, vec![1, 2, 4, 8])]
     {

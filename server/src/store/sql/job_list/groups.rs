@@ -101,7 +101,7 @@ fn metric_value(row: &DbRow, column: &str, column_type: &ColumnType) -> Result<O
 }
 
 impl SqlStore {
-    pub(in crate::store) async fn job_groups(
+    pub async fn job_groups(
         &self,
         filter: &JobFilter,
         criteria: &[GroupBy],

@@ -1,16 +1,43 @@
 //! Statements with many rows. Each statement is a round trip to the database, during which the transaction occupies the writer. If a
 //! hundred attempts end at once, the server executes a few statements, not hundreds.
 
-use super::{Db, Query};
+use super::{Connection, Db, DbRow, Query};
 use crate::store::Result;
 use sqlx::AssertSqlSafe;
 
 /// Maximum number of rows of a statement.
 const MAX_ROWS: usize = 64;
 
-/// The statements that execute `text` for all rows, in order. `{}` in `text` becomes the parameters of rows with `columns` columns each,
-/// which `bind` binds.
-pub(super) fn statements<T>(
+/// Executes `text` for all rows, in order. `{}` in `text` becomes the parameters of rows with `columns` columns each, which `bind` binds.
+pub(super) async fn execute<T>(
+    db: &mut Connection,
+    text: &str,
+    columns: usize,
+    rows: &[T],
+    bind: impl Fn(Query<'static>, &T) -> Result<Query<'static>>,
+) -> Result<()> {
+    for statement in statements(text, columns, rows, bind)? {
+        statement.execute(&mut *db).await?;
+    }
+    Ok(())
+}
+
+/// Like [`execute`], for statements that return rows.
+pub(super) async fn fetch_all<T>(
+    db: &mut Connection,
+    text: &str,
+    columns: usize,
+    rows: &[T],
+    bind: impl Fn(Query<'static>, &T) -> Result<Query<'static>>,
+) -> Result<Vec<DbRow>> {
+    let mut found = Vec::with_capacity(rows.len());
+    for statement in statements(text, columns, rows, bind)? {
+        found.extend(statement.fetch_all(&mut *db).await?);
+    }
+    Ok(found)
+}
+
+fn statements<T>(
     text: &str,
     columns: usize,
     rows: &[T],

@@ -9,7 +9,7 @@ use super::{
     artifact_store::{ArtifactStore, RequestKind},
     folder_name_of,
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
-    object_storage::{PART_BYTES, Prefix, Unusable, describe, part_bytes},
+    object_storage::{MIN_PART_BYTES, Prefix, Unusable, describe, part_size_for},
 };
 use crate::{
     store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
@@ -33,152 +33,151 @@ const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(
 const ROWS_PER_QUERY: u32 = 1000;
 
 /// Why the upload or the deletion of a checkpoint failed.
-enum MoveError {
-    /// The object store is the wrong store, is unavailable, or refuses the checkpoint, for this reason.
-    StoreUnavailable(String),
+enum SyncError {
+    /// The object store does not respond, refuses a request, or is another server's. The text is the reason.
+    ObjectStoreUnavailable(String),
     /// Another failure, for the log: what failed, and the error.
     Failed(&'static str, String),
-    /// The checkpoint's files were removed or replaced during the upload. The mover gets a separate notification of this change.
+    /// The checkpoint's files were removed or replaced during the upload. The removal or replacement queues the checkpoint itself.
     Changed,
     /// The checkpoint's files do not match the manifest.
     Damaged(String),
 }
 
-impl From<object_store::Error> for MoveError {
+impl From<object_store::Error> for SyncError {
     fn from(error: object_store::Error) -> Self {
-        Self::StoreUnavailable(describe(&error))
+        Self::ObjectStoreUnavailable(describe(&error))
     }
 }
 
-impl From<Unusable> for MoveError {
+impl From<Unusable> for SyncError {
     fn from(unusable: Unusable) -> Self {
-        Self::StoreUnavailable(unusable.why)
+        Self::ObjectStoreUnavailable(unusable.why)
     }
 }
 
-impl From<StoreError> for MoveError {
+impl From<StoreError> for SyncError {
     fn from(error: StoreError) -> Self {
-        Self::Failed("a copy of a checkpoint could not be recorded", error.to_string())
+        Self::Failed("the database could not be read or written", error.to_string())
     }
 }
 
-impl From<io::Error> for MoveError {
+impl From<io::Error> for SyncError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
-            // The file is not a regular file, so a retry would not help.
-            io::ErrorKind::InvalidInput => Self::Damaged(format!("one of its files {error}")),
+            // A retry would not help.
+            io::ErrorKind::InvalidInput => Self::Damaged("one of its files is not a regular file".into()),
             _ => Self::Failed("a checkpoint could not be read", error.to_string()),
         }
     }
 }
 
-type Result<T> = std::result::Result<T, MoveError>;
+type Result<T> = std::result::Result<T, SyncError>;
 
-/// Runs the mover until dropped. It begins with the work that an earlier server has not finished.
+/// Uploads and deletes until dropped. Begins with the work that an earlier server has not finished.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
-    let Some(store) = &checkpoints.artifact_store else { return };
+    let Some(artifacts) = &checkpoints.artifact_store else { return };
     let mut backoff = RETRY;
-    while let Err(error) = queue_all_missing(&checkpoints, store).await {
+    while let Err(error) = queue_all_missing(&checkpoints, artifacts).await {
         tracing::warn!(%error, "the list of checkpoints to upload cannot be read; trying again");
         tokio::time::sleep(backoff.next_pause()).await;
     }
-    wait_until_usable(&checkpoints, store).await;
-    futures_util::future::join_all((0..WORKERS).map(|_| run_worker(&checkpoints, store))).await;
+    wait_until_usable(&checkpoints, artifacts).await;
+    futures_util::future::join_all((0..WORKERS).map(|_| run_worker(&checkpoints, artifacts))).await;
 }
 
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
-async fn queue_all_missing(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
-    queue_abandoned(checkpoints, store).await?;
+async fn queue_all_missing(checkpoints: &Checkpoints, artifacts: &ArtifactStore) -> store::Result<()> {
+    queue_abandoned(checkpoints, artifacts).await?;
     let mut after = String::new();
     loop {
         let rows = checkpoints.store.checkpoints_after(&after, ROWS_PER_QUERY).await?;
         let Some(last) = rows.last() else { return Ok(()) };
         after.clone_from(&last.id);
         for row in rows {
-            queue_if_missing(checkpoints, store, &row).await?;
+            queue_if_missing(checkpoints, artifacts, &row).await?;
         }
     }
 }
 
 /// Queues the deletion of objects whose checkpoint was deleted.
-async fn queue_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
+async fn queue_abandoned(checkpoints: &Checkpoints, artifacts: &ArtifactStore) -> store::Result<()> {
     let mut after = String::new();
     loop {
         let ids =
-            checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS_PER_QUERY).await?;
+            checkpoints.store.abandoned_checkpoints(artifacts.storage.url(), &after, ROWS_PER_QUERY).await?;
         let Some(last) = ids.last() else { return Ok(()) };
         after.clone_from(last);
-        ids.iter().for_each(|id| store.queue(id));
+        ids.iter().for_each(|id| artifacts.queue(id));
     }
 }
 
 /// Queues a checkpoint on this disk, unless the object store has the checkpoint with the same manifest.
 async fn queue_if_missing(
     checkpoints: &Checkpoints,
-    store: &ArtifactStore,
+    artifacts: &ArtifactStore,
     row: &CheckpointRow,
 ) -> store::Result<()> {
     let Ok(manifest) = regular_files::read(&checkpoints.folder(row).join(MANIFEST)).await else {
         return Ok(());
     };
-    let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
+    let stored = checkpoints.store.stored_checkpoint(artifacts.storage.url(), &row.id).await?;
     if stored.and_then(|stored| stored.manifest) != Some(sha256(&manifest)) {
-        store.queue(&row.id);
+        artifacts.queue(&row.id);
     }
     Ok(())
 }
 
 /// Queues a job's checkpoints, and the objects of deleted checkpoints, because some may have been stored or deleted without a notification.
 pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
-    let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
-    queue_abandoned(checkpoints, store).await?;
+    let Some(artifacts) = &checkpoints.artifact_store else { return Ok(()) };
+    queue_abandoned(checkpoints, artifacts).await?;
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {
-        queue_if_missing(checkpoints, store, row).await?;
+        queue_if_missing(checkpoints, artifacts, row).await?;
     }
     Ok(())
 }
 
 /// Waits until the store can be used and is the right store. If the store was unavailable when the server started, a wrong configuration is
 /// found only now.
-async fn wait_until_usable(checkpoints: &Checkpoints, store: &ArtifactStore) {
+async fn wait_until_usable(checkpoints: &Checkpoints, artifacts: &ArtifactStore) {
     let (mut backoff, mut is_logged) = (RETRY, false);
-    while let Err(unusable) = store.confirm(&*checkpoints.store).await {
-        store.note_failure(RequestKind::Other, &unusable.why);
+    while let Err(unusable) = artifacts.confirm(&*checkpoints.store).await {
+        artifacts.note_failure(RequestKind::Other, &unusable.why);
         if !unusable.is_temporary && !is_logged {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_logged = true;
         }
         tokio::time::sleep(backoff.next_pause()).await;
     }
-    store.note_success(RequestKind::Other);
+    artifacts.note_success(RequestKind::Other);
 }
 
-async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
+async fn run_worker(checkpoints: &Checkpoints, artifacts: &ArtifactStore) {
     let mut backoff = RETRY;
     loop {
-        let noted = store.queue_changed.notified();
-        let Some(id) = store.take_next() else {
+        let noted = artifacts.queue_changed.notified();
+        let Some(id) = artifacts.take_next() else {
             noted.await;
             continue;
         };
         let (request_kind, result) = match checkpoints.store.checkpoint(&id).await {
-            Ok(Some(row)) => (RequestKind::Write, upload(checkpoints, store, &row).await),
-            Ok(None) => (RequestKind::Other, delete(checkpoints, store, &id).await),
+            Ok(Some(row)) => (RequestKind::Write, upload(checkpoints, artifacts, &row).await),
+            Ok(None) => (RequestKind::Other, delete(checkpoints, artifacts, &id).await),
             Err(error) => (RequestKind::Other, Err(error.into())),
         };
         let has_failed = match result {
-            // A removal or replacement is notified separately.
-            Ok(()) | Err(MoveError::Changed) => false,
-            Err(MoveError::Damaged(how)) => {
+            Ok(()) | Err(SyncError::Changed) => false,
+            Err(SyncError::Damaged(how)) => {
                 record_damage(checkpoints, &id, &how).await;
                 false
             }
-            Err(MoveError::StoreUnavailable(why)) => {
-                store.note_failure(request_kind, &why);
+            Err(SyncError::ObjectStoreUnavailable(why)) => {
+                artifacts.note_failure(request_kind, &why);
                 true
             }
-            Err(MoveError::Failed(what, error)) => {
+            Err(SyncError::Failed(what, error)) => {
                 tracing::warn!(error, checkpoint = id, "{what}; trying again");
                 true
             }
@@ -186,11 +185,11 @@ async fn run_worker(checkpoints: &Checkpoints, store: &ArtifactStore) {
         if has_failed {
             // Until `store.finish`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.next_pause()).await;
-            store.requeue(&id);
+            artifacts.requeue(&id);
         } else {
             backoff = RETRY;
         }
-        store.finish(&id);
+        artifacts.finish(&id);
     }
 }
 
@@ -209,36 +208,36 @@ async fn record_damage(checkpoints: &Checkpoints, id: &str, how: &str) {
 }
 
 /// Deletes the objects of a deleted checkpoint, then the row of the copy.
-async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> Result<()> {
-    let url = store.storage.url();
+async fn delete(checkpoints: &Checkpoints, artifacts: &ArtifactStore, id: &str) -> Result<()> {
+    let url = artifacts.storage.url();
     let Some(record) = checkpoints.store.stored_checkpoint(url, id).await? else { return Ok(()) };
-    if let Some(prefix) = store.storage.prefix_of(id) {
-        // The objects may belong to another server, if it has a copy of this database and has adopted the store.
-        store.confirm(&*checkpoints.store).await?;
+    if let Some(prefix) = artifacts.storage.prefix_of(id) {
+        // Another server that has a copy of this database may have adopted the object store. The objects then belong to that server.
+        artifacts.confirm(&*checkpoints.store).await?;
         let deleted = async {
             if let Some(upload_id) = &record.unfinished_upload {
-                store.storage.abort_upload(upload_id).await?;
+                artifacts.storage.abort_upload(upload_id).await?;
             }
-            store.storage.delete(&prefix, None).await
+            artifacts.storage.delete(&prefix, None).await
         };
         let deleted = deleted.await;
-        // A store that is not mounted looks empty, so the deletion counts only if the store is confirmed again.
-        store.confirm(&*checkpoints.store).await?;
-        store.note_success(RequestKind::Other);
+        // A directory that is not mounted looks empty, so the deletion counts only if the object store is confirmed again.
+        artifacts.confirm(&*checkpoints.store).await?;
+        artifacts.note_success(RequestKind::Other);
         let failed = "the objects of a checkpoint cannot be deleted";
-        deleted.map_err(|error| MoveError::Failed(failed, describe(&error)))?;
+        deleted.map_err(|error| SyncError::Failed(failed, describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
-    store.forget(id);
+    artifacts.forget(id);
     Ok(())
 }
 
 /// Uploads a checkpoint, unless the object store has the checkpoint with the same manifest.
-async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
-    let Some(prefix) = store.storage.prefix_of(&row.id) else { return Ok(()) };
+async fn upload(checkpoints: &Checkpoints, artifacts: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+    let Some(prefix) = artifacts.storage.prefix_of(&row.id) else { return Ok(()) };
     let folder = checkpoints.folder(row);
     let manifest = regular_files::read(&folder.join(MANIFEST)).await?;
-    let known = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
+    let known = checkpoints.store.stored_checkpoint(artifacts.storage.url(), &row.id).await?;
     if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&manifest)) {
         return Ok(());
     }
@@ -248,14 +247,14 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         manifest: None,
         unfinished_upload: known.and_then(|known| known.unfinished_upload),
     };
-    match send_files(checkpoints, store, &prefix, &folder, &manifest, record).await {
+    match send_files(checkpoints, artifacts, &prefix, &folder, &manifest, record).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
-        Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
-            Err(MoveError::Changed)
+        Err(SyncError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != manifest => {
+            Err(SyncError::Changed)
         }
         Err(error) => Err(error),
         Ok(()) => {
-            store.note_success(RequestKind::Write);
+            artifacts.note_success(RequestKind::Write);
             // Ranks do not remove checkpoints that only the object store has.
             Ok(checkpoints.remove_old_in_object_store(&row.job).await?)
         }
@@ -265,45 +264,47 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
 /// Uploads the files that the object store lacks, then the manifest, then stores the record.
 async fn send_files(
     checkpoints: &Checkpoints,
-    store: &ArtifactStore,
+    artifacts: &ArtifactStore,
     prefix: &Prefix,
     folder: &Path,
     manifest_bytes: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = prefix.parse_manifest(manifest_bytes).map_err(MoveError::Damaged)?;
-    store.confirm(&*checkpoints.store).await?;
+    let manifest = prefix.parse_manifest(manifest_bytes).map_err(SyncError::Damaged)?;
+    artifacts.confirm(&*checkpoints.store).await?;
     if let Some(upload_id) = record.unfinished_upload.take() {
-        store.storage.abort_upload(&upload_id).await?;
+        artifacts.storage.abort_upload(&upload_id).await?;
     }
     // The row is written before the first object exists, so that every object can be found and deleted.
-    write_record(checkpoints, store, &record).await?;
+    write_record(checkpoints, artifacts, &record).await?;
     // An earlier server may have been killed after the upload of the manifest and before the row was updated.
-    if store.storage.manifest(prefix).await?.as_ref() != Some(manifest_bytes) {
+    if artifacts.storage.manifest(prefix).await?.as_ref() != Some(manifest_bytes) {
         for (name, file) in &manifest.files {
-            if !store.storage.has_file(prefix, name, &file.sha256, file.size_bytes).await? {
-                send_file(checkpoints, store, prefix, (name, file), &folder.join(name), &mut record).await?;
+            let target = prefix.file_path(name, file);
+            if !artifacts.storage.has(&target, file.size_bytes).await? {
+                send_file(checkpoints, artifacts, &folder.join(name), (name, file), target, &mut record)
+                    .await?;
             }
         }
-        store.storage.put_manifest(prefix, manifest_bytes.clone()).await?;
+        artifacts.storage.put(&prefix.manifest_path(), manifest_bytes.clone()).await?;
     }
     // Deletes the remaining files of the checkpoint that this upload replaces.
-    store.storage.delete(prefix, Some(&manifest)).await?;
+    artifacts.storage.delete(prefix, Some(&manifest)).await?;
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
-    store.confirm(&*checkpoints.store).await?;
+    artifacts.confirm(&*checkpoints.store).await?;
     record.manifest = Some(sha256(manifest_bytes));
-    write_record(checkpoints, store, &record).await
+    write_record(checkpoints, artifacts, &record).await
 }
 
-/// Writes the row of a copy that is in the object store, or will be.
+/// Writes the row of a copy that is in the object store, or is about to be.
 async fn write_record(
     checkpoints: &Checkpoints,
-    store: &ArtifactStore,
+    artifacts: &ArtifactStore,
     record: &StoredCheckpoint,
 ) -> Result<()> {
-    if !checkpoints.store.put_stored_checkpoint(store.storage.url(), record).await? {
+    if !checkpoints.store.put_stored_checkpoint(artifacts.storage.url(), record).await? {
         // The checkpoint was removed during the upload.
-        return Err(MoveError::Changed);
+        return Err(SyncError::Changed);
     }
     Ok(())
 }
@@ -325,37 +326,37 @@ async fn read_part(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)
     .await
 }
 
-/// Uploads a file. The object appears after the last part has arrived and the checksum is correct.
+/// Uploads a file to the object `target`, which appears after the last part has arrived and the checksum is correct.
 async fn send_file(
     checkpoints: &Checkpoints,
-    store: &ArtifactStore,
-    prefix: &Prefix,
-    (name, expected): (&str, &ManifestFile),
+    artifacts: &ArtifactStore,
     path: &Path,
+    (name, expected): (&str, &ManifestFile),
+    target: object_store::path::Path,
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
-    let part_size = part_bytes(expected.size_bytes);
+    let part_size = part_size_for(expected.size_bytes);
     let path = path.to_owned();
     let file = blocking(move || regular_files::open(&path)).await?;
     let mut reader = Reader { file, verifier: Verifier::default() };
     let first_part;
     (first_part, reader) = read_part(reader, part_size).await?;
-    if expected.size_bytes <= PART_BYTES {
-        reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
-        return Ok(store.storage.put_file(prefix, name, &expected.sha256, first_part).await?);
+    if expected.size_bytes <= MIN_PART_BYTES {
+        reader.verifier.finish(name, expected).map_err(SyncError::Damaged)?;
+        return Ok(artifacts.storage.put(&target, first_part).await?);
     }
-    let mut upload = store.storage.begin_upload(prefix, name, &expected.sha256).await?;
+    let mut upload = artifacts.storage.begin_upload(target).await?;
     let sent: Result<()> = async {
         record.unfinished_upload = upload.upload_id();
         if record.unfinished_upload.is_some() {
-            write_record(checkpoints, store, record).await?;
+            write_record(checkpoints, artifacts, record).await?;
         }
         let mut part = first_part;
         while !part.is_empty() {
             upload.send(part).await?;
             (part, reader) = read_part(reader, part_size).await?;
         }
-        reader.verifier.finish(name, expected).map_err(MoveError::Damaged)?;
+        reader.verifier.finish(name, expected).map_err(SyncError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;

@@ -82,7 +82,7 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     std::fs::write(data.join("jobs/weights.safetensors"), "weights").unwrap();
     let submit_with_weights = async |path: &std::path::Path| {
         let mut spec = spec();
-        spec["model"]["pretrained"] = json!(path);
+        spec["model"] = json!({"arch": "resnet18", "pretrained": path});
         let request = member.post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
     adamw_of(FlatWeights{weights, low_precision, first_length}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control,
              scaler, first_decay, second_decay);
 }
-#if DTYPE == 2
+#if DTYPE == BFLOAT16
 // The same for weights in two planes (`PlanarWeights` in optimizer.cu).
 extern "C" __global__ void __launch_bounds__(256)
     adamw_planes(T* differences, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,

@@ -190,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(256)
 struct PlainPool {
     u32 pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding;
 };
-#define PLAIN_POOL_PARAMETERS                                                                                       \
-    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding,         \
+#define PLAIN_POOL_PARAMETERS \
+    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding, \
         u32 row_padding, u32 channels
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }

@@ -73,7 +73,7 @@ __device__ __forceinline__ Color color_of(u32 bytes, u32 channels, const float* 
 }
 __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Color& color) {
     float a = color.a, b = color.b, c = color.c;
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {a, b, c, 0};
     if (padded == 8) q[1] = {0, 0, 0, 0};
@@ -88,7 +88,7 @@ __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 chan
     put_color(to, pixel, padded, color_of(bytes, channels, table));
 }
 __device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) {
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {0, 0, 0, 0};
     if (padded == 8) q[1] = {0, 0, 0, 0};
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256)
             for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
         u32 pixel = (u32)(i % pixels);
         u64 at = output_pixel((u32)(i / pixels), pixel / side, pixel % side, side, folded);
-#if DTYPE == 0
+#if DTYPE == FLOAT32
         float4* q = (float4*)to + at * (padded / 4);
         q[0] = {v[0], v[1], v[2], v[3]};
         if (padded == 8) q[1] = {0, 0, 0, 0};

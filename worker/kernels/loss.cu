@@ -21,7 +21,7 @@ struct LabelLogit {
 
 __device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
                                             float (&v)[4]) {
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     float4 q = *(const float4*)(logits + at);
     v[0] = q.x;
     v[1] = q.y;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_logits(const T* logits, const float* bias, 
         if (bias && class_ + k < classes) v[k] += bias[class_ + k];
 }
 __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4]) {
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     *(float4*)(to + at) = {v[0], v[1], v[2], v[3]};
 #else
     *(uint2*)(to + at) = {pair(v[0], v[1]), pair(v[2], v[3])};

@@ -168,8 +168,8 @@ struct FlatWeights {
     }
 };
 
-#if DTYPE == 2
-// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `differences`,
+#if DTYPE == BFLOAT16
+// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (ties away from zero), and `differences`,
 // the signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
 struct PlanarWeights {
     T* differences;
@@ -308,29 +308,29 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
         store_channels(velocity, i, v);
     }
 }
-#define UPDATE(NAME, KIND)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                                                \
-        NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control,                \
-             const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
-             const Rate* rates, u32 count) {                                                                                           \
-        pdl_wait();                                                                                                 \
-        update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum,    \
-                     first_decay, second_decay, segments, rates, count);                                             \
+#define UPDATE(NAME, KIND) \
+    extern "C" __global__ void __launch_bounds__(256) \
+        NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control, \
+             const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments, \
+             const Rate* rates, u32 count) { \
+        pdl_wait(); \
+        update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum, \
+                     first_decay, second_decay, segments, rates, count); \
     }
 UPDATE(sgd_momentum, 0)
 UPDATE(sgd_nesterov, 1)
 UPDATE(sgd_lars, 2)
 
-#if DTYPE == 2
+#if DTYPE == BFLOAT16
 // The same for weights in planes.
-#define UPDATE_PLANES(NAME, KIND)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                \
+#define UPDATE_PLANES(NAME, KIND) \
+    extern "C" __global__ void __launch_bounds__(256) \
         NAME(T* differences, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
-             float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
-             u32 count) {                                                                                           \
-        pdl_wait();                                                                                                 \
-        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
-                     second_decay, segments, rates, count);                                                         \
+             float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates, \
+             u32 count) { \
+        pdl_wait(); \
+        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay, \
+                     second_decay, segments, rates, count); \
     }
 UPDATE_PLANES(sgd_momentum_planes, 0)
 UPDATE_PLANES(sgd_nesterov_planes, 1)

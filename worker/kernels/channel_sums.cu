@@ -25,6 +25,22 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
+// Counts this block in `counter`. Returns true in the threads of the last of `blocks` blocks, which see the values that the other
+// blocks have written, and sets the counter to 0 for the next launch.
+__device__ __forceinline__ bool is_last_block(u32* counter, u32 blocks) {
+    SHARED(u32, last, 1);
+    __threadfence();
+    __syncthreads();
+    if (thread_in_block() == 0) {
+        last[0] = atomicAdd(counter, 1u) == blocks - 1;
+        if (last[0]) *counter = 0;
+    }
+    __syncthreads();
+    if (!last[0]) return false;
+    __threadfence();
+    return true;
+}
+
 // `v` of each thread has 16 values: the eight channels of the first sum, then the eight channels of the second sum. Thread
 // t < 16 * bx returns the sum of value t / bx over all threads (x, y) with x = t % bx. `scratch` has 16 * bx values for each warp.
 __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
@@ -69,7 +85,6 @@ __device__ __forceinline__ bool column_sums(float sum, const ChannelSum& owned, 
                                             u32* counters, double& total) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), threads = blockDim.x * blockDim.y;
     u32 blocks = gridDim.x, column = blockIdx.y;
-    SHARED(u32, last, 1);
     if (blocks == 1) {
         __syncthreads();
         if (t < values) scratch[t] = sum;
@@ -80,15 +95,7 @@ __device__ __forceinline__ bool column_sums(float sum, const ChannelSum& owned, 
     }
     float* column_partials = partials + (u64)column * blocks * values;
     if (t < values) column_partials[(u64)blockIdx.x * values + t] = sum;
-    __threadfence();
-    __syncthreads();
-    if (t == 0) {
-        last[0] = atomicAdd(&counters[column], 1u) == blocks - 1;
-        if (last[0]) counters[column] = 0; // for the next launch
-    }
-    __syncthreads();
-    if (!last[0]) return false;
-    __threadfence();
+    if (!is_last_block(counters + column, blocks)) return false;
     // Four values per load; part w of the threads adds blocks w, w + parts, ...
     u32 quads = values / 4, parts = threads / quads, quad = t % quads, part = t / quads;
     double s[4] = {0, 0, 0, 0};

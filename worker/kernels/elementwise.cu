@@ -71,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(256)
     row_sums(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate, float* partials, u32* counter) {
     pdl_wait();
     SHARED(float, sums, 256 * 8);
-    SHARED(u32, last, 1);
     u32 groups = channels / 8, lanes = 256 / groups, group = threadIdx.x % groups, lane = threadIdx.x / groups;
     float s[8] = {};
     if (lane < lanes)
@@ -89,15 +88,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 l = 0; l < lanes; l++) sum += sums[(l * groups + c / 8) * 8 + c % 8];
         partials[(u64)blockIdx.x * channels + c] = sum;
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
-    }
-    __syncthreads();
-    if (!last[0]) return;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return;
     for (u32 c = threadIdx.x; c < channels; c += blockDim.x) {
         double sum = accumulate ? dbias[c] : 0;
         for (u32 b = 0; b < gridDim.x; b++) sum += __ldcg(partials + (u64)b * channels + c);

@@ -87,18 +87,8 @@ __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Co
 __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
     put_color(to, pixel, padded, color_of(bytes, channels, table));
 }
-__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) {
-#if DTYPE == FLOAT32
-    float4* q = (float4*)to + pixel * (padded / 4);
-    q[0] = {0, 0, 0, 0};
-    if (padded == 8) q[1] = {0, 0, 0, 0};
-#else
-    if (padded == 4)
-        ((uint2*)to)[pixel] = {0, 0};
-    else
-        ((uint4*)to)[pixel] = {0, 0, 0, 0};
-#endif
-}
+__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) { put_color(to, pixel, padded, {0, 0, 0}); }
+
 // Copies the normalisation table, [channels][256], to shared memory.
 __device__ __forceinline__ void load_table(const float* table, u32 channels, float* table_smem) {
     for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) table_smem[i] = table[i];
@@ -213,21 +203,12 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (u64)gridDim.x * blockDim.x) {
-        float v[4] = {};
+        float v[3] = {};
         if (i < real)
-            for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
+            for (u32 c = 0; c < channels && c < 3; c++) v[c] = from[i * channels + c];
         u32 pixel = (u32)(i % pixels);
         u64 at = output_pixel((u32)(i / pixels), pixel / side, pixel % side, side, folded);
-#if DTYPE == FLOAT32
-        float4* q = (float4*)to + at * (padded / 4);
-        q[0] = {v[0], v[1], v[2], v[3]};
-        if (padded == 8) q[1] = {0, 0, 0, 0};
-#else
-        if (padded == 4)
-            ((uint2*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3])};
-        else
-            ((uint4*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3]), 0, 0};
-#endif
+        put_color(to, at, padded, {v[0], v[1], v[2]});
     }
 }
 

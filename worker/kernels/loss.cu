@@ -63,7 +63,6 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(float, weight_of_row, LOSS_ROWS); // the sum of the weighted target
     SHARED(double, loss_of_row, LOSS_ROWS);
     SHARED(u32, correct_of_row, LOSS_ROWS);
-    SHARED(u32, last, 1);
     u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
@@ -187,15 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
         partials[2 * blockIdx.x] = loss;
         partials[2 * blockIdx.x + 1] = correct;
     }
-    __threadfence();
-    __syncthreads();
-    if (t == 0) {
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
-    }
-    __syncthreads();
-    if (!last[0]) return;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return;
     if (warp == 0) { // each lane adds every 32nd block
         double loss = 0, correct = 0;
         for (u32 b = lane; b < gridDim.x; b += 32) {

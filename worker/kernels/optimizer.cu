@@ -58,7 +58,6 @@ template <class Before>
 __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before,
                                               double& square_sum) {
     SHARED(double, warps, 16);
-    SHARED(u32, last, 1);
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {
@@ -78,13 +77,8 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     if (threadIdx.x == 0) {
         before();
         partials[blockIdx.x] = sum;
-        __threadfence();
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
     }
-    __syncthreads();
-    if (!last[0]) return false;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return false;
     square_sum = 0;
     for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) square_sum += ldcg(partials + b);
     square_sum = block_sum(square_sum, warps);
@@ -222,6 +216,32 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
     return from;
 }
 
+// The sums of two kinds of squares over a segment: of the weights, and of the gradients or of the prepared update.
+struct Squares {
+    double weights, others;
+};
+
+// Stores the block's sums of `s` in `partials`, as block blockIdx.x of the NORM_PARTS blocks of segment blockIdx.y.
+__device__ __forceinline__ void store_squares(Squares s, double* warps, double* partials) {
+    s.weights = block_sum(s.weights, warps);
+    s.others = block_sum(s.others, warps);
+    if (threadIdx.x == 0) {
+        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
+        to[0] = s.weights;
+        to[1] = s.others;
+    }
+}
+
+// Sums the partial sums of a segment, which store_squares() has stored.
+__device__ __forceinline__ Squares squares_of(const double* partials, u32 segment) {
+    Squares s = {0, 0};
+    for (u32 p = 0; p < NORM_PARTS; p++) {
+        s.weights += partials[((u64)segment * NORM_PARTS + p) * 2];
+        s.others += partials[((u64)segment * NORM_PARTS + p) * 2 + 1];
+    }
+    return s;
+}
+
 // Partial sums of squares of the weights and the gradients of segment blockIdx.y, one of each per block (NORM_PARTS).
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
@@ -229,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(double, warps, 8);
     Gradients gradients = GRADIENTS;
     Segment s = segments[blockIdx.y];
-    double weight_squares = 0, gradient_squares = 0;
+    Squares squares = {0, 0};
     if (s.adapted)
         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < s.length / 8; i += (u64)NORM_PARTS * blockDim.x) {
             float w[8], g[8], ws = 0, gs = 0;
@@ -240,16 +260,10 @@ extern "C" __global__ void __launch_bounds__(256)
                 ws = fmaf(w[k], w[k], ws);
                 gs = fmaf(g[k], g[k], gs);
             }
-            weight_squares += ws;
-            gradient_squares += gs;
+            squares.weights += ws;
+            squares.others += gs;
         }
-    weight_squares = block_sum(weight_squares, warps);
-    gradient_squares = block_sum(gradient_squares, warps);
-    if (threadIdx.x == 0) {
-        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight_squares;
-        to[1] = gradient_squares;
-    }
+    store_squares(squares, warps, partials);
 }
 
 // Each segment's rate: trust |w| / (|g| + decay |w|), or 1 without decay if not adapted. One thread per segment.
@@ -258,12 +272,8 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    double weight_squares = 0, gradient_squares = 0;
-    for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
-        gradient_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
-    }
-    double w = sqrt(weight_squares), g = sqrt(gradient_squares) * scaler->inverse, denominator = g + (double)decay * w;
+    Squares squares = squares_of(partials, i);
+    double w = sqrt(squares.weights), g = sqrt(squares.others) * scaler->inverse, denominator = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;

@@ -207,12 +207,9 @@ impl State {
         let mut all = NamedTensors::new();
         self.layout.export(None, weights, &mut all);
         let running_values = read_floats(running)?;
-        for norm in &self.running_layouts {
-            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
-                let values = running_values[at..at + norm.channels].to_vec();
-                let tensor = HostTensor { shape: vec![norm.channels], values };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
-            }
+        for (name, range) in self.running_layouts.iter().flat_map(RunningLayout::tensors) {
+            let values = running_values[range].to_vec();
+            all.insert(name, HostTensor { shape: vec![values.len()], values });
         }
         Ok(all)
     }
@@ -234,11 +231,8 @@ impl State {
     /// The running statistics of `values`, in the order of the GPU's buffer.
     fn statistics_of(&self, values: &dyn TensorSource) -> Vec<f32> {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
-        for norm in &self.running_layouts {
-            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
-                let target = &mut statistics[at..at + norm.channels];
-                values.read(&format!("{}.{suffix}", norm.name), 0, target);
-            }
+        for (name, range) in self.running_layouts.iter().flat_map(RunningLayout::tensors) {
+            values.read(&name, 0, &mut statistics[range]);
         }
         statistics
     }

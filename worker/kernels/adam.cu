@@ -44,8 +44,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
     // Weight decay multiplies the weights by these factors.
     float first_factor = (float)(1 - (double)control->lr * first_decay);
     float second_factor = (float)(1 - (double)control->lr * second_decay);
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float w[8], m[8], v[8], g[8], factor = i * 8 < first_length ? first_factor : second_factor;
         gradients.get(i, g);
         weights.get(i, w);
@@ -141,8 +140,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!scaler->apply) return;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     float lr = control->lr, scale = (float)(1 / adam.correction1);
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float w[8], m[8], v[8];
         load_channels(weights, i, w);
         load_channels(first_moment, i, m);

@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 valid = control ? min(control->valid, pictures) : pictures;
     u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (u64)gridDim.x * blockDim.x) {
+    FOR_ITEMS(i, all) {
         float v[3] = {};
         if (i < real)
             for (u32 c = 0; c < channels && c < 3; c++) v[c] = from[i * channels + c];

@@ -259,8 +259,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Gradients gradients = GRADIENTS;
     FlatWeights flat = {weights, low_precision, first_length};
     float lr = control->lr, inverse = scaler->inverse;
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         u32 number = segment_of(segments, count, i);
         // Padding between two parameters is not updated.
         if (i * 8 >= segments[number].offset + segments[number].length) continue;

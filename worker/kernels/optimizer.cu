@@ -292,8 +292,7 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
                                        const Segment* segments, const Rate* rates, u32 count) {
     if (!scaler->apply) return;
     float lr = control->lr, inverse = scaler->inverse;
-    u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, gradients.length / 8) {
         float w[8], v[8], g[8], rate = lr, decay = i * 8 < gradients.first_length ? first_decay : second_decay;
         gradients.get(i, g);
         weights.get(i, w);
@@ -351,8 +350,7 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     if (*finished != steps) return;
     PlanarWeights weights = {(T*)differences, (T*)nearest};
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float a[8], v[8];
         load_channels(average, i, a);
         weights.get(i, v);
@@ -365,9 +363,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // find_not_finite for weights in planes: the nearest bfloat16 of a non-finite weight is not finite either.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const T* values, u64 length, u32* found) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+    FOR_ITEMS(i, length)
         finite &= to_float(values[i]) - to_float(values[i]) == 0;
     if (!finite) *found = 1;
 }
@@ -376,8 +373,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const 
 // Adds a micro-batch's gradient to the step's float32 `sum`; stores it there if `overwrite`.
 extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* sum, const T* gradient, u64 length, u32 overwrite) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float s[8] = {}, g[8];
         unpack(load(gradient, i), g);
         if (!overwrite) load_channels(sum, i, s);
@@ -390,8 +386,7 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
 // sum += part: parts of the gradient of one activation.
 extern "C" __global__ void __launch_bounds__(256) add(T* sum, const T* part, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float a[8], b[8];
         unpack(load(sum, i), a);
         unpack(load(part, i), b);
@@ -407,8 +402,7 @@ extern "C" __global__ void __launch_bounds__(256)
     average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
     pdl_wait();
     if (*finished != steps) return;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+    FOR_ITEMS(i, length) {
         average[i] = averaged(average[i], values[i], rest);
     }
 }
@@ -416,9 +410,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // *found = 1 if any of `length` values is not finite.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
+    FOR_ITEMS(i, length) finite &= values[i] - values[i] == 0;
     if (!finite) *found = 1;
 }
 
@@ -426,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
 // change of any one value changes the sum.
 extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x, thread_sum = 0;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+    u64 thread_sum = 0;
+    FOR_ITEMS(i, length) {
         u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
         thread_sum += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
     }
@@ -438,8 +431,7 @@ extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values
 // Converts float32 values to the activations' format.
 extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8];
         load_channels(from, i, v);
         store(to, i, pack(v));

@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(256) scale_values(const T* x, T* y,
     }
 }
 
-// sum = a + b.
-extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
+// sum = a + b. `sum` may be the memory of `a`.
+extern "C" __global__ void __launch_bounds__(256) add(const T* a, const T* b, T* sum, u64 length) {
     pdl_wait();
     FOR_ITEMS(i, length / 8) {
         float v[8], w[8];

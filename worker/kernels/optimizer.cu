@@ -383,19 +383,6 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
     }
 }
 
-// sum += part: parts of the gradient of one activation.
-extern "C" __global__ void __launch_bounds__(256) add(T* sum, const T* part, u64 length) {
-    pdl_wait();
-    FOR_ITEMS(i, length / 8) {
-        float a[8], b[8];
-        unpack(load(sum, i), a);
-        unpack(load(part, i), b);
-#pragma unroll
-        for (int k = 0; k < 8; k++) a[k] += b[k];
-        store(sum, i, pack(a));
-    }
-}
-
 // average = (1 - rest) average + rest values, as in the CPU engine's `sums::average`. Does nothing unless exactly `steps` steps have
 // finished, so that a refused update is not averaged.
 extern "C" __global__ void __launch_bounds__(256)

@@ -249,7 +249,7 @@ impl<'a> GraphEmitter<'a> {
     ) {
         let ops = self.facts.ops;
         if !added.is_none() {
-            self.push(ops.add(dy, added, self.plan.values(node.output) as u64));
+            self.push(ops.add([dy, added, dy], self.plan.values(node.output) as u64));
         }
         let backward = ops::NormBackward {
             x: x.operand(),

@@ -23,7 +23,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
-                self.push(ops.add_forward([a, b, y].map(Allocation::operand), length));
+                self.push(ops.add([a, b, y].map(Allocation::operand), length));
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
@@ -134,7 +134,7 @@ impl<'a> GraphEmitter<'a> {
         for gradient in incoming {
             let new_sum = self.alloc(tensor, Content::Gradient);
             let operands = [sum, gradient, new_sum].map(Allocation::operand);
-            self.push(self.facts.ops.add_forward(operands, self.length(tensor)));
+            self.push(self.facts.ops.add(operands, self.length(tensor)));
             self.free(sum);
             self.free(gradient);
             sum = new_sum;

@@ -242,7 +242,7 @@ fn activations_and_gradients_change_their_placement() {
                     })
                     .collect();
                 // Not simulated: gradients of pictures, which do not exist, and lists that also add a shortcut.
-                let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add_forward");
+                let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add");
                 if matches!(part, Part::Backward(_)) && network.is_pictures(input)
                     || lists[0].iter().any(adds)
                 {

@@ -28,19 +28,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
-    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
-    auto copy_expanded = [&](u32 tile, u32 stage) {
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; i++) {
-            u32 r = tile * TILE_ROWS + i * 16 + warp;
-            bool real = tile < tiles && r < rows;
-            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
-            cp_async16(to, p.x + from, real);
-            cp_async16(to + 512 * 8, p.shortcut + from, real);
-        }
-        cp_async_commit_group();
-    };
+    auto copy_expanded = [&](u32 tile, u32 stage) { copy_pair(p.x, p.shortcut, tile, rows, stages, stage); };
     for (u32 n = warp; n < REDUCED; n += 16)
         cp_async16(swizzled(weights_smem, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
     copy_expanded(blockIdx.x, 0);
@@ -64,14 +52,8 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         Raw out[ROWS_PER_THREAD];
         u32 positive[ROWS_PER_THREAD];
         {
-            Apply<ADD> f;
-            f.floor = 0;
-            load_channels(coefficients, lane, f.scale);
-            load_channels(coefficients + EXPANDED, lane, f.bias);
-            if (ADD == 2) {
-                load_channels(coefficients + 2 * EXPANDED, lane, f.shortcut_scale);
-                load_channels(coefficients + 3 * EXPANDED, lane, f.shortcut_bias);
-            }
+            Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + EXPANDED, lane, coefficients + 2 * EXPANDED,
+                                         coefficients + 3 * EXPANDED, lane, true);
 #pragma unroll
             for (int i = 0; i < ROWS_PER_THREAD; i++) {
                 const T* from = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
@@ -100,12 +82,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
             }
         }
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         u32 at = tile * TILE_ROWS + row;
         Raw z = load(product + row * PADDED_ROW(REDUCED), group);

@@ -14,6 +14,21 @@ struct Bottleneck {
     float* dweights;                     // [gridDim.x, 256, 64]
 };
 
+// Copies this thread's values of a tile of two tensors [rows, 256] to one of the two stages of `stages`: zeros from row `end` on. Two
+// tiles are in flight at any time. A thread copies only values that it reads itself.
+__device__ __forceinline__ void copy_pair(const T* a, const T* b, u32 tile, u32 end, T* stages, u32 stage) {
+    u32 t = thread_in_block();
+#pragma unroll
+    for (int i = 0; i < ROWS_PER_THREAD; i++) {
+        u32 r = tile * TILE_ROWS + i * 16 + t / 32;
+        u64 from = r < end ? (u64)r * EXPANDED + t % 32 * 8 : 0;
+        T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
+        cp_async16(to, a + from, r < end);
+        cp_async16(to + 512 * 8, b + from, r < end);
+    }
+    cp_async_commit_group();
+}
+
 // NORMED: `from` is the input of a batch norm with a ReLU, `before`, whose output the convolution reads.
 template <bool NORMED>
 __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* control, u32 pixels, u32 rows,
@@ -31,19 +46,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
 
-    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
-    auto copy_expanded = [&](u32 tile, u32 stage) {
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; i++) {
-            u32 r = tile * TILE_ROWS + i * 16 + warp;
-            bool real = tile < tiles && r < valid;
-            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
-            cp_async16(to, p.x + from, real);
-            cp_async16(to + 512 * 8, p.g + from, real);
-        }
-        cp_async_commit_group();
-    };
+    auto copy_expanded = [&](u32 tile, u32 stage) { copy_pair(p.x, p.g, tile, valid, stages, stage); };
     auto load_reduced = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
         return r < valid ? load(p.from, (u64)r * (REDUCED / 8) + group) : zeros();
@@ -131,12 +134,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             wgmma_m64n64k16_mn_mn(d, dy_desc + (quarter * TILE + k * 16 * 64) / 8, input_desc + k * 16 * 64 / 8, 1);
         wgmma_commit_group();
         wgmma_wait_group<1>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         Raw out = load(product + row * PADDED_ROW(REDUCED), group);
         if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (REDUCED / 8) + group, out);

@@ -54,12 +54,7 @@ __device__ __forceinline__ void expand(const T* from, const float* scale_, const
             wgmma_m64n64k16_k_k(c, input_desc + (stage * TILE + k) / 8, weights_desc + k / 8, k > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(EXPANDED) + quarter * 64 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {

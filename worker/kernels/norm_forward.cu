@@ -147,7 +147,20 @@ template <int ADD> struct Apply {
     }
 };
 
-__device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uint_as_float(0xff800000u); }
+// `group`: the group of the thread's channels in `scale` and `bias`; `shortcut_group`: in the shortcut's scale and bias.
+template <int ADD>
+__device__ __forceinline__ Apply<ADD> apply_of(const float* scale, const float* bias, u32 group, const float* shortcut_scale,
+                                               const float* shortcut_bias, u32 shortcut_group, u32 relu) {
+    Apply<ADD> f;
+    load_channels(scale, group, f.scale);
+    load_channels(bias, group, f.bias);
+    if (ADD == 2) {
+        load_channels(shortcut_scale, shortcut_group, f.shortcut_scale);
+        load_channels(shortcut_bias, shortcut_group, f.shortcut_bias);
+    }
+    f.floor = relu ? 0.0f : __uint_as_float(0xff800000u);
+    return f;
+}
 
 // y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] is set if y of channel 8 * group + k is positive.
 template <int ADD>
@@ -182,14 +195,7 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, 
         pdl_wait(); \
         GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x); \
         if (!w.active) return; \
-        Apply<ADD> f; \
-        load_channels(scale, w.group, f.scale); \
-        load_channels(bias, w.group, f.bias); \
-        if (ADD == 2) { \
-            load_channels(shortcut_scale, w.group, f.shortcut_scale); \
-            load_channels(shortcut_bias, w.group, f.shortcut_bias); \
-        } \
-        f.floor = floor_of(relu); \
+        Apply<ADD> f = apply_of<ADD>(scale, bias, w.group, shortcut_scale, shortcut_bias, w.group, relu); \
         apply(f, w, x, shortcut, y, mask, rows); \
     }
 APPLY(norm_apply, 0)
@@ -211,14 +217,8 @@ APPLY(norm_apply_add_norm, 2)
         __syncthreads(); \
         GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x); \
         if (!w.active) return; \
-        Apply<ADD> f; \
-        load_channels(coefficients, threadIdx.x, f.scale); \
-        load_channels(coefficients + half, threadIdx.x, f.bias); \
-        if (ADD == 2) { \
-            load_channels(shortcut_scale, w.group, f.shortcut_scale); \
-            load_channels(shortcut_bias, w.group, f.shortcut_bias); \
-        } \
-        f.floor = floor_of(relu); \
+        Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + half, threadIdx.x, shortcut_scale, shortcut_bias, w.group, \
+                                     relu); \
         apply(f, w, x, shortcut, y, mask, rows); \
     }
 FINISH_APPLY(norm_finish_apply, 0)
@@ -274,14 +274,8 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
     finish_forward_in_block(n, total, owned, rows_in_statistics(control, pixels, rows), leader, block_totals, coefficients);
     __syncthreads();
     if (!w.active) return;
-    Apply<ADD> f;
-    load_channels(coefficients, threadIdx.x, f.scale);
-    load_channels(coefficients + 8 * blockDim.x, threadIdx.x, f.bias);
-    if (ADD == 2) {
-        load_channels(shortcut_scale, w.group, f.shortcut_scale);
-        load_channels(shortcut_bias, w.group, f.shortcut_bias);
-    }
-    f.floor = floor_of(relu);
+    Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + 8 * blockDim.x, threadIdx.x, shortcut_scale, shortcut_bias,
+                                 w.group, relu);
     for (u32 first = w.first; first < rows; first += U * w.step) {
         if (first != w.first)
 #pragma unroll

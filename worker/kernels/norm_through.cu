@@ -17,6 +17,17 @@ __device__ __forceinline__ T* swizzled(T* matrices, u32 height, u32 row, u32 gro
     return matrices + group / 8 * height * 64 + row * 64 + ((group ^ row) & 7) * 8;
 }
 
+// Stores the product that a block's four warpgroups have computed, 64 padded rows of 8 N columns. Each warpgroup has 2 N columns; `c`
+// are the sums of one thread, in wgmma's order.
+template <int N> __device__ __forceinline__ void put_product(const float (&c)[N], u32 warp, u32 lane, T* product) {
+    T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(8 * N) + warp / 4 * 2 * N + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
+        *(u32*)(to + j * 8 + 8 * PADDED_ROW(8 * N)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+    }
+}
+
 // norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W = `weights` [inner, channels]. `inner` is a
 // multiple of 64, `channels` of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes for alignment, W's
 // columns, a tile of dy, a tile of the product.
@@ -85,12 +96,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                 wgmma_m64n64k16_k_mn(c, dy_desc + (k * TILE_ROWS + i) / 8, weights_desc + (k + i) * 64 / 8, k + i > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(TILE_CHANNELS) + quarter * 64 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(TILE_CHANNELS)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         if (tile + gridDim.x < tiles) copy_dy(tile + gridDim.x);
 #pragma unroll

@@ -22,7 +22,7 @@ typedef unsigned long long u64;
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 // A loop over the numbers below `count` that this thread gets if the threads of the whole grid take them in turn.
 #define FOR_ITEMS(i, count) \
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
+    for (u64 end = (count), step = (u64)gridDim.x * blockDim.x, i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step)
 
 // First statement of every kernel. Under a programmatic dependent launch, waits for the preceding kernels to end.
 // No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.

@@ -84,9 +84,6 @@ __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Co
         ((uint4*)to)[pixel] = {pair(a, b), pair(c, 0), 0, 0};
 #endif
 }
-__device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
-    put_color(to, pixel, padded, color_of(bytes, channels, table));
-}
 __device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) { put_color(to, pixel, padded, {0, 0, 0}); }
 
 // Copies the normalisation table, [channels][256], to shared memory.
@@ -112,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256)
             continue;
         }
         CropWindow window(s, control, batch, n);
-        put_pixel(to, at, padded, channels, window.pixel(s, i / side, i % side), table_smem);
+        put_color(to, at, padded, color_of(window.pixel(s, i / side, i % side), channels, table_smem));
     }
 }
 
@@ -189,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, output_pixel(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
+            put_color(to, output_pixel(n, first + y, x, side, folded), padded,
+                      color_of(to_bytes(sum, columns.shift), channels, table_smem));
         }
     }
 }
